@@ -1,0 +1,94 @@
+"""Settings of a service, and the only place that reads the environment."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from longleaf.errors import InvalidArgument
+
+Launcher = Literal["ray", "local"]
+MergeName = Literal["gather", "paper"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEFAULT_PORT = 50051
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What coordinator and ranks must agree on. Token counts are in tokens, sizes in bytes, times in seconds."""
+
+    model: str
+    """Folder of the checkpoint."""
+    world_size: int = 1
+    """Number of ranks."""
+    merge: MergeName = "gather"
+    """How partials are merged."""
+    chunk_size: int = 4096
+    """Prompt tokens read per step."""
+    block_size: int = 128
+    """Tokens per block of the key/value pool."""
+    replicate_below: int = 64
+    """Prompts shorter than this are read as replicated rows: every rank computes them."""
+    kv_bytes: int | None = None
+    """Size of each rank's key/value pool; None takes 40 % of the free memory, shared by the ranks of a node."""
+    dtype: DtypeName = "auto"
+    """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute."""
+    threads_per_rank: int = 1
+    """CPU threads of each rank."""
+    step_timeout: float = 60.0
+    """Seconds a step may take before its fleet is given up, for a step of few tokens."""
+    step_timeout_per_token: float = 0.05
+    """Seconds added per token that the step computes."""
+    start_timeout: float = 300.0
+    """Seconds the ranks may take to load the model."""
+    max_sequences: int = 64
+    """Generations that run at once."""
+    max_waiting: int = 256
+    """Generations and ingests that wait; more are refused."""
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first setting that is out of range."""
+        limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}
+        limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidArgument(name, f"{value} is not between {low} and {high}")
+        if self.kv_bytes is not None and self.kv_bytes < 1:
+            raise InvalidArgument("kv_bytes", f"{self.kv_bytes} is not a positive number of bytes")
+
+
+def default_server() -> str:
+    """Address that client commands use: LONGLEAF_SERVER, else the local default port."""
+    return os.environ.get("LONGLEAF_SERVER", f"localhost:{DEFAULT_PORT}")
+
+
+def embedded_model() -> Path:
+    """Folder of the model that the package carries."""
+    return Path(__file__).resolve().parent / "demo" / "model"
+
+
+def ray_environment() -> dict[str, str]:
+    """Variables that Ray must see before it starts: no usage reports, and an explicit choice of authentication."""
+    wanted = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def rank_environment(threads: int, host: str) -> dict[str, str]:
+    """Variables that a rank must see before it imports torch.
+
+    Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Gloo must be
+    told its interface where the machine's name does not resolve; on one machine that is the loopback.
+    """
+    wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if host.startswith("127."):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def apply_environment(variables: dict[str, str]) -> None:
+    """Puts `variables` into this process's environment."""
+    os.environ.update(variables)

@@ -1,0 +1,38 @@
+"""Protocols between the parts of the coordinator, each small enough to be faked."""
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from longleaf.config import EngineConfig
+from longleaf.step import Ready, StepPlan, StepResult
+
+
+class Ranks(Protocol):
+    """The ranks as the engine sees them. Implemented by coordinator.control; faked by coordinator.fakes."""
+
+    async def start(self) -> tuple[Ready, ...]:
+        """Waits until all ranks are ready; in rank order. Raises StartError, ModelRefused or WorkerLost."""
+        ...
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Runs one step. Raises WorkerLost when a rank raises, dies or passes the step's deadline."""
+        ...
+
+    async def close(self) -> None:
+        """Tells the ranks to leave."""
+        ...
+
+
+class Fleet(Protocol):
+    """Places, watches and ends the processes of the ranks. Implemented for Ray and for plain processes."""
+
+    async def launch(self, config: EngineConfig, control_address: str, on_death: Callable[[int, str], None]) -> None:
+        """Starts one process per rank. Calls on_death(rank, reason) from any thread when one ends on its own.
+
+        Raises StartError when there are fewer slots than ranks.
+        """
+        ...
+
+    def shutdown(self) -> Awaitable[None]:
+        """Ends all processes that were started and waits until they are gone."""
+        ...

@@ -1,0 +1,91 @@
+"""Runs: consecutive positions of one segment that one rank holds. Integers only.
+
+A run is the unit of ownership, attention, snapshot and recovery. Positions are counted over the whole context.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Positions [start, end) of a segment, held by `rank` in `blocks` of its pool, in order.
+
+    Position p lies in slot `blocks[(p - start) // block_size] * block_size + (p - start) % block_size`.
+    """
+
+    rank: int
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Extent(NamedTuple):
+    """Positions [start, end) that lie in consecutive slots from `slot` on."""
+
+    start: int
+    end: int
+    slot: int
+
+
+def extents(run: Run, block_size: int) -> Iterator[Extent]:
+    """Cuts a run where its blocks are not neighbours, so that each extent is one stretch of memory."""
+    first = 0
+    for i in range(1, len(run.blocks) + 1):
+        if i < len(run.blocks) and run.blocks[i] == run.blocks[i - 1] + 1:
+            continue
+        start, end = run.start + first * block_size, min(run.start + i * block_size, run.end)
+        if start < end:
+            yield Extent(start, end, run.blocks[first] * block_size)
+        first = i
+
+
+class Overlap(NamedTuple):
+    """Queries [query_start, query_end) against keys [key_start, key_end), which are either all earlier (`full`)
+    or the same positions (`diagonal`)."""
+
+    query_start: int
+    query_end: int
+    key_start: int
+    key_end: int
+    kind: Literal["full", "diagonal"]
+
+
+def overlaps(query_start: int, query_end: int, key_start: int, key_end: int) -> Iterator[Overlap]:
+    """Splits the causal relation of a query range and a key range into full and diagonal rectangles.
+
+        keys:     [key_start ........ query_start ........ key_end)
+        queries:                     [query_start ........ key_end ........ query_end)
+                   full for every query   diagonal here      full here
+
+    Keys at or after query_end are seen by nobody and are left out.
+    """
+    past_end = min(key_end, query_start)
+    if key_start < past_end:
+        yield Overlap(query_start, query_end, key_start, past_end, "full")
+    start, end = max(key_start, query_start), min(key_end, query_end)
+    if start < end:
+        yield Overlap(start, end, start, end, "diagonal")
+        if end < query_end:
+            yield Overlap(end, query_end, start, end, "full")
+
+
+def cut_chunk(start: int, end: int, block_size: int, num_pieces: int) -> list[tuple[int, int]]:
+    """Cuts [start, end) into at most `num_pieces` pieces of whole blocks, as equal as blocks allow.
+
+    Pieces end at multiples of block_size counted from `start`, or at `end`. Fewer blocks than pieces give fewer pieces.
+    """
+    num_blocks = -(-(end - start) // block_size)
+    pieces = min(num_pieces, num_blocks)
+    bounds = [start + (num_blocks * i // pieces) * block_size for i in range(pieces)] + [end]
+    return list(zip(bounds[:-1], bounds[1:], strict=True)) if pieces else []
+
+
+def serpentine(turn: int, world_size: int) -> list[int]:
+    """Ranks in the order in which chunk number `turn` deals its pieces: 0..N-1, then N-1..0, and so on."""
+    ranks = list(range(world_size))
+    return ranks if turn % 2 == 0 else ranks[::-1]

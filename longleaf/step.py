@@ -1,0 +1,156 @@
+"""Messages between the coordinator and the ranks.
+
+Every rank receives the same StepPlan; rank 0 answers it. A plan carries no generated ids: ranks keep the last sampled
+token of each sequence themselves. Structs are encoded with msgpack.
+"""
+
+import msgspec
+
+from longleaf.config import EngineConfig
+from longleaf.runs import Run
+from longleaf.sampling import Sampling
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys. Nothing is sampled."""
+
+    path: tuple[int, ...]
+    """Segments the tokens may attend to, in order; the last receives the chunk."""
+    start: int
+    """Position of the first token."""
+    token_ids: tuple[int, ...]
+    pieces: tuple[Run, ...]
+    """Consecutive, covering the chunk, at most one per rank."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token."""
+
+    sequence: int
+    path: tuple[int, ...]
+    """Segments the tokens may attend to, in order; the last receives the tokens."""
+    start: int
+    """Position of the first token."""
+    token_ids: tuple[int, ...]
+    """Empty: the one token that was sampled last."""
+    runs: tuple[Run, ...]
+    """Runs that receive the tokens, with the extent that they have after this step."""
+    sampling: Sampling
+    token_index: int
+    """Index in the answer of the token to sample from the last position; -1 samples nothing."""
+
+    @property
+    def num_tokens(self) -> int:
+        return max(1, len(self.token_ids))
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    """Replicated rows of one or more sequences."""
+
+    rows: tuple[Row, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
+    """What every rank must do in one step."""
+
+    epoch: int
+    step: int
+    work: Prefill | Decode
+    release_segments: tuple[int, ...] = ()
+    """Segments to forget before the work; their blocks may be handed out again in this very plan."""
+    release_sequences: tuple[int, ...] = ()
+    """Sequences whose last token may be forgotten."""
+
+    @property
+    def num_tokens(self) -> int:
+        if isinstance(self.work, Prefill):
+            return len(self.work.token_ids)
+        return sum(row.num_tokens for row in self.work.rows)
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Coordinator to rank: where the process group of this epoch meets. `nodes` names each rank's machine."""
+
+    epoch: int
+    host: str
+    port: int
+    nodes: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Coordinator to rank: leave."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Rank to coordinator: I am here. Rank 0 tells where its store listens (port 0 at world size 1)."""
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    store_port: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Rank to coordinator: the model is loaded and the pool is laid out."""
+
+    rank: int
+    device: str
+    dtype: str
+    num_blocks: int
+    """Blocks of the pool that runs may use."""
+    bytes_per_token: int
+    """Bytes of keys and values per token, over all layers."""
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """Rank 0 to coordinator: sampled ids by sequence, in the plan's order of rows."""
+
+    epoch: int
+    step: int
+    token_ids: dict[int, int]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Any rank to coordinator: an exception ended this rank. `refused` marks a model that cannot be served."""
+
+    rank: int
+    reason: str
+    refused: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Any rank to coordinator, once a second, from a thread of its own."""
+
+    rank: int
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launcher tells a rank at birth."""
+
+    rank: int
+    config: EngineConfig
+    control_address: str
+    """ZMQ endpoint of the coordinator, `tcp://host:port`."""
+    host: str
+    """Address under which other ranks reach this one."""
+    node: str
+    """Name of this rank's machine."""
+
+
+ToRank = StepPlan | Join | Stop
+FromRank = Hello | Ready | StepResult | Failed | Heartbeat
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Raises msgspec.DecodeError on anything else."""
+    return msgspec.msgpack.decode(data, type=ToRank)
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Raises msgspec.DecodeError on anything else."""
+    return msgspec.msgpack.decode(data, type=FromRank)

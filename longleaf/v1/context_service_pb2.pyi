@@ -1,0 +1,88 @@
+from google.protobuf import empty_pb2 as _empty_pb2
+from longleaf.v1 import context_pb2 as _context_pb2
+from longleaf.v1 import generation_pb2 as _generation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class IngestPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INGEST_PHASE_UNSPECIFIED: _ClassVar[IngestPhase]
+    INGEST_PHASE_RECEIVING: _ClassVar[IngestPhase]
+    INGEST_PHASE_TOKENIZING: _ClassVar[IngestPhase]
+    INGEST_PHASE_PREFILLING: _ClassVar[IngestPhase]
+    INGEST_PHASE_READY: _ClassVar[IngestPhase]
+INGEST_PHASE_UNSPECIFIED: IngestPhase
+INGEST_PHASE_RECEIVING: IngestPhase
+INGEST_PHASE_TOKENIZING: IngestPhase
+INGEST_PHASE_PREFILLING: IngestPhase
+INGEST_PHASE_READY: IngestPhase
+
+class IngestConfig(_message.Message):
+    __slots__ = ("name", "append", "total_size_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    append: bool
+    total_size_bytes: int
+    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ...) -> None: ...
+
+class IngestContextRequest(_message.Message):
+    __slots__ = ("config", "text", "token_ids")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    config: IngestConfig
+    text: bytes
+    token_ids: _generation_pb2.TokenIds
+    def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+
+class IngestContextResponse(_message.Message):
+    __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    phase: IngestPhase
+    received_size_bytes: int
+    processed_token_count: int
+    total_token_count: int
+    tokens_per_second: float
+    context: _context_pb2.Context
+    def __init__(self, phase: _Optional[_Union[IngestPhase, str]] = ..., received_size_bytes: _Optional[int] = ..., processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ...) -> None: ...
+
+class GetContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListContextsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListContextsResponse(_message.Message):
+    __slots__ = ("contexts", "next_page_token")
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    contexts: _containers.RepeatedCompositeFieldContainer[_context_pb2.Context]
+    next_page_token: str
+    def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class DeleteContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
