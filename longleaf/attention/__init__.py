@@ -1,0 +1,5 @@
+"""Attention as partials that merge. Knows tensors; must not know ranks, Ray, models or the wire."""
+
+from longleaf.attention.partial import Partial, merge, merge_all
+
+__all__ = ["Partial", "merge", "merge_all"]

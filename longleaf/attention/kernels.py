@@ -1,0 +1,106 @@
+"""Local attention kernels: queries over one rank's keys, as a list of reads, to one partial.
+
+One table, `KERNELS`, by device type. A kernel receives queries `q_THD`, the layer's pool `k_KSD`, `v_KSD` (K key
+heads, S slots, D dim; T rows, H = K * G query heads, G queries per key head), the reads and the scale, and returns a
+float32 Partial with natural-log lse. The grouped queries of a key head are packed into the query axis: keys are never
+repeated.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from longleaf.attention.masks import Read, band
+from longleaf.attention.partial import Partial, merge
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Read], float], Partial]
+ReadKernel = Callable[[Tensor, Tensor, Tensor, Read, float], tuple[Tensor, Tensor]]
+
+EMPTY_LSE = -1e30
+"""A logsumexp below this comes from a row that saw masked keys only."""
+
+
+def attend(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, kernel: ReadKernel) -> Partial:
+    """Runs `kernel` on each read and merges the results row by row. Rows without a read give the identity."""
+    (num_rows, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
+    group = num_heads // num_kv_heads
+    if num_heads != group * num_kv_heads or k_KSD.shape[2] != dim or v_KSD.shape != k_KSD.shape:
+        raise ValueError(f"queries {tuple(q_THD.shape)} do not fit keys {tuple(k_KSD.shape)}")
+    q_KTGD = q_THD.view(num_rows, num_kv_heads, group, dim).transpose(0, 1).contiguous()
+    # heads of one key head lie together, so a merge over [K, T, G] is one over [tokens, heads] with other names
+    total = None
+    for read in reads:
+        if read.row_start >= read.row_end or read.slot_start >= read.slot_end:
+            continue  # torch's kernel divides by the number of keys: an empty call ends the process
+        keys, values = (t[:, read.slot_start : read.slot_end] for t in (k_KSD, v_KSD))
+        part = Partial(*kernel(q_KTGD[:, read.row_start : read.row_end], keys, values, read, scale))
+        total = _add(total, part, read, num_rows)
+    if total is None:
+        return Partial.identity(num_rows, num_heads, dim, device=str(q_THD.device))
+    out_THD = total.out_THD.transpose(0, 1).reshape(num_rows, num_heads, dim)
+    return Partial(out_THD, total.lse_TH.transpose(0, 1).reshape(num_rows, num_heads))
+
+
+def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Partial:
+    """Joins the partial of a read's rows, [K, rows, G], into that of all rows, [K, T, G]."""
+    is_whole = read.row_end - read.row_start == num_rows
+    if is_whole:
+        return part if total is None else merge(total, part)
+    if total is None:
+        kv_heads, _, group, dim = part.out_THD.shape
+        out = torch.zeros(kv_heads, num_rows, group, dim, device=part.out_THD.device)
+        total = Partial(out, out.new_full((kv_heads, num_rows, group), float("-inf")))
+    rows = slice(read.row_start, read.row_end)
+    joined = merge(Partial(total.out_THD[:, rows], total.lse_TH[:, rows]), part)
+    total.out_THD[:, rows] = joined.out_THD
+    total.lse_TH[:, rows] = joined.lse_TH
+    return total
+
+
+def cpu_flash(q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
+    """One read on torch's own CPU flash kernel, which returns (out, lse).
+
+    Full reads pack the group into the query axis, so that keys are read once for all heads of a group. Masked reads
+    put the group into the batch with keys expanded by stride, because the kernel's causal flag needs square shapes.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kv_heads, num_rows, group, dim = q_KTGD.shape
+    if read.offset is None:
+        packed = q_KTGD.reshape(1, kv_heads, num_rows * group, dim)
+        out, lse = flash(packed, k_KSD[None], v_KSD[None], scale=scale)
+        return out.view(kv_heads, num_rows, group, dim).float(), lse.view(kv_heads, num_rows, group)
+    q_GKTD = q_KTGD.permute(2, 0, 1, 3)
+    k_GKSD, v_GKSD = (t[None].expand(group, -1, -1, -1) for t in (k_KSD, v_KSD))
+    if read.is_causal:
+        out, lse = flash(q_GKTD, k_GKSD, v_GKSD, is_causal=True, scale=scale)
+    else:
+        mask = band(num_rows, k_KSD.shape[1], read.offset, read.window, q_KTGD.dtype)
+        out, lse = flash(q_GKTD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
+    return _sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0))
+
+
+def dense(q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
+    """One read with the scores written out, float32, on any device: correct everywhere, fast nowhere."""
+    scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD.float(), k_KSD.float()) * scale
+    if read.offset is not None:
+        mask = band(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, torch.float32)
+        scores = scores + mask.to(scores.device)[None, :, None, :]
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.einsum("ktgs,ksd->ktgd", torch.exp(scores - lse[..., None]), v_KSD.float())
+    return _sanitise(out, lse)
+
+
+def _sanitise(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns rows that saw nothing into the identity, whatever the kernel made of them."""
+    is_empty = lse < EMPTY_LSE
+    return out.masked_fill(is_empty.unsqueeze(-1), 0.0), lse.masked_fill(is_empty, float("-inf"))
+
+
+def kernel_for(device_type: str) -> Kernel:
+    """The kernel of a device type (`cpu`, `cuda`)."""
+    kernel = KERNELS.get(device_type, dense)
+    return lambda q, k, v, reads, scale: attend(q, k, v, reads, scale, kernel)
+
+
+KERNELS: dict[str, ReadKernel] = {"cpu": cpu_flash, "cuda": dense}

@@ -1,0 +1,92 @@
+"""Who sees whom, decided on integers: reads, the rectangles that the kernels compute.
+
+Shape letters: Q queries, S keys.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf.runs import Extent, overlaps
+
+MIN_TILE = 128
+"""Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
+
+
+class QueryRun(NamedTuple):
+    """Queries at positions [start, end) that lie in rows [row, row + end - start)."""
+
+    start: int
+    end: int
+    row: int
+
+
+class Read(NamedTuple):
+    """Query rows [row_start, row_end) against the keys in slots [slot_start, slot_end).
+
+    `offset` is None when every query sees every key. Otherwise it is the position of the first query minus that of
+    the first key, and query i sees key j iff 0 <= offset + i - j, and < window if there is one.
+    """
+
+    row_start: int
+    row_end: int
+    slot_start: int
+    slot_end: int
+    offset: int | None = None
+    window: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether this is a plain square diagonal, for which kernels need no mask."""
+        num_queries, num_keys = self.row_end - self.row_start, self.slot_end - self.slot_start
+        in_window = self.window is None or num_keys <= self.window
+        return self.offset == 0 and num_queries == num_keys and in_window
+
+
+def causal_reads(query: QueryRun, keys: Extent) -> Iterator[Read]:
+    """The reads of one query run over one extent of keys without a window."""
+    for part in overlaps(query.start, query.end, keys.start, keys.end):
+        row, slot = query.row - query.start, keys.slot - keys.start
+        offset = 0 if part.kind == "diagonal" else None
+        yield Read(
+            row + part.query_start, row + part.query_end, slot + part.key_start, slot + part.key_end, offset=offset
+        )
+
+
+def window_reads(query: QueryRun, keys: Extent, window: int) -> Iterator[Read]:
+    """The reads of one query run over one extent when a query sees only its last `window` keys, itself included.
+
+    Queries are cut into tiles, so that of a long run only a band along the diagonal is computed.
+    """
+    tile = max(window, MIN_TILE)
+    first = max(query.start, keys.start)
+    last = min(query.end, keys.end + window - 1)
+    for start in range(first, last, tile):
+        end = min(start + tile, last)
+        low, high = max(keys.start, start - window + 1), min(keys.end, end)
+        if low >= high:
+            continue
+        sees_all = high <= start + 1 and end - low <= window
+        slot = keys.slot - keys.start
+        yield Read(
+            query.row + start - query.start,
+            query.row + end - query.start,
+            slot + low,
+            slot + high,
+            offset=None if sees_all else start - low,
+            window=window,
+        )
+
+
+def band(num_queries: int, num_keys: int, offset: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [Q, S] of a read: 0 where seen, the lowest finite number elsewhere.
+
+    Not -inf: on a row that sees nothing torch's CPU flash kernel would answer lse 0 for it, silently wrong.
+    """
+    distance_QS = offset + torch.arange(num_queries)[:, None] - torch.arange(num_keys)[None, :]
+    hidden_QS = distance_QS < 0
+    if window is not None:
+        hidden_QS |= distance_QS >= window
+    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill(hidden_QS, torch.finfo(dtype).min)

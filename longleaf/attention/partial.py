@@ -1,0 +1,60 @@
+"""The partial: attention of some queries over some of the keys, and the operation that joins two.
+
+Shape letters: T tokens (query rows), H heads, D value dim, N partials.
+
+Source: the associative, commutative operator of online softmax, as used in Tree Attention (arXiv 2408.04093,
+section 5). The derivation is in docs/math.md.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """`out_THD` is the softmax-weighted mean of the values seen, `lse_TH` the natural log of the sum of exponentials.
+
+    Both float32 (float64 in the reference). A row that saw nothing is the identity: out 0, lse -inf.
+    """
+
+    out_THD: Tensor
+    lse_TH: Tensor
+
+    @staticmethod
+    def identity(
+        num_tokens: int, num_heads: int, dim: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> "Partial":
+        """The partial over no keys: merging it changes nothing."""
+        out = torch.zeros(num_tokens, num_heads, dim, dtype=dtype, device=device)
+        lse = torch.full((num_tokens, num_heads), float("-inf"), dtype=dtype, device=device)
+        return Partial(out, lse)
+
+    def rows(self, start: int, end: int) -> "Partial":
+        """The partial of query rows [start, end), as a view."""
+        return Partial(self.out_THD[start:end], self.lse_TH[start:end])
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Joins two partials over disjoint keys, same shapes and dtype. Identity with identity stays identity.
+
+    Associative and commutative up to rounding: in float32 within 2e-6 of float64.
+    """
+    lse_TH = torch.logaddexp(a.lse_TH, b.lse_TH)
+    out_THD = a.out_THD * weight(a.lse_TH, lse_TH) + b.out_THD * weight(b.lse_TH, lse_TH)
+    return Partial(out_THD, lse_TH)
+
+
+def merge_all(out_NTHD: Tensor, lse_NTH: Tensor) -> Partial:
+    """Joins N stacked partials, always in the order of the first dimension: same inputs, same bits."""
+    lse_TH = torch.logsumexp(lse_NTH, dim=0)
+    out_THD = (out_NTHD * weight(lse_NTH, lse_TH)).sum(dim=0)
+    return Partial(out_THD, lse_TH)
+
+
+def weight(lse_TH: Tensor, total_TH: Tensor) -> Tensor:
+    """Share exp(lse - total) of a partial in a total, with a trailing axis for the values; 0 where the total is empty."""
+    # -inf minus -inf would be NaN: any finite total gives exp(-inf) = 0 instead
+    total_TH = total_TH.masked_fill(total_TH == float("-inf"), 0.0)
+    return torch.exp(lse_TH - total_TH).unsqueeze(-1)

@@ -1,0 +1,57 @@
+"""Ranks as threads of one process: the Comm of tests and of programs without torch.distributed."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longleaf.comm.base import ReduceOp
+
+
+class Meeting:
+    """Where the threads of one group meet. A thread that fails breaks the barrier, so that the others end too."""
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=timeout)
+        self.tensors: list[Tensor | None] = [None] * world_size
+
+
+class LoopbackComm:
+    """One thread's end of a Meeting."""
+
+    def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._meeting = meeting
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor, lambda tensors: torch.stack(tensors))
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor, lambda tensors: torch.stack([t[self.rank] for t in tensors]))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        reduce = torch.amax if op == "max" else torch.sum
+        return self._exchange(tensor, lambda tensors: reduce(torch.stack(tensors), dim=0))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor, lambda tensors: tensors[0].clone())
+
+    def _exchange(self, tensor: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        meeting = self._meeting
+        meeting.tensors[self.rank] = tensor
+        meeting.barrier.wait()
+        result = read([t for t in meeting.tensors if t is not None])
+        meeting.barrier.wait()  # nobody may write its next tensor before all have read this one
+        return result
+
+    def abort(self) -> None:
+        """Ends the waiting of all other threads with BrokenBarrierError."""
+        self._meeting.barrier.abort()
+
+
+def loopback(world_size: int) -> list[LoopbackComm]:
+    """The ends of a new group, one per thread."""
+    meeting = Meeting(world_size)
+    return [LoopbackComm(rank, world_size, meeting) for rank in range(world_size)]

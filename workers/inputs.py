@@ -1,0 +1,130 @@
+"""From a StepPlan to the tensors and reads of one rank: everything the layers need, decided before the model runs.
+
+Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
+rank. In prefill each rank computes its own piece; the gathered queries of all pieces lie one piece after the other,
+each padded to the longest, so the piece of rank r begins at row r * num_tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
+from longleaf.runs import Run
+from longleaf.step import Decode, Prefill
+from workers.cache import Pool, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of one forward pass on one rank; T tokens computed here."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    """Slot of each token's keys; the trash slot for tokens that another rank owns."""
+    reads: dict[int | None, list[Read]]
+    """What the rows read from this rank's pool, by window."""
+    num_rows: int
+    sample_rows: tuple[int, ...] = ()
+    """Rows whose logits are wanted, in the order of the plan."""
+
+
+class InputBuilder:
+    """Builds the inputs of one rank."""
+
+    def __init__(self, rank: int, world_size: int, pool: Pool, segments: Segments, windows: set[int | None], device: str):
+        self._rank = rank
+        self._world_size = world_size
+        self._pool = pool
+        self._segments = segments
+        self._windows = windows
+        self._device = device
+
+    def prefill(self, work: Prefill) -> Inputs:
+        """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
+        self._segments.put(work.path[-1], work.pieces)
+        num_tokens = max(len(piece) for piece in work.pieces)
+        queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
+        mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
+        ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
+        padding = num_tokens - len(mine)
+        return Inputs(
+            token_ids_T=self._tensor([*ids, *[0] * padding]),
+            positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
+            slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
+            reads=self._reads([(work.path, queries)], past_row=(0, num_tokens * self._world_size)),
+            num_rows=num_tokens * self._world_size,
+        )
+
+    def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
+        """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        queries: list[tuple[tuple[int, ...], list[QueryRun]]] = []
+        sample_rows: list[int] = []
+        for row in work.rows:
+            self._segments.put(row.path[-1], row.runs)
+            queries.append((row.path, [QueryRun(row.start, row.start + row.num_tokens, len(ids))]))
+            ids += row.token_ids or (last_ids[row.sequence],)
+            end = row.start + row.num_tokens
+            positions += range(row.start, end)
+            slots += self._row_slots(row.runs, row.start, end)
+            if row.token_index >= 0:
+                sample_rows.append(len(ids) - 1)
+        return Inputs(
+            token_ids_T=self._tensor(ids),
+            positions_T=self._tensor(positions),
+            slots_T=self._tensor(slots),
+            reads=self._reads(queries),
+            num_rows=len(ids),
+            sample_rows=tuple(sample_rows),
+        )
+
+    def _reads(
+        self,
+        queries: Sequence[tuple[tuple[int, ...], list[QueryRun]]],
+        past_row: tuple[int, int] | None = None,
+    ) -> dict[int | None, list[Read]]:
+        """Reads of all query runs, by window. Runs of one path are in position order."""
+        reads: dict[int | None, list[Read]] = {}
+        for window in self._windows:
+            found = reads.setdefault(window, [])
+            for path, runs in queries:
+                found += self._full_reads(path, runs, past_row) if window is None else self._banded(path, runs, window)
+        return reads
+
+    def _full_reads(
+        self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int] | None
+    ) -> Iterator[Read]:
+        """Without a window: all rows see the past before the first query; from there on, causally."""
+        first, last = min(run.start for run in runs), max(run.end for run in runs)
+        row_start, row_end = past_row or (runs[0].row, runs[0].row + runs[0].end - runs[0].start)
+        for low, high in self._segments.stretches(path, first):
+            yield Read(row_start, row_end, low, high)
+        for extent in self._segments.extents(path, first, last):
+            for run in runs:
+                yield from causal_reads(run, extent)
+
+    def _banded(self, path: tuple[int, ...], runs: list[QueryRun], window: int) -> Iterator[Read]:
+        for run in runs:
+            for extent in self._segments.extents(path, max(0, run.start - window + 1), run.end):
+                yield from window_reads(run, extent, window)
+
+    def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:
+        slots = [self._pool.trash_slot] * (end - start)
+        for run in runs:
+            low, high = max(run.start, start), min(run.end, end)
+            if run.rank == self._rank and low < high:
+                slots[low - start : high - start] = self._slots(run, low, high)
+        return slots
+
+    def _slots(self, run: Run, start: int, end: int) -> list[int]:
+        size = self._pool.block_size
+        return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)

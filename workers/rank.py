@@ -1,0 +1,159 @@
+"""One rank: a model, its share of the keys and values, and its place in the group."""
+
+import contextlib
+
+import psutil
+import torch
+from torch import Tensor
+
+from longleaf.attention.kernels import kernel_for
+from longleaf.comm import Comm
+from longleaf.comm.process_group import ProcessGroupComm, connect_store, open_store
+from longleaf.errors import StartError
+from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
+from longleaf.tree import make_merge
+from workers import model as models
+from workers.cache import Pool, Segments
+from workers.forward import DecodeStep, Exchange, PrefillDone, PrefillStep
+from workers.inputs import InputBuilder, Inputs
+from workers.sampler import sample
+
+FREE_MEMORY_SHARE = 0.4
+"""Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+
+
+class Rank:
+    """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._device = choose_device(self._config.device, spec.rank)
+        self._exchange: Exchange | None = None
+        self._comm: ProcessGroupComm | None = None
+        self._store: torch.distributed.Store | None = None
+        self._last_ids: dict[int, int] = {}
+
+    def open_store(self) -> int:
+        """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
+        if self._config.world_size == 1:
+            return 0
+        store = open_store(self._spec.host)
+        self._store = store
+        return store.port
+
+    def load(self) -> Ready:
+        """Loads the model and lays out the pool. Raises ModelRefused or StartError."""
+        if self._device == "cpu":
+            torch.set_num_threads(self._config.threads_per_rank)
+        config = self._config
+        self._model = models.load(config.model, config.dtype, self._device)
+        num_blocks = self._num_blocks(config.kv_bytes or default_kv_bytes(self._device, config.world_size))
+        pool = Pool(self._model.layers, num_blocks, config.block_size, self._model.dtype, self._device)
+        self._pool = pool
+        self._segments = Segments(self._spec.rank, config.block_size)
+        windows = {layer.window for layer in self._model.layers.values()}
+        self._inputs = InputBuilder(
+            self._spec.rank, config.world_size, pool, self._segments, windows, self._device
+        )
+        self._kernel = kernel_for(torch.device(self._device).type)
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
+
+    def join(self, join: Join) -> None:
+        """Enters the process group of an epoch; nothing to do at world size 1."""
+        if self._config.world_size == 1:
+            return
+        store = self._store or connect_store(join.host, join.port)
+        self._store = store
+        self._comm = ProcessGroupComm(
+            self._spec.rank,
+            self._config.world_size,
+            store,
+            epoch=join.epoch,
+            device=self._device,
+            timeout=self._config.step_timeout,
+        )
+        self.connect(self._comm)
+
+    def connect(self, comm: Comm) -> None:
+        """Uses `comm` for the exchanges of the steps."""
+        self._exchange = Exchange(comm, make_merge(self._config.merge, comm))
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Runs one step; rank 0 returns the sampled ids."""
+        self._segments.release(plan.release_segments)
+        for sequence in plan.release_sequences:
+            self._last_ids.pop(sequence, None)
+        sampled = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
+        return StepResult(plan.epoch, plan.step, sampled) if self._spec.rank == 0 else None
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self._comm is not None:
+            self._comm.close()
+
+    def _prefill(self, work: Prefill) -> dict[int, int]:
+        inputs = self._inputs.prefill(work)
+        step = PrefillStep(inputs, self._pool, self._kernel, self._exchange, self._model.last_layer)
+        with contextlib.suppress(PrefillDone):
+            self._forward(self._model.decoder, inputs, step)
+        return {}
+
+    def _decode(self, work: Decode) -> dict[int, int]:
+        inputs = self._inputs.decode(work, self._last_ids)
+        step = DecodeStep(inputs, self._pool, self._kernel, self._exchange)
+        rows = [row for row in work.rows if row.token_index >= 0]
+        ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
+        if self._spec.rank == 0:
+            logits_RV = self._logits(inputs, step)
+            chosen = [sample(logits_RV[i], r.sampling, r.token_index) for i, r in enumerate(rows)]
+            ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
+        else:
+            self._forward(self._model.decoder, inputs, step)
+        if self._exchange and rows:
+            ids = self._exchange.comm.broadcast(ids)
+        sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
+        self._last_ids.update(sampled)
+        return sampled
+
+    def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
+        """Logits [R, V] of the R rows to sample from."""
+        keep = torch.tensor(inputs.sample_rows, dtype=torch.long, device=self._device)
+        return self._forward(self._model.module, inputs, step, logits_to_keep=keep)[0][0]
+
+    def _forward(
+        self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
+    ) -> tuple[Tensor, ...]:
+        return module(
+            input_ids=inputs.token_ids_T[None],
+            position_ids=inputs.positions_T[None],
+            use_cache=False,
+            return_dict=False,
+            step=step,
+            **options,
+        )
+
+    def _num_blocks(self, kv_bytes: int) -> int:
+        bytes_per_block = self._model.bytes_per_token * self._config.block_size
+        if kv_bytes < bytes_per_block:
+            raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {bytes_per_block} bytes")
+        return kv_bytes // bytes_per_block
+
+
+def choose_device(wanted: str, rank: int) -> str:
+    """`cpu`, or `cuda:N` with the ranks of a machine dealt over its GPUs."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise StartError("device: cuda was asked for, and torch sees no GPU")
+    return f"cuda:{rank % torch.cuda.device_count()}"
+
+
+def default_kv_bytes(device: str, num_ranks: int) -> int:
+    """Bytes for keys and values when none were asked for: a share of what is free now."""
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return int(free * FREE_MEMORY_SHARE)
+    return int(psutil.virtual_memory().available * FREE_MEMORY_SHARE / num_ranks)
