@@ -4,11 +4,17 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from longleaf.config import EngineConfig
-from longleaf.step import Ready, StepPlan, StepResult
+from longleaf.errors import LongleafError
+from longleaf.step import Hello, Ready, StepPlan, StepResult
 
 
 class Ranks(Protocol):
     """The ranks as the engine sees them. Implemented by coordinator.control; faked by coordinator.fakes."""
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """Who the ranks are, in rank order; complete once `start` has returned."""
+        ...
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until all ranks are ready; in rank order. Raises StartError, ModelRefused or WorkerLost."""
@@ -16,6 +22,10 @@ class Ranks(Protocol):
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Raises WorkerLost when a rank raises, dies or passes the step's deadline."""
+        ...
+
+    async def wait_lost(self) -> LongleafError:
+        """Returns, perhaps never, when a rank is lost, also between steps; names the rank. May be cancelled."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,249 @@
+"""The engine: the loop that turns submitted jobs into steps and the results of steps into streams."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from coordinator.blocks import Placer
+from coordinator.contexts import Context
+from coordinator.events import ClusterView, ContextView, Ended, Prompt, RankShare, Started, Tokens, WorkerView
+from coordinator.scheduler import Acknowledged, Outcome, Scheduler
+from coordinator.stream import Stream
+from longleaf.config import EngineConfig
+from longleaf.errors import LongleafError, NotFound, Unavailable
+from longleaf.ports import Ranks
+from longleaf.step import Ready
+
+EPOCH = 1
+
+
+class Timings:
+    """When a job was submitted, started and answered first, in seconds of the engine's clock."""
+
+    def __init__(self, now: float) -> None:
+        self.submitted = now
+        self.started = now
+        self.first_token: float | None = None
+
+    def fill(self, ended: Ended, now: float) -> Ended:
+        first = now if self.first_token is None else self.first_token
+        return msgspec.structs.replace(
+            ended,
+            queue_seconds=self.started - self.submitted,
+            first_token_seconds=first - self.submitted,
+            decode_seconds=now - first,
+        )
+
+
+class Engine:
+    """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
+
+    `clock` measures durations, `wall_clock` dates contexts (seconds since the epoch).
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        config: EngineConfig,
+        max_positions: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ranks = ranks
+        self._config = config
+        self._max_positions = max_positions
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._scheduler: Scheduler | None = None
+        self._readies: tuple[Ready, ...] = ()
+        self._failure: LongleafError | None = Unavailable("the service is starting")
+        self._streams: dict[int, tuple[Stream, Timings]] = {}
+        self._next_id = 0
+        self._wake = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that context, input and answer may have together."""
+        return self._max_positions
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the pools of all ranks can hold."""
+        return sum(ready.num_blocks for ready in self._readies) * self._config.block_size
+
+    async def start(self) -> tuple[Ready, ...]:
+        """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
+        self._readies = await self._ranks.start()
+        placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
+        self._scheduler = Scheduler(self._config, placer, self._max_positions, EPOCH)
+        self._failure = None
+        return self._readies
+
+    # --- what clients do ---
+
+    def submit(self, prompt: Prompt) -> Stream:
+        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
+        scheduler = self._open()
+        scheduler.admit(self._next_id, prompt)
+        return self._new_stream()
+
+    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> Stream:
+        """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
+        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
+        scheduler = self._open()
+        scheduler.admit_ingest(self._next_id, context, token_ids, append=append)
+        return self._new_stream()
+
+    def get_context(self, id: str) -> ContextView:
+        """Raises NotFound."""
+        return self._view(self._open().contexts.get(id))
+
+    def list_contexts(self) -> list[ContextView]:
+        """Sorted by id."""
+        return [self._view(context) for context in self._open().contexts.list()]
+
+    def delete_context(self, id: str) -> None:
+        """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
+        for job_id in self._open().delete_context(id):
+            self._close_stream(job_id, NotFound(f"contexts/{id}"))
+        self._wake.set()
+
+    def cluster(self) -> ClusterView:
+        scheduler = self._open()
+        held = scheduler.tokens_by_rank()
+        pairs = zip(self._readies, self._ranks.hellos, strict=True)
+        workers = tuple(
+            WorkerView(
+                rank=ready.rank,
+                node=hello.node,
+                pid=hello.pid,
+                device=ready.device,
+                tokens=held[ready.rank],
+                max_tokens=ready.num_blocks * self._config.block_size,
+                kv_bytes=held[ready.rank] * ready.bytes_per_token,
+            )
+            for ready, hello in pairs
+        )
+        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running)
+
+    def check(self) -> None:
+        """The scheduler adds up, and every open stream belongs to a job."""
+        scheduler = self._open()
+        scheduler.check()
+        assert len(self._streams) == scheduler.num_waiting + scheduler.num_running
+
+    def _open(self) -> Scheduler:
+        """Raises what keeps the service from answering."""
+        if self._failure is not None:
+            raise self._failure
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def _view(self, context: Context) -> ContextView:
+        shares = enumerate(context.shares(len(self._readies)))
+        return ContextView(
+            id=context.id,
+            tokens=context.num_tokens,
+            kv_bytes=context.num_tokens * self._readies[0].bytes_per_token,
+            created=context.created,
+            updated=context.updated,
+            shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
+        )
+
+    def _new_stream(self) -> Stream:
+        id, self._next_id = self._next_id, self._next_id + 1
+        stream = Stream(lambda: self._cancel(id))
+        self._streams[id] = (stream, Timings(self._clock()))
+        self._wake.set()
+        return stream
+
+    def _cancel(self, id: int) -> None:
+        del self._streams[id]
+        if self._scheduler is not None:
+            self._scheduler.cancel(id)
+        self._wake.set()
+
+    # --- the loop ---
+
+    async def run(self) -> None:
+        """Runs steps until `close`. When a rank is lost every stream fails with WorkerLost, and it is raised here."""
+        self._open()
+        self._loop_task = asyncio.current_task()
+        lost = asyncio.create_task(self._ranks.wait_lost())
+        lost.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not self._is_closing:
+                if lost.done():
+                    raise lost.result()
+                await self._step_or_wait()
+        except asyncio.CancelledError:
+            self._fail(Unavailable("the service is stopping"))
+            if not self._is_closing:
+                raise
+        except LongleafError as error:
+            self._fail(error)
+            raise
+        except Exception as error:
+            self._fail(Unavailable(f"the engine failed: {error!r}"))
+            raise
+        finally:
+            lost.cancel()
+
+    async def _step_or_wait(self) -> None:
+        scheduler = self._open()
+        self._wake.clear()
+        plan = scheduler.schedule()
+        self._publish(scheduler.drain())
+        if plan is None:
+            await self._wake.wait()
+            return
+        result = await self._ranks.step(plan)
+        self._publish(scheduler.commit(plan, result, self._wall_clock()))
+        # A step may return without ever waiting; readers must have their turn.
+        await asyncio.sleep(0)
+
+    def _publish(self, outcomes: list[Outcome]) -> None:
+        now = self._clock()
+        for id, outcome in outcomes:
+            if id not in self._streams:
+                continue  # cancelled
+            stream, timings = self._streams[id]
+            match outcome:
+                case LongleafError():
+                    self._close_stream(id, outcome)
+                case Acknowledged():
+                    self._close_stream(id)
+                case Ended():
+                    stream.put(timings.fill(outcome, now))
+                    self._close_stream(id)
+                case _:
+                    timings.started = now if isinstance(outcome, Started) else timings.started
+                    if isinstance(outcome, Tokens) and timings.first_token is None:
+                        timings.first_token = now
+                    stream.put(outcome)
+
+    def _close_stream(self, id: int, error: Exception | None = None) -> None:
+        if id in self._streams:
+            stream, _ = self._streams.pop(id)
+            stream.close(error)
+
+    def _fail(self, error: LongleafError) -> None:
+        """Ends every stream with `error` and refuses what comes later."""
+        self._failure = error
+        for id in list(self._streams):
+            self._close_stream(id, error)
+
+    async def close(self) -> None:
+        """Ends every stream with Unavailable and tells the ranks to leave."""
+        self._is_closing = True
+        self._fail(self._failure or Unavailable("the service is stopping"))
+        if self._loop_task is not None and self._loop_task is not asyncio.current_task():
+            self._loop_task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await asyncio.wait([self._loop_task])
+        await self._ranks.close()

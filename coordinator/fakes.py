@@ -1,0 +1,61 @@
+"""Ranks without processes, for tests of all that lies above the control channel."""
+
+import asyncio
+
+from longleaf.errors import LongleafError, WorkerLost
+from longleaf.step import Decode, Hello, Ready, Row, StepPlan, StepResult
+
+
+def echo_token(last: int, token_index: int, vocab: int) -> int:
+    """The id that fake ranks sample after `last`."""
+    return (last * 31 + 7 + token_index) % vocab
+
+
+class FakeRanks:
+    """Answers every step at once with `echo_token`; rank `lost_rank` dies at step number `lose_at`, if given."""
+
+    def __init__(
+        self, world_size: int = 1, num_blocks: int = 1024, vocab: int = 1000, lose_at: int = 0, lost_rank: int = 0
+    ) -> None:
+        self.world_size = world_size
+        self.num_blocks = num_blocks
+        self.vocab = vocab
+        self.lose_at = lose_at
+        self.lost_rank = lost_rank
+        self.plans: list[StepPlan] = []
+        self.is_closed = False
+        self._last: dict[int, int] = {}
+        self._loss: asyncio.Future[LongleafError] | None = None
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        return tuple(Hello(rank, "fake", "127.0.0.1", 1000 + rank) for rank in range(self.world_size))
+
+    async def start(self) -> tuple[Ready, ...]:
+        return tuple(Ready(rank, "cpu", "float32", self.num_blocks, 64) for rank in range(self.world_size))
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        if plan.step == self.lose_at:
+            raise WorkerLost(self.lost_rank, "was told to die")
+        rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        return StepResult(plan.epoch, plan.step, {row.sequence: self._sample(row) for row in rows})
+
+    def _sample(self, row: Row) -> int:
+        last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
+        self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
+        return self._last[row.sequence]
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Loses a rank between steps."""
+        self._future().set_result(WorkerLost(rank, reason))
+
+    def _future(self) -> asyncio.Future[LongleafError]:
+        self._loss = self._loss or asyncio.get_running_loop().create_future()
+        return self._loss
+
+    async def wait_lost(self) -> LongleafError:
+        return await asyncio.shield(self._future())
+
+    async def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,92 @@
+"""What a client reads while its job runs."""
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from coordinator.events import Ended, Event, Progress, Started, Tokens
+
+
+class Stream:
+    """Events of one job, read by one task: Started, Progress, Tokens and last Ended, in this order.
+
+    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined.
+    An error is raised after the events that came before it.
+    """
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self._on_cancel = on_cancel
+        self._changed = asyncio.Event()
+        self._started: Started | None = None
+        self._progress: Progress | None = None
+        self._index = 0
+        self._token_ids: list[int] = []
+        self._ended: Ended | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing more will be put in."""
+        return self._is_closed
+
+    def put(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Progress():
+                self._progress = event
+            case Tokens():
+                self._index = self._index if self._token_ids else event.index
+                self._token_ids += event.token_ids
+            case Ended():
+                self._ended = event
+        self._changed.set()
+
+    def close(self, error: Exception | None = None) -> None:
+        """Ends the stream, with an error or without, unless it has ended already."""
+        if not self._is_closed:
+            self._is_closed, self._error = True, error
+            self._changed.set()
+
+    def cancel(self) -> None:
+        """Ends the job and the stream; all that the job held is free within one step. Idempotent."""
+        if not self._is_closed:
+            self._on_cancel()
+            self.close()
+
+    async def aclose(self) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> "Stream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Event:
+        while True:
+            if (event := self._take()) is not None:
+                return event
+            if self._is_closed:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take(self) -> Event | None:
+        if self._started is not None:
+            event, self._started = self._started, None
+        elif self._progress is not None:
+            event, self._progress = self._progress, None
+        elif self._token_ids:
+            event, self._token_ids = Tokens(self._index, tuple(self._token_ids)), []
+        else:
+            event, self._ended = self._ended, None
+        return event
