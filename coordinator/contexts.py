@@ -1,7 +1,7 @@
 """Segments, and the contexts that are made of them."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from coordinator.blocks import Placer
 from longleaf.errors import NotFound
@@ -51,7 +51,7 @@ class Segments:
         self._next_id = 0
         self._forgotten: list[int] = []
 
-    def __iter__(self) -> Iterable[Segment]:
+    def __iter__(self) -> Iterator[Segment]:
         return iter(self._by_id.values())
 
     def create(self, start: int) -> Segment:

@@ -140,7 +140,7 @@ class Engine:
     def _open(self) -> Scheduler:
         """Raises what keeps the service from answering."""
         if self._failure is not None:
-            raise self._failure
+            raise Unavailable(str(self._failure))
         assert self._scheduler is not None
         return self._scheduler
 

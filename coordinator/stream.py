@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Self
 
 from coordinator.events import Ended, Event, Progress, Started, Tokens
 
@@ -58,7 +59,7 @@ class Stream:
     async def aclose(self) -> None:
         self.cancel()
 
-    async def __aenter__(self) -> "Stream":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -66,7 +67,7 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    def __aiter__(self) -> "Stream":
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:

@@ -1,0 +1,185 @@
+"""The control channel: step messages to the ranks and one answer back, over ZMQ.
+
+Each rank has two connections: `rank-N`, on which it receives and answers, and `pulse-N`, on which a thread of its own
+reports that the process lives. Ray never carries a step: a ZMQ message costs tens of microseconds, a Ray call
+milliseconds.
+"""
+
+import asyncio
+from contextlib import suppress
+
+import zmq
+import zmq.asyncio
+
+from coordinator.losses import Losses
+from longleaf.config import EngineConfig
+from longleaf.errors import LongleafError, ModelRefused, StartError, WorkerLost
+from longleaf.step import (
+    Failed,
+    FromRank,
+    Heartbeat,
+    Hello,
+    Join,
+    Ready,
+    StepPlan,
+    StepResult,
+    Stop,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+
+PULSE_SECONDS = 1.0
+"""How often ranks report."""
+LINGER_MILLISECONDS = 500
+
+
+class Control:
+    """The ranks over ZMQ. Must be made inside a running event loop; `lost` may be called from any thread.
+
+    `max_missed` is the number of seconds without a word after which a rank that has spoken before is given up.
+    """
+
+    def __init__(self, config: EngineConfig, host: str = "127.0.0.1", *, epoch: int = 1, max_missed: int = 15) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._max_missed = max_missed
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        """Where the ranks connect."""
+        self._loop = asyncio.get_running_loop()
+        self._losses = Losses(self._loop)
+        self._hellos: dict[int, Hello] = {}
+        self._readies: dict[int, Ready] = {}
+        self._missed: dict[int, int] = {}
+        self._changed = asyncio.Event()
+        self._result: asyncio.Future[StepResult] | None = None
+        self._awaited = (0, 0)
+        self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch_pulses())]
+        self._is_closed = False
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """Who the ranks are, in rank order."""
+        return tuple(self._hellos[rank] for rank in sorted(self._hellos))
+
+    def lost(self, rank: int, reason: str) -> None:
+        """Tells that the process of `rank` ended. Any thread may call it, at any time."""
+        with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
+            self._loop.call_soon_threadsafe(self._losses.died, rank, reason)
+
+    async def wait_lost(self) -> LongleafError:
+        return await asyncio.shield(self._losses.verdict)
+
+    # --- start ---
+
+    async def start(self) -> tuple[Ready, ...]:
+        """All ranks say hello, are told where to meet, load, meet and report."""
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await self._wait_for(self._hellos)
+                await self._send_all(self._join())
+                await self._wait_for(self._readies)
+        except TimeoutError:
+            raise self._late() from None
+        return tuple(self._readies[rank] for rank in sorted(self._readies))
+
+    def _join(self) -> Join:
+        first = self._hellos[0]
+        return Join(self._epoch, first.host, first.store_port, tuple(hello.node for hello in self.hellos))
+
+    async def _wait_for(self, reports: dict[int, Hello] | dict[int, Ready]) -> None:
+        """Waits until every rank has put something into `reports`. Raises what ended a rank."""
+        while len(reports) < self._config.world_size:
+            self._changed.clear()
+            changed = self._loop.create_task(self._changed.wait())
+            await asyncio.wait([changed, self._losses.verdict], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            if self._losses.verdict.done():
+                raise self._losses.verdict.result()
+
+    def _late(self) -> StartError:
+        late = [rank for rank in range(self._config.world_size) if rank not in self._readies]
+        names = ", ".join(map(str, late))
+        return StartError(f"rank {names} did not start within {self._config.start_timeout:g} seconds")
+
+    # --- step ---
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        """Sends the plan to every rank and waits for rank 0's answer. Raises WorkerLost."""
+        self._awaited = (plan.epoch, plan.step)
+        self._result = self._loop.create_future()
+        seconds = self._config.step_timeout + plan.num_tokens * self._config.step_timeout_per_token
+        await self._send_all(plan)
+        awaited = [self._result, self._losses.verdict]
+        await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._losses.verdict.done():
+            raise self._losses.verdict.result()
+        if not self._result.done():
+            raise self._overdue(plan, seconds)
+        return self._result.result()
+
+    def _overdue(self, plan: StepPlan, seconds: float) -> WorkerLost:
+        """Blames the rank that is silent longest; when all have a pulse, rank 0, which owes the answer."""
+        rank = max(self._missed, key=lambda rank: (self._missed[rank], -rank), default=0)
+        rank = rank if self._missed.get(rank, 0) > 2 else 0
+        return WorkerLost(rank, f"step {plan.step} took longer than its {seconds:.0f} seconds")
+
+    async def _send_all(self, message: ToRank) -> None:
+        data = encode(message)
+        for rank in range(self._config.world_size):
+            await self._socket.send_multipart([b"rank-%d" % rank, data])
+
+    # --- receive ---
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            self._take(decode_from_rank(frames[-1]))
+
+    def _take(self, message: FromRank) -> None:
+        match message:
+            case Hello():
+                self._hellos[message.rank] = message
+            case Ready():
+                self._readies[message.rank] = message
+            case StepResult():
+                if (message.epoch, message.step) == self._awaited and self._result and not self._result.done():
+                    self._result.set_result(message)
+                return
+            case Failed(refused=True):
+                self._losses.conclude(ModelRefused(message.reason))
+            case Failed():
+                self._losses.failed(message.rank, message.reason)
+            case Heartbeat():
+                pass
+        self._missed[message.rank] = 0
+        self._changed.set()
+
+    async def _watch_pulses(self) -> None:
+        """Counts the seconds in which a rank said nothing. Counting, unlike comparing times, forgives a coordinator
+        that was itself stopped for a while."""
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            for rank in self._missed:
+                self._missed[rank] += 1
+                if self._missed[rank] > self._max_missed:
+                    self._losses.conclude(WorkerLost(rank, f"has been silent for {self._max_missed} seconds"))
+
+    # --- close ---
+
+    async def close(self) -> None:
+        """Tells the ranks to leave. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self._send_all(Stop())
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)

@@ -1,0 +1,191 @@
+"""The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
+
+import asyncio
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from longleaf.config import EngineConfig, apply_environment, rank_environment, ray_environment
+from longleaf.errors import StartError
+from longleaf.step import RankSpec
+
+OBJECT_STORE_BYTES = 80 * 2**20
+POLL_SECONDS = 1.0
+LEAVE_SECONDS = 3.0
+
+OnDeath = Callable[[int, str], None]
+
+
+def connect(address: str | None, world_size: int) -> None:
+    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank.
+
+    The environment is set before Ray is imported, because Ray reads it then.
+    Raises StartError when the cluster cannot be reached.
+    """
+    apply_environment(ray_environment())
+    import ray
+
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address is None:
+        # Loopback only, and a short path: the sockets of Ray lie in it, and their names have a limit.
+        settings |= {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": tempfile.mkdtemp(prefix="ll-", dir="/tmp")}
+    try:
+        ray.init(address=address or "local", **settings)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise StartError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error
+
+
+def disconnect() -> None:
+    """Leaves the cluster; ends it when `connect` started it."""
+    import ray
+
+    ray.shutdown()
+
+
+class RayFleet:
+    """One actor of `worker_class` per rank. The class offers `node()` and `run(spec)`, see workers.actor.
+
+    `worker_args` go to its constructor. Needs a connection, see `connect`.
+    """
+
+    def __init__(self, worker_class: type, *worker_args: object) -> None:
+        self._worker_class = worker_class
+        self._worker_args = worker_args
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._ranks_by_run: dict[Any, int] = {}
+        self._is_stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def host(self) -> str:
+        """The address on which the control channel should listen."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    async def launch(self, config: EngineConfig, control_address: str, on_death: OnDeath) -> None:
+        await asyncio.to_thread(self._launch, config, control_address)
+        self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
+        self._watcher.start()
+
+    def _launch(self, config: EngineConfig, control_address: str) -> None:
+        bundle = check_slots(config)
+        self._group = self._reserve(bundle, config)
+        for rank, place in enumerate(places(self._group)):
+            variables = rank_environment(config.threads_per_rank, place.host)
+            self._actors.append(self._place(bundle, place.bundle, variables))
+            spec = RankSpec(
+                rank=rank, config=config, control_address=control_address, host=place.host, node=place.node
+            )
+            self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
+
+    def _reserve(self, bundle: dict[str, float], config: EngineConfig) -> Any:
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([bundle] * config.world_size, strategy="PACK")
+        self._group = group
+        if not group.wait(timeout_seconds=min(60.0, config.start_timeout)):
+            raise StartError(f"world size {config.world_size} needs {config.world_size} free slots; some are in use")
+        return group
+
+    def _place(self, bundle: dict[str, float], index: int, variables: dict[str, str]) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        actor_class: Any = ray.remote(self._worker_class)
+        options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+        options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": variables}}
+        return actor_class.options(scheduling_strategy=strategy, **options).remote(*self._worker_args)
+
+    # --- watch ---
+
+    def _watch(self, on_death: OnDeath) -> None:
+        """`run` returns or fails exactly when the rank is gone. Polled, because Ray may crash a thread that waits
+        without end while it is shut down."""
+        import ray
+
+        alive = dict(self._ranks_by_run)
+        while alive and not self._is_stopping.is_set():
+            ended, _ = ray.wait(list(alive), num_returns=1, timeout=POLL_SECONDS)
+            for run in ended:
+                reason = _describe(run)
+                rank = alive.pop(run)
+                if not self._is_stopping.is_set():
+                    on_death(rank, reason)
+
+    # --- end ---
+
+    async def shutdown(self) -> None:
+        """Gives ranks that were told to leave a few seconds, then kills them; frees their slots."""
+        self._is_stopping.set()
+        await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        if self._watcher is not None:
+            self._watcher.join()
+        runs = list(self._ranks_by_run)
+        with suppress(Exception):  # the cluster itself may be gone, and its actors with it
+            if runs:
+                ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            if runs:
+                ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._actors.clear()
+        self._ranks_by_run.clear()
+
+
+class Place:
+    """Where a rank goes: bundle number, its machine's name and address."""
+
+    def __init__(self, bundle: int, node: str, host: str) -> None:
+        self.bundle = bundle
+        self.node = node
+        self.host = host
+
+
+def check_slots(config: EngineConfig) -> dict[str, float]:
+    """What one rank takes of the cluster. Raises StartError when the cluster has fewer slots than ranks."""
+    import ray
+
+    total: dict[str, float] = ray.cluster_resources()
+    takes_gpus = config.device == "cuda" or (config.device == "auto" and total.get("GPU", 0) >= config.world_size)
+    bundle = {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
+    slots = int(min(total.get(name, 0) for name in bundle))
+    if slots < config.world_size:
+        raise StartError(f"world size {config.world_size} needs {config.world_size} slots, the cluster has {slots}")
+    return bundle
+
+
+def places(group: Any) -> list[Place]:
+    """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    here = ray.get_runtime_context().get_node_id()
+    hosts = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    table: dict[str, Any] = placement_group_table(group)
+    by_bundle: dict[int, str] = table["bundles_to_node_id"]
+    ordered = sorted(by_bundle.items(), key=lambda item: (item[1] != here, item[1], item[0]))
+    return [Place(bundle, node, hosts[node]) for bundle, node in ordered]
+
+
+def _describe(run: Any) -> str:
+    """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
+    import ray
+
+    try:
+        return f"left with exit code {ray.get(run, timeout=POLL_SECONDS)}"
+    except Exception as error:
+        return f"its process died ({type(error).__name__})"

@@ -1,0 +1,98 @@
+"""A fleet of plain processes on this machine, without Ray."""
+
+import asyncio
+import multiprocessing
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+
+from longleaf.config import EngineConfig, apply_environment, rank_environment
+from longleaf.step import RankSpec
+
+HOST = "127.0.0.1"
+POLL_SECONDS = 0.5
+LEAVE_SECONDS = 3.0
+
+OnDeath = Callable[[int, str], None]
+
+
+def _enter(variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
+    """First call in a new process. `main` arrives pickled so that its modules, which may import torch, are imported
+    only after the environment is complete."""
+    apply_environment(variables)
+    pickle.loads(pickled_main)(spec)
+
+
+class LocalFleet:
+    """One process per rank, spawned to run `main(spec)`, for instance workers.__main__.main."""
+
+    def __init__(self, main: Callable[[RankSpec], None]) -> None:
+        self._main = main
+        self._processes: list[SpawnProcess] = []
+        self._is_stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def host(self) -> str:
+        """The address on which the control channel should listen."""
+        return HOST
+
+    async def launch(self, config: EngineConfig, control_address: str, on_death: OnDeath) -> None:
+        await asyncio.to_thread(self._launch, config, control_address)
+        self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
+        self._watcher.start()
+
+    def _launch(self, config: EngineConfig, control_address: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
+        node = "local"
+        for rank in range(config.world_size):
+            spec = RankSpec(rank=rank, config=config, control_address=control_address, host=HOST, node=node)
+            process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
+            self._processes.append(process)
+            process.start()
+
+    def _watch(self, on_death: OnDeath) -> None:
+        alive = {process.sentinel: rank for rank, process in enumerate(self._processes)}
+        while alive and not self._is_stopping.is_set():
+            for sentinel in wait(list(alive), timeout=POLL_SECONDS):
+                assert isinstance(sentinel, int)
+                rank = alive.pop(sentinel)
+                if not self._is_stopping.is_set():
+                    on_death(rank, _describe(self._processes[rank]))
+
+    async def shutdown(self) -> None:
+        """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
+        self._is_stopping.set()
+        await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> None:
+        for end in (_leave, BaseProcess.terminate, BaseProcess.kill):
+            alive = [process for process in self._processes if process.is_alive()]
+            for process in alive:
+                end(process)
+            _join_all(alive, LEAVE_SECONDS)
+        if self._watcher is not None:
+            self._watcher.join()
+        self._processes.clear()
+
+
+def _leave(_: BaseProcess) -> None:
+    """Ranks that were told to leave do so by themselves."""
+
+
+def _join_all(processes: list[SpawnProcess], seconds: float) -> None:
+    """Waits until all have ended, at most `seconds` in all."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _describe(process: SpawnProcess) -> str:
+    process.join(timeout=LEAVE_SECONDS)
+    code = process.exitcode
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"

@@ -1,0 +1,130 @@
+"""Documents of real text with planted facts, and the questions to ask. A token of the demo's model is a byte."""
+
+import random
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from longleaf.demo.facts import Fact, absent_fact, held_out_fact
+
+Split = Literal["all", "train", "held_out"]
+
+SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"})
+"""Folders of the standard library that hold no prose or code worth reading, or are no part of it."""
+
+DISTRACTOR_EVERY = 5000
+"""Tokens of document per distractor fact."""
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A document and what to ask about it."""
+
+    text: str
+    facts: tuple[Fact, ...]
+    """Facts that the text states exactly once, in the text's order."""
+    offsets: tuple[int, ...]
+    """Where each fact's sentence begins, in bytes of the UTF-8 text."""
+    absent: tuple[Fact, ...]
+    """Questions whose key is not in the text."""
+
+
+def in_split(name: str, split: Split) -> bool:
+    """Whether training (`train`), evaluation (`held_out`) or either (`all`) may read the file called `name`."""
+    held_out = zlib.crc32(name.encode()) % 10 == 0
+    return split == "all" or held_out == (split == "held_out")
+
+
+def library_files(split: Split = "all") -> list[Path]:
+    """Source files of the Python standard library on this machine, sorted, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
+    return sorted(p for p in files if in_split(p.relative_to(root).as_posix(), split))
+
+
+def library_texts(rng: random.Random, split: Split = "all") -> Iterator[str]:
+    """Texts of the standard library's files in a random order, without end; undecodable files are left out."""
+    files = library_files(split)
+    if not files:
+        raise FileNotFoundError("this Python has no source files of its standard library")
+    while True:
+        rng.shuffle(files)
+        for path in files:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text:
+                yield text
+
+
+def cut(text: str, size: int) -> str:
+    """The longest beginning of `text` of at most `size` UTF-8 bytes."""
+    return text.encode()[:size].decode(errors="ignore")
+
+
+def library_text(rng: random.Random, size: int, split: Split = "all") -> str:
+    """Text of the standard library, `size` UTF-8 bytes or up to 3 fewer."""
+    parts: list[str] = []
+    missing = size
+    for text in library_texts(rng, split):
+        parts.append(cut(text, missing))
+        missing -= len(parts[-1].encode())
+        if missing < 4:
+            return "".join(parts)
+    raise AssertionError("library_texts never ends")
+
+
+def line_starts(text: str) -> list[int]:
+    """Character offsets where a line begins, the text's own beginning included."""
+    return [0, *(i + 1 for i, character in enumerate(text) if character == "\n")]
+
+
+def spread(rng: random.Random, starts: Sequence[int], count: int) -> list[int]:
+    """`count` of the offsets, ascending: one at random from each of `count` equal shares of them."""
+    share = len(starts) / count
+    return [starts[min(int((i + rng.random()) * share), len(starts) - 1)] for i in range(count)]
+
+
+def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
+    """The text with each sentence, in the given order, as a line of its own; depths are spread over the whole text."""
+    places = spread(rng, line_starts(text), len(sentences)) if sentences else []
+    parts: list[str] = []
+    last = 0
+    for place, sentence in zip(places, sentences, strict=True):
+        parts += [text[last:place], sentence, "\n"]
+        last = place
+    return "".join([*parts, text[last:]])
+
+
+def distinct_facts(rng: random.Random, count: int) -> list[Fact]:
+    """Facts of `count` different keys and values, none of which is part of another."""
+    chosen: dict[str, Fact] = {}
+    while len(chosen) < count:
+        fact = held_out_fact(rng)
+        names = {fact.key.lower(), fact.value.lower()}
+        if not names & chosen.keys():
+            chosen[fact.key.lower()] = fact
+    return list(chosen.values())
+
+
+def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split: Split = "all") -> Haystack:
+    """A document of about `tokens` tokens with `facts` facts to ask for, distractor facts, and `absent` absent keys."""
+    rng = random.Random(seed)
+    everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
+    asked = frozenset(rng.sample(range(len(everything)), facts))
+    sentences = [fact.sentence for fact in everything]
+    filler = tokens - sum(len(sentence.encode()) + 1 for sentence in sentences)
+    text = plant(rng, library_text(rng, max(filler, 0), split), sentences)
+    wanted = [fact for i, fact in enumerate(everything) if i in asked]
+    missing: list[Fact] = []
+    while len(missing) < absent:
+        fact = absent_fact(rng)
+        if fact.key.lower() not in text.lower():
+            missing.append(fact)
+    data = text.encode()
+    offsets = tuple(data.index(fact.sentence.encode()) for fact in wanted)
+    return Haystack(text, tuple(wanted), offsets, tuple(missing))

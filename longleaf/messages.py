@@ -1,0 +1,162 @@
+"""What clients and service say to each other, as plain structs. Counts are in tokens, sizes in bytes, times in seconds.
+
+`longleaf.codec` alone turns them into protobuf messages and back.
+"""
+
+from typing import Literal, TypedDict
+
+import msgspec
+
+from longleaf.sampling import Sampling
+
+FinishReason = Literal["end_token", "stop", "length"]
+IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Sampling as a caller gives it: what is left out is chosen by the service (greedy, 128 tokens, a random seed)."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: tuple[str, ...] | list[str] | None
+    ignore_end_token: bool | None
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to generate; `input` is text, or token ids that are used as they are."""
+
+    input: str | tuple[int, ...]
+    context: str | None = None
+    """Id of the context to ask, without the `contexts/` prefix."""
+    use_chat_template: bool | None = None
+    sampling: Sampling
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one generation; the cached ones are part of the prompt's."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Queue and first token count from arrival; decode from the first token to the last."""
+
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The request was admitted."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The prompt is being read."""
+
+    processed: int
+    total: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The end of the answer. `matched_stop` is empty unless the reason is `stop`."""
+
+    reason: FinishReason
+    matched_stop: str = ""
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+Event = Started | Progress | Delta | Finished
+
+
+class RankShare(msgspec.Struct, frozen=True):
+    """What one rank holds of a context."""
+
+    rank: int
+    tokens: int
+    kv_bytes: int
+
+
+class Context(msgspec.Struct, frozen=True):
+    """A context. `created` and `updated` are seconds since the epoch."""
+
+    id: str
+    tokens: int
+    kv_bytes: int
+    created: float
+    updated: float
+    shares: tuple[RankShare, ...] = ()
+
+
+class IngestHeader(msgspec.Struct, frozen=True):
+    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand."""
+
+    context: str
+    append: bool = False
+    total_bytes: int | None = None
+
+
+IngestPiece = IngestHeader | bytes | tuple[int, ...]
+
+
+class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known."""
+
+    phase: IngestPhase
+    received_bytes: int = 0
+    processed: int = 0
+    total: int = 0
+    tokens_per_second: float = 0.0
+    context: Context | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model being served."""
+
+    name: str
+    architecture: str = ""
+    dtype: str = ""
+    max_context_tokens: int = 0
+    vocabulary_size: int = 0
+    has_chat_template: bool = False
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: where it runs, and what its pool holds."""
+
+    rank: int
+    node: str
+    pid: int
+    device: str
+    tokens: int
+    max_tokens: int
+    kv_bytes: int
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the ranks and the load."""
+
+    model: ModelInfo
+    workers: tuple[Worker, ...]
+    world_size: int
+    epoch: int
+    launcher: str
+    merge: str
+    waiting: int = 0
+    running: int = 0

@@ -1,0 +1,184 @@
+"""Typed errors to gRPC statuses with google.rpc details, and back.
+
+    InvalidArgument    INVALID_ARGUMENT     BadRequest
+    NotFound           NOT_FOUND            ResourceInfo
+    AlreadyExists      ALREADY_EXISTS       ResourceInfo
+    ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
+    WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
+    Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
+    StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
+"""
+
+from datetime import timedelta
+from typing import TypeVar
+
+import grpc
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from longleaf.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    LongleafError,
+    ModelRefused,
+    NotFound,
+    ResourceExhausted,
+    StartError,
+    Unavailable,
+    WorkerLost,
+)
+
+DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "longleaf"
+MAX_TEXT = 1000
+"""Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
+
+Detail = TypeVar("Detail", bound=Message)
+
+
+def encode_error(error: LongleafError) -> status_pb2.Status:
+    """The status that carries `error`, with its details."""
+    code, details = _encode(error)
+    status = status_pb2.Status(code=code, message=_short(str(error)))
+    for detail in details:
+        packed = Packed()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def _short(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _encode(error: LongleafError) -> tuple[int, list[Message]]:
+    match error:
+        case InvalidArgument():
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=_short(error.field), description=_short(error.description)
+            )
+            return code_pb2.INVALID_ARGUMENT, [error_details_pb2.BadRequest(field_violations=[violation])]
+        case NotFound():
+            return code_pb2.NOT_FOUND, [_resource(error.name, str(error))]
+        case AlreadyExists():
+            return code_pb2.ALREADY_EXISTS, [_resource(error.name, str(error))]
+        case ResourceExhausted():
+            return code_pb2.RESOURCE_EXHAUSTED, _quota(error)
+        case WorkerLost():
+            facts = {"rank": str(error.rank), "reason": error.reason}
+            return code_pb2.UNAVAILABLE, [_info("WORKER_LOST", facts)]
+        case Unavailable():
+            return code_pb2.UNAVAILABLE, [_info("UNAVAILABLE", {})]
+        case ModelRefused():
+            return code_pb2.FAILED_PRECONDITION, [_info("MODEL_REFUSED", {})]
+        case StartError():
+            return code_pb2.FAILED_PRECONDITION, [_info("START_ERROR", {})]
+        case _:
+            return code_pb2.UNKNOWN, []
+
+
+def _resource(name: str, description: str) -> error_details_pb2.ResourceInfo:
+    kind = name.partition("/")[0]
+    return error_details_pb2.ResourceInfo(
+        resource_type=kind, resource_name=_short(name), description=_short(description)
+    )
+
+
+def _quota(error: ResourceExhausted) -> list[Message]:
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=_short(error.subject), description=_short(error.description)
+    )
+    details: list[Message] = [error_details_pb2.QuotaFailure(violations=[violation])]
+    if error.retry_seconds is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_seconds))
+        details.append(retry)
+    return details
+
+
+def _info(reason: str, metadata: dict[str, str]) -> error_details_pb2.ErrorInfo:
+    clipped = {key: _short(value) for key, value in metadata.items()}
+    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=clipped)
+
+
+def grpc_code(status: status_pb2.Status) -> grpc.StatusCode:
+    """gRPC's own name of the code in `status`."""
+    return grpc.StatusCode[code_pb2.Code.Name(status.code)]
+
+
+def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
+    """The typed error that `error`, raised by a call to `server`, stands for."""
+    status = _status_of(error)
+    code, message = grpc_code(status), status.message
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return _decode_invalid(status)
+        case grpc.StatusCode.NOT_FOUND if info := _find(status, error_details_pb2.ResourceInfo):
+            return NotFound(info.resource_name)
+        case grpc.StatusCode.ALREADY_EXISTS if info := _find(status, error_details_pb2.ResourceInfo):
+            return AlreadyExists(info.resource_name)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return _decode_exhausted(status)
+        case grpc.StatusCode.UNAVAILABLE:
+            return _decode_unavailable(status, server)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            info = _find(status, error_details_pb2.ErrorInfo)
+            return ModelRefused(message) if info and info.reason == "MODEL_REFUSED" else StartError(message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(f"{server} did not answer in time")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Unavailable(f"{server} does not serve longleaf.v1: {message}")
+        case grpc.StatusCode.UNKNOWN:
+            return LongleafError(message)
+        case _:
+            return LongleafError(f"{code.name}: {message}")
+
+
+def _status_of(error: grpc.RpcError) -> status_pb2.Status:
+    """The status in the call's trailers, or one made of its bare code and message."""
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+        return status_pb2.Status(code=code_pb2.UNKNOWN, message=str(error))
+    trailers: dict[str, object] = dict(tuple(error.trailing_metadata() or ()))
+    packed = trailers.get(DETAILS_KEY)
+    if isinstance(packed, bytes):
+        try:
+            return status_pb2.Status.FromString(packed)
+        except DecodeError:
+            pass  # another server's, or cut on the way: the bare code says enough
+    return status_pb2.Status(code=code_pb2.Code.Value(error.code().name), message=error.details() or "")
+
+
+def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
+    for packed in status.details:
+        if packed.Is(kind.DESCRIPTOR):
+            detail = kind()
+            packed.Unpack(detail)
+            return detail
+    return None
+
+
+def _decode_invalid(status: status_pb2.Status) -> InvalidArgument:
+    bad = _find(status, error_details_pb2.BadRequest)
+    if bad is None or not bad.field_violations:
+        return InvalidArgument("request", status.message)
+    return InvalidArgument(bad.field_violations[0].field, bad.field_violations[0].description)
+
+
+def _decode_exhausted(status: status_pb2.Status) -> ResourceExhausted:
+    quota = _find(status, error_details_pb2.QuotaFailure)
+    retry = _find(status, error_details_pb2.RetryInfo)
+    seconds = retry.retry_delay.ToTimedelta().total_seconds() if retry else None
+    if quota is None or not quota.violations:
+        return ResourceExhausted("message", status.message, seconds)
+    return ResourceExhausted(quota.violations[0].subject, quota.violations[0].description, seconds)
+
+
+def _decode_unavailable(status: status_pb2.Status, server: str) -> Unavailable:
+    info = _find(status, error_details_pb2.ErrorInfo)
+    if info is None:
+        return Unavailable(f"no server answers at {server} ({status.message})")
+    if info.reason == "WORKER_LOST":
+        return WorkerLost(int(info.metadata["rank"]), info.metadata["reason"])
+    return Unavailable(status.message)

@@ -1,0 +1,17 @@
+"""Fixtures that several folders of tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+RAY_SLOTS = 3
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[int]:
+    """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
+    from coordinator.fleet import connect, disconnect
+
+    connect(None, RAY_SLOTS)
+    yield RAY_SLOTS
+    disconnect()

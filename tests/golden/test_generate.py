@@ -1,0 +1,163 @@
+"""Greedy text equals transformers' `generate` token for token, whatever the ranks, merge, chunks and history."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+
+from coordinator.engine import Engine
+from coordinator.events import Prompt, Tokens
+from longleaf.attention import Partial
+from longleaf.errors import ModelRefused
+from longleaf.sampling import Sampling
+from tests.golden.conftest import NEW_TOKENS
+from tests.threads import ThreadRanks, config_for
+from workers import rank as rank_module
+
+FACTORS = {
+    "family": ("llama", "qwen3", "mistral", "smollm3"),
+    "world_size": (1, 2, 3, 4),
+    "merge": ("gather", "paper"),
+    "chunk_size": (64, 500, 4096),
+    "history": ("fresh", "kept", "appended"),
+}
+
+
+def pairwise_cover():
+    """A few combinations in which every two values of two factors meet, chosen greedily with a fixed seed."""
+    product = list(itertools.product(*FACTORS.values()))
+    random.Random(0).shuffle(product)
+
+    def pairs(row):
+        return set(itertools.combinations(enumerate(row), 2))
+
+    missing = set().union(*map(pairs, product))
+    while missing:
+        best = max(product, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(best)
+        yield best
+
+
+COVER = list(pairwise_cover())
+REST = [row for row in itertools.product(*FACTORS.values()) if row not in COVER]
+
+
+async def answer(engine, prompt, context=None):
+    stream = engine.submit(
+        Prompt(
+            context=context,
+            token_ids=prompt,
+            sampling=Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True),
+        )
+    )
+    return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
+
+
+async def ask_with_history(engine, prompt, history):
+    """The answers to the same prompt, given in the way that `history` says."""
+    if history == "fresh":
+        return [await answer(engine, prompt)]
+    parts = [prompt[:2900]] if history == "kept" else [prompt[:1111], prompt[1111:1120], prompt[1120:2900]]
+    for part in parts:
+        _ = [event async for event in engine.ingest("book", part, append=part is not parts[0])]
+    answers = [await answer(engine, prompt[2900:], "book")]
+    if history == "kept":
+        await answer(engine, prompt[:70], "book")
+        answers.append(await answer(engine, prompt[2900:], "book"))
+    return answers
+
+
+@contextlib.asynccontextmanager
+async def running(config, spoil=None):
+    engine = Engine(ThreadRanks(config, spoil), config, max_positions=8192)
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+    try:
+        yield engine
+        engine.check()
+    finally:
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+async def check_row(golden, world_size, merge, chunk_size, history):
+    config = config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=chunk_size)
+    async with running(config) as engine:
+        answers = await ask_with_history(engine, golden.prompt, history)
+    assert answers == [golden.tokens] * len(answers)
+
+
+@pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "history"), COVER)
+async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, history):
+    await check_row(goldens(family), world_size, merge, chunk_size, history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "history"), REST)
+async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_size, merge, chunk_size, history):
+    await check_row(goldens(family), world_size, merge, chunk_size, history)
+
+
+@pytest.mark.parametrize("family", FACTORS["family"])
+async def test_last_logits_are_within_1e_4(goldens, family, monkeypatch):
+    golden, seen = goldens(family), []
+
+    def spy(logits_V, sampling, token_index):
+        seen.append(logits_V.clone())
+        return int(logits_V.argmax())
+
+    monkeypatch.setattr(rank_module, "sample", spy)
+    async with running(config_for(golden.folder, world_size=3, chunk_size=500)) as engine:
+        await answer(engine, golden.prompt)
+    torch.testing.assert_close(seen[0], golden.logits_V, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FACTORS["family"])
+async def test_a_dropped_partial_is_noticed(goldens, family):
+    """The tests above can fail: when one rank's partials are lost, the text changes."""
+    golden = goldens(family)
+
+    def spoil(number, rank):
+        if number == 1:
+            plain = rank._kernel
+
+            def nothing(*inputs):
+                partial = plain(*inputs)
+                return Partial.identity(*partial.out_THD.shape)
+
+            rank._kernel = nothing
+
+    async with running(config_for(golden.folder, world_size=3, chunk_size=500), spoil) as engine:
+        assert await answer(engine, golden.prompt) != golden.tokens
+
+
+async def test_concurrent_generations_do_not_touch_each_other(goldens):
+    golden = goldens("llama")
+    async with running(config_for(golden.folder, world_size=2, chunk_size=700)) as engine:
+        others = [answer(engine, golden.prompt[: 40 * i]) for i in range(1, 5)]
+        first, *_, last = await asyncio.gather(
+            answer(engine, golden.prompt), *others, answer(engine, golden.prompt)
+        )
+    assert first == last == golden.tokens
+
+
+async def test_a_deleted_context_gives_its_blocks_back(goldens):
+    golden = goldens("smollm3")
+    async with running(config_for(golden.folder, world_size=3, chunk_size=500)) as engine:
+        for _ in range(3):
+            assert await ask_with_history(engine, golden.prompt, "appended") == [golden.tokens]
+            engine.delete_context("book")
+        assert sum(worker.tokens for worker in engine.cluster().workers) == 0
+
+
+def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    from workers import model
+
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused):
+        model.load(str(tmp_path), "float32", "cpu")

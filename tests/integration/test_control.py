@@ -1,0 +1,160 @@
+"""Engine, control channel and real processes, with ranks that compute nothing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.events import Ended, Progress, Prompt, Started, Tokens
+from coordinator.local import LocalFleet
+from coordinator.stream import Stream
+from longleaf.config import EngineConfig
+from longleaf.errors import ModelRefused, StartError, Unavailable, WorkerLost
+from longleaf.sampling import Sampling
+from workers.fakes import EchoMain, Fault, echo_token
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Service:
+    def __init__(self, engine: Engine, loop: asyncio.Task[None], pids: list[int]) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.pids = pids
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig, fault: Fault | None = None, max_missed: int = 15) -> AsyncIterator[Service]:
+    """A running engine; afterwards no process of it is left."""
+    control, fleet = Control(config, max_missed=max_missed), LocalFleet(EchoMain(fault))
+    engine = Engine(control, config, max_positions=100_000)
+    children: list[psutil.Process] = []
+    loop: asyncio.Task[None] | None = None
+    try:
+        await fleet.launch(config, control.address, control.lost)
+        children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        await engine.start()
+        loop = asyncio.create_task(engine.run())
+        yield Service(engine, loop, [hello.pid for hello in control.hellos])
+    finally:
+        await engine.close()
+        if loop is not None:
+            await asyncio.wait([loop])
+            loop.exception() if not loop.cancelled() else None
+        await fleet.shutdown()
+        assert not [p for p in children if p.is_running()]
+
+
+def config(**changes: object) -> EngineConfig:
+    settings: dict[str, object] = {"model": "none", "chunk_size": 64, "block_size": 16, "replicate_below": 8}
+    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+
+
+def expected(last: int, count: int) -> list[int]:
+    answer: list[int] = []
+    for index in range(count):
+        last = echo_token(last, index)
+        answer.append(last)
+    return answer
+
+
+async def answer(stream: Stream) -> list[int]:
+    return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_ingest_and_generate(world_size: int) -> None:
+    async with serving(config(world_size=world_size)) as service:
+        engine = service.engine
+        document = list(range(200))
+        events = [event async for event in engine.ingest("doc", document, append=False)]
+        assert events[-1] == Progress(200, 200)
+        events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
+        assert events[0] == Started(240, 200)
+        ended = events[-1]
+        assert isinstance(ended, Ended) and (ended.reason, ended.completion_tokens) == ("length", 20)
+        tokens = [t for event in events if isinstance(event, Tokens) for t in event.token_ids]
+        assert tokens == expected(39, 20)
+        answers = await asyncio.gather(*(answer(engine.submit(prompt(3 + i, 30))) for i in range(5)))
+        assert answers == [expected(2 + i, 30) for i in range(5)]
+        view = engine.get_context("doc")
+        assert view.tokens == 200 and sum(share.tokens for share in view.shares) == 200
+        assert [worker.pid for worker in engine.cluster().workers] == service.pids
+        engine.check()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
+    rank = world_size - 1
+    fault = Fault(rank=rank, kind=kind, step=4)  # type: ignore[arg-type]
+    async with serving(config(world_size=world_size), fault) as service:
+        streams = [service.engine.submit(prompt(4, 1_000)) for _ in range(3)]
+        for result in await asyncio.gather(*map(answer, streams), return_exceptions=True):
+            assert isinstance(result, WorkerLost) and result.rank == rank
+            assert ("signal 9" if kind == "kill" else "told to raise") in result.reason
+        with pytest.raises(WorkerLost):
+            await service.loop
+        with pytest.raises(Unavailable, match=f"rank {rank}"):
+            service.engine.submit(prompt(4, 1))
+
+
+async def test_hang_passes_the_deadline() -> None:
+    fault = Fault(rank=0, kind="hang", step=2)
+    async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
+        with pytest.raises(WorkerLost, match="step 2 took longer"):
+            await answer(service.engine.submit(prompt(4, 100)))
+
+
+async def test_silent_rank_is_named_while_idle() -> None:
+    async with serving(config(world_size=2), max_missed=3) as service:
+        await answer(service.engine.submit(prompt(4, 2)))
+        os.kill(service.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="rank 1 .* silent"):
+            await service.loop
+
+
+async def test_death_while_idle() -> None:
+    async with serving(config(world_size=2)) as service:
+        os.kill(service.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="rank 1 .* signal 9"):
+            await service.loop
+
+
+@pytest.mark.parametrize(("kind", "error"), [("refuse", ModelRefused), ("raise", WorkerLost), ("kill", WorkerLost)])
+async def test_start_fails(kind: str, error: type[Exception]) -> None:
+    fault = Fault(rank=1, kind=kind)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        async with serving(config(world_size=2), fault):
+            pass
+
+
+async def test_start_timeout_names_the_rank() -> None:
+    fault = Fault(rank=1, kind="hang")
+    with pytest.raises(StartError, match="rank 1 did not start within 4"):
+        async with serving(config(world_size=2, start_timeout=4.0), fault):
+            pass
+
+
+async def test_cancel_frees_everything() -> None:
+    async with serving(config(world_size=2)) as service:
+        stream = service.engine.submit(prompt(100, 2_000))
+        async for event in stream:
+            if isinstance(event, Tokens):
+                break
+        stream.cancel()
+        stream.cancel()
+        assert [event async for event in stream if isinstance(event, Started)] == []
+        assert await answer(service.engine.submit(prompt(4, 3))) == expected(3, 3)
+        assert [worker.tokens for worker in service.engine.cluster().workers] == [0, 0]
+        service.engine.check()

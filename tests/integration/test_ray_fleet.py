@@ -1,0 +1,92 @@
+"""The fleet on Ray, with ranks that compute nothing."""
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+import ray
+
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.events import Prompt, Tokens
+from coordinator.fleet import RayFleet
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError, WorkerLost
+from longleaf.sampling import Sampling
+from workers.fakes import EchoActor, Fault
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+
+class Service:
+    """An engine on a Ray fleet of its own; `stop` proves that no process of it is left and all slots are free."""
+
+    def __init__(self, world_size: int, fault: Fault | None = None) -> None:
+        self.config = EngineConfig(
+            model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size, step_timeout=5.0
+        )
+        self.fleet = RayFleet(EchoActor, fault)
+        self.control = Control(self.config, self.fleet.host)
+        self.engine = Engine(self.control, self.config, max_positions=100_000)
+        self.loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.fleet.launch(self.config, self.control.address, self.control.lost)
+        await self.engine.start()
+        self.loop = asyncio.create_task(self.engine.run())
+
+    async def answer(self, count: int, max_tokens: int) -> list[int]:
+        sampling = Sampling(max_tokens=max_tokens)
+        stream = self.engine.submit(Prompt(context=None, token_ids=tuple(range(count)), sampling=sampling))
+        return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+
+    async def stop(self) -> None:
+        processes = [psutil.Process(hello.pid) for hello in self.control.hellos if psutil.pid_exists(hello.pid)]
+        await self.engine.close()
+        await self.fleet.shutdown()
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+async def test_generates(ray_cluster: int) -> None:
+    service = Service(world_size=ray_cluster)
+    try:
+        await service.start()
+        assert len(await service.answer(100, 20)) == 20
+        nodes = {worker.node for worker in service.engine.cluster().workers}
+        assert nodes == {ray.get_runtime_context().get_node_id()}
+    finally:
+        await service.stop()
+
+
+async def test_killed_rank_is_named(ray_cluster: int) -> None:
+    service = Service(world_size=2)
+    try:
+        await service.start()
+        assert service.loop is not None
+        os.kill(service.control.hellos[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost) as caught:
+            await service.loop
+        assert caught.value.rank == 1
+    finally:
+        await service.stop()
+
+
+async def test_raising_rank_is_named(ray_cluster: int) -> None:
+    service = Service(world_size=2, fault=Fault(rank=1, kind="raise", step=3))
+    try:
+        await service.start()
+        with pytest.raises(WorkerLost, match="rank 1 .*told to raise"):
+            await service.answer(4, 1_000)
+    finally:
+        await service.stop()
+
+
+async def test_more_ranks_than_slots(ray_cluster: int) -> None:
+    service = Service(world_size=8)
+    try:
+        with pytest.raises(StartError, match=f"world size 8 needs 8 slots, the cluster has {ray_cluster}"):
+            await service.start()
+    finally:
+        await service.stop()

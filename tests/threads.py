@@ -1,0 +1,80 @@
+"""Ranks as threads of the test process: the real workers behind the engine's port, without processes or sockets."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from longleaf.comm.loopback import LoopbackComm, loopback
+from longleaf.config import EngineConfig
+from longleaf.errors import WorkerLost
+from longleaf.step import Hello, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
+from workers.rank import Rank
+
+Spoil = Callable[[int, Rank], None]
+
+
+def make_spec(rank: int, config: EngineConfig) -> RankSpec:
+    return RankSpec(rank=rank, config=config, control_address="", host="127.0.0.1", node="here")
+
+
+class ThreadRanks:
+    """Implements longleaf.ports.Ranks with one thread per rank over a loopback group."""
+
+    def __init__(self, config: EngineConfig, spoil: Spoil | None = None) -> None:
+        self._ranks = [Rank(make_spec(rank, config)) for rank in range(config.world_size)]
+        self._comms: list[LoopbackComm] = loopback(config.world_size)
+        self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
+        self._results: queue.Queue[StepResult | Exception] = queue.Queue()
+        self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
+        self._spoil = spoil
+        self.hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(config.world_size))
+
+    async def start(self) -> tuple[Ready, ...]:
+        readies = tuple(rank.load() for rank in self._ranks)
+        for rank, comm in zip(self._ranks, self._comms, strict=True):
+            if len(self._ranks) > 1:
+                rank.connect(comm)
+            if self._spoil:
+                self._spoil(comm.rank, rank)
+        for thread in self._threads:
+            thread.start()
+        return readies
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        for plans in self._plans:
+            plans.put(encode(plan))
+        result = await asyncio.to_thread(self._results.get, timeout=120)
+        if isinstance(result, Exception):
+            raise WorkerLost(0, repr(result)) from result
+        return result
+
+    async def wait_lost(self) -> WorkerLost:
+        """Threads do not die on their own."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        for plans, thread in zip(self._plans, self._threads, strict=True):
+            plans.put(None)
+            if thread.ident is not None:
+                thread.join(timeout=60)
+
+    def _run(self, index: int) -> None:
+        while (data := self._plans[index].get()) is not None:
+            try:
+                plan = decode_to_rank(data)
+                assert isinstance(plan, StepPlan)
+                result = self._ranks[index].execute(plan)
+            except Exception as error:
+                self._comms[index].abort()
+                self._results.put(error)
+                return
+            if result is not None:
+                self._results.put(result)
+
+
+def config_for(model: Path, **settings: object) -> EngineConfig:
+    """Settings for small models: small pool, small blocks."""
+    defaults: dict[str, object] = {"block_size": 64, "kv_bytes": 48 << 20, "dtype": "float32"}
+    return EngineConfig(model=str(model), **{**defaults, **settings})  # type: ignore[arg-type]

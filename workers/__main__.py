@@ -1,0 +1,24 @@
+"""A rank as a plain process, started by coordinator.local."""
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+
+from longleaf.step import RankSpec
+from workers.control import Rank, serve
+
+
+def main(spec: RankSpec) -> None:
+    """Entry of a rank's process. Imports torch only here, when the process's environment is complete."""
+    from workers.rank import Rank
+
+    live(spec, Rank)
+
+
+def live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank]) -> None:
+    """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
+    # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    sys.exit(serve(spec, make_rank, parent.pid if parent else None))

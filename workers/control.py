@@ -1,0 +1,161 @@
+"""A rank's end of the control channel: receive plans, execute them, and report."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import zmq
+
+from longleaf.errors import ModelRefused
+from longleaf.step import (
+    Failed,
+    FromRank,
+    Heartbeat,
+    Hello,
+    Join,
+    RankSpec,
+    Ready,
+    StepPlan,
+    StepResult,
+    Stop,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+
+PULSE_SECONDS = 1.0
+LINGER_MILLISECONDS = 2000
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=ToRank)
+
+
+class Rank(Protocol):
+    """The computation of one rank. Any exception ends the rank, and with it the fleet."""
+
+    def open_store(self) -> int:
+        """Rank 0 only: opens the store where the process group meets; its port, or 0 at world size 1."""
+        ...
+
+    def load(self) -> Ready:
+        """Loads the model and lays out the pool. Raises ModelRefused."""
+        ...
+
+    def join(self, join: Join) -> None:
+        """Joins the process group of an epoch."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Runs one step. Only rank 0's result is sent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Stopped(Exception):
+    """The coordinator told the rank to leave."""
+
+
+class Channel:
+    """The connection on which a rank receives and answers. One thread uses it."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec) -> None:
+        self._socket = connect(context, spec, b"rank-%d" % spec.rank)
+
+    def send(self, message: FromRank) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, kind: type[MessageT]) -> MessageT:
+        """The next message. Raises Stopped, or TypeError when it is not of `kind`."""
+        message = decode_to_rank(self._socket.recv())
+        if isinstance(message, Stop):
+            raise Stopped
+        if not isinstance(message, kind):
+            raise TypeError(f"expected {kind.__name__}, got {message}")
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec, identity: bytes) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+    socket.connect(spec.control_address)
+    return socket
+
+
+class Pulse(threading.Thread):
+    """Reports once a second that the process lives, whatever its main thread does.
+
+    With `parent`, the process ends as soon as that process is no longer its parent: ranks must not outlive the
+    coordinator that started them, even if it is killed.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec, parent: int | None) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._context = context
+        self._spec = spec
+        self._parent = parent
+        self._stop_requested = threading.Event()
+
+    def run(self) -> None:
+        socket = connect(self._context, self._spec, b"pulse-%d" % self._spec.rank)
+        message = encode(Heartbeat(self._spec.rank))
+        while True:
+            if self._parent is not None and os.getppid() != self._parent:
+                os._exit(1)
+            socket.send(message)
+            if self._stop_requested.wait(PULSE_SECONDS):
+                break
+        socket.close(linger=0)
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+        self.join()
+
+
+def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | None = None) -> int:
+    """Lives the life of a rank. Returns the exit code: 0 when told to leave, 1 when something raised.
+
+    `parent` is the process that must stay alive, if any.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel, pulse = Channel(context, spec), Pulse(context, spec, parent)
+    pulse.start()
+    try:
+        _live(spec, make_rank, channel)
+    except Stopped:
+        return 0
+    except Exception as error:
+        log.exception("rank %d failed", spec.rank)
+        channel.send(Failed(spec.rank, _reason(error), isinstance(error, ModelRefused)))
+        return 1
+    finally:
+        pulse.stop()
+        channel.close()
+        context.term()
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ModelRefused) else f"{type(error).__name__}: {error}"
+
+
+def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> None:
+    rank = make_rank(spec)
+    try:
+        port = rank.open_store() if spec.rank == 0 else 0
+        channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
+        ready = rank.load()
+        rank.join(channel.receive(Join))
+        channel.send(ready)
+        while True:
+            result = rank.execute(channel.receive(StepPlan))
+            if spec.rank == 0 and result is not None:
+                channel.send(result)
+    finally:
+        rank.close()

@@ -1,0 +1,142 @@
+"""A rank without a model: checks the plans it gets and answers by arithmetic."""
+
+import os
+import signal
+import threading
+from typing import Literal
+
+import msgspec
+
+from longleaf.errors import ModelRefused
+from longleaf.runs import Run
+from longleaf.step import Join, Prefill, RankSpec, Ready, Row, StepPlan, StepResult
+from workers.__main__ import live
+from workers.actor import WorkerActor
+from workers.control import serve
+
+VOCAB = 1000
+
+
+def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
+    """The id that fake ranks sample after `last`."""
+    return (last * 31 + 7 + token_index) % vocab
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank `rank` does wrong, at step number `step` (0: while loading)."""
+
+    rank: int
+    kind: Literal["raise", "kill", "hang", "freeze", "refuse"]
+    step: int = 0
+
+    def strike(self) -> None:
+        match self.kind:
+            case "raise":
+                raise RuntimeError("was told to raise")
+            case "refuse":
+                raise ModelRefused("was told to refuse")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait()
+
+
+class Ledger:
+    """What a rank believes is stored, from the plans alone. Raises AssertionError when a plan contradicts it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._segments: dict[int, list[Run]] = {}
+        self._last: dict[int, int] = {}
+
+    def apply(self, plan: StepPlan) -> dict[int, int]:
+        """Does the step; sampled ids by sequence."""
+        for segment in plan.release_segments:
+            del self._segments[segment]
+        for sequence in plan.release_sequences:
+            self._last.pop(sequence, None)
+        if isinstance(plan.work, Prefill):
+            self._prefill(plan.work)
+            return {}
+        assert plan.work.rows
+        return {row.sequence: self._row(row) for row in plan.work.rows}
+
+    def _prefill(self, work: Prefill) -> None:
+        assert len({run.rank for run in work.pieces}) == len(work.pieces)
+        self._store(work.path, work.start, len(work.token_ids), work.pieces)
+
+    def _row(self, row: Row) -> int:
+        self._store(row.path, row.start, row.num_tokens, row.runs)
+        last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
+        self._last[row.sequence] = echo_token(last, row.token_index)
+        return self._last[row.sequence]
+
+    def _store(self, path: tuple[int, ...], start: int, count: int, runs: tuple[Run, ...]) -> None:
+        """Checks that the path is known and gapless and that `runs` receive exactly the tokens [start, start + count)."""
+        own = self._segments.setdefault(path[-1], [])
+        if own and own[-1].start == runs[0].start:
+            grown = own.pop()
+            assert (grown.rank, grown.blocks) == (runs[0].rank, runs[0].blocks[: len(grown.blocks)])
+            assert grown.end == start < runs[0].end
+        held = [run for segment in path for run in self._segments[segment]]
+        assert [run.start for run in [*held, *runs]] == [0, *(run.end for run in [*held, *runs])][:-1]
+        assert runs[-1].end == start + count and (runs[0].start == start or runs[0].start < start < runs[0].end)
+        own.extend(runs)
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        runs = [run for segment in self._segments.values() for run in segment]
+        blocks = [(run.rank, block) for run in runs for block in run.blocks]
+        assert len(blocks) == len(set(blocks)), "a block is in two runs"
+        assert all(len(run) <= len(run.blocks) * self._block_size for run in runs)
+
+
+class EchoRank:
+    """Implements workers.control.Rank without torch."""
+
+    def __init__(self, spec: RankSpec, fault: Fault | None = None, num_blocks: int = 256) -> None:
+        self._spec = spec
+        self._fault = fault if fault is not None and fault.rank == spec.rank else None
+        self._num_blocks = num_blocks
+        self._ledger = Ledger(spec.config.block_size)
+
+    def open_store(self) -> int:
+        return 0
+
+    def load(self) -> Ready:
+        if self._fault and self._fault.step == 0:
+            self._fault.strike()
+        return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
+
+    def join(self, join: Join) -> None:
+        assert len(join.nodes) == self._spec.config.world_size
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        if self._fault and self._fault.step == plan.step:
+            self._fault.strike()
+        return StepResult(plan.epoch, plan.step, self._ledger.apply(plan))
+
+    def close(self) -> None:
+        pass
+
+
+class EchoMain:
+    """Entry of a plain process that lives as an EchoRank."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self._fault = fault
+
+    def __call__(self, spec: RankSpec) -> None:
+        live(spec, lambda spec: EchoRank(spec, self._fault))
+
+
+class EchoActor(WorkerActor):
+    """A WorkerActor that lives as an EchoRank."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self._fault = fault
+
+    def run(self, spec: RankSpec) -> int:
+        return serve(spec, lambda spec: EchoRank(spec, self._fault))
