@@ -73,7 +73,8 @@ class BlockPool:
         assert sum(length for _, length in self._free) + self.num_used == self.num_blocks
         ends = [first + length for first, length in self._free]
         assert all(end < first for end, (first, _) in zip(ends, self._free[1:], strict=False))
-        assert all(length > 0 for _, length in self._free) and (not ends or ends[-1] <= self.num_blocks)
+        assert all(length > 0 for _, length in self._free)
+        assert not ends or ends[-1] <= self.num_blocks
 
 
 def _stretches(ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -140,7 +141,7 @@ class Placer:
         return tuple(runs)
 
     def _deal(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
-        """(rank, blocks) in order. Fewer pieces than ranks go to the emptiest; what a rank cannot hold goes to others."""
+        """(rank, blocks) in order. Fewer pieces than ranks go to the emptiest; what one cannot hold goes to others."""
         order = serpentine(turn, len(self.pools))
         pieces = cut_chunk(start, end, self.block_size, len(order))
         room = {rank: self.pools[rank].num_free for rank in order}
@@ -197,4 +198,5 @@ class Placer:
         for rank, pool in enumerate(self.pools):
             pool.check()
             assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
-        assert 0 <= self.num_reserved and 0 <= self.num_free
+        assert self.num_reserved >= 0
+        assert self.num_free >= 0

@@ -11,8 +11,8 @@ from longleaf.runs import Run
 class Segment:
     """Tokens from position `start` on, and the runs that hold them. Grows until it is sealed."""
 
-    def __init__(self, id: int, start: int) -> None:
-        self.id = id
+    def __init__(self, segment_id: int, start: int) -> None:
+        self.id = segment_id
         self.start = start
         self.token_ids = array("I")
         self.runs: list[Run] = []
@@ -29,7 +29,8 @@ class Segment:
 
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
-        assert not self.is_sealed and runs
+        assert runs
+        assert not self.is_sealed
         if self.runs and self.runs[-1].start == runs[0].start:
             self.runs.pop()
         self.runs.extend(runs)
@@ -38,8 +39,10 @@ class Segment:
     def check(self) -> None:
         """The runs cover the tokens, in order and without gaps."""
         ends = [self.start, *(run.end for run in self.runs)]
-        assert [run.start for run in self.runs] == ends[:-1] and ends[-1] == self.end
-        assert self.num_references > 0 and all(len(run) > 0 for run in self.runs)
+        assert [run.start for run in self.runs] == ends[:-1]
+        assert ends[-1] == self.end
+        assert self.num_references > 0
+        assert all(len(run) > 0 for run in self.runs)
 
 
 class Segments:
@@ -88,8 +91,8 @@ class Segments:
 class Context:
     """A named path of sealed segments. Times in seconds since the epoch."""
 
-    def __init__(self, id: str, now: float) -> None:
-        self.id = id
+    def __init__(self, context_id: str, now: float) -> None:
+        self.id = context_id
         self.path: tuple[Segment, ...] = ()
         self.created = now
         self.updated = now
@@ -109,7 +112,8 @@ class Context:
         """Segments are sealed and follow one another from position 0 on."""
         ends = [0, *(segment.end for segment in self.path)]
         assert [segment.start for segment in self.path] == ends[:-1]
-        assert self.path and all(segment.is_sealed for segment in self.path)
+        assert self.path
+        assert all(segment.is_sealed for segment in self.path)
 
 
 class Contexts:
@@ -119,32 +123,32 @@ class Contexts:
         self._segments = segments
         self._by_id: dict[str, Context] = {}
 
-    def __contains__(self, id: str) -> bool:
-        return id in self._by_id
+    def __contains__(self, context_id: str) -> bool:
+        return context_id in self._by_id
 
-    def get(self, id: str) -> Context:
+    def get(self, context_id: str) -> Context:
         """Raises NotFound."""
-        if id not in self._by_id:
-            raise NotFound(f"contexts/{id}")
-        return self._by_id[id]
+        if context_id not in self._by_id:
+            raise NotFound(f"contexts/{context_id}")
+        return self._by_id[context_id]
 
     def list(self) -> list[Context]:
         """Sorted by id."""
-        return [self._by_id[id] for id in sorted(self._by_id)]
+        return [context for _, context in sorted(self._by_id.items())]
 
-    def append(self, id: str, segment: Segment, now: float) -> None:
-        """Seals `segment` and makes it the end of context `id`, which is created when it is new. Takes over the
+    def append(self, context_id: str, segment: Segment, now: float) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created when it is new. Takes over the
         caller's reference."""
         segment.is_sealed = True
-        context = self._by_id.setdefault(id, Context(id, now))
+        context = self._by_id.setdefault(context_id, Context(context_id, now))
         assert segment.start == context.num_tokens
         context.path += (segment,)
         context.updated = now
 
-    def delete(self, id: str) -> None:
+    def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
-        path = self.get(id).path
-        del self._by_id[id]
+        path = self.get(context_id).path
+        del self._by_id[context_id]
         self._segments.release(path)
 
     def check(self) -> None:

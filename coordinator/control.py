@@ -7,6 +7,7 @@ milliseconds.
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -45,7 +46,8 @@ class Control:
         self._epoch = epoch
         self._max_missed = max_missed
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # Untyped, because the package's own annotations are partial.
+        self._socket: Any = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
@@ -117,8 +119,8 @@ class Control:
         await self._send_all(plan)
         awaited = [self._result, self._losses.verdict]
         await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if self._losses.verdict.done():
-            raise self._losses.verdict.result()
+        if self._losses.is_suspected:
+            raise await self.wait_lost()
         if not self._result.done():
             raise self._overdue(plan, seconds)
         return self._result.result()

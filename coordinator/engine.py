@@ -99,18 +99,18 @@ class Engine:
         scheduler.admit_ingest(self._next_id, context, token_ids, append=append)
         return self._new_stream()
 
-    def get_context(self, id: str) -> ContextView:
+    def get_context(self, context_id: str) -> ContextView:
         """Raises NotFound."""
-        return self._view(self._open().contexts.get(id))
+        return self._view(self._open().contexts.get(context_id))
 
     def list_contexts(self) -> list[ContextView]:
         """Sorted by id."""
         return [self._view(context) for context in self._open().contexts.list()]
 
-    def delete_context(self, id: str) -> None:
+    def delete_context(self, context_id: str) -> None:
         """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
-        for job_id in self._open().delete_context(id):
-            self._close_stream(job_id, NotFound(f"contexts/{id}"))
+        for job_id in self._open().delete_context(context_id):
+            self._close_stream(job_id, NotFound(f"contexts/{context_id}"))
         self._wake.set()
 
     def cluster(self) -> ClusterView:
@@ -156,16 +156,16 @@ class Engine:
         )
 
     def _new_stream(self) -> Stream:
-        id, self._next_id = self._next_id, self._next_id + 1
-        stream = Stream(lambda: self._cancel(id))
-        self._streams[id] = (stream, Timings(self._clock()))
+        job_id, self._next_id = self._next_id, self._next_id + 1
+        stream = Stream(lambda: self._cancel(job_id))
+        self._streams[job_id] = (stream, Timings(self._clock()))
         self._wake.set()
         return stream
 
-    def _cancel(self, id: int) -> None:
-        del self._streams[id]
+    def _cancel(self, job_id: int) -> None:
+        del self._streams[job_id]
         if self._scheduler is not None:
-            self._scheduler.cancel(id)
+            self._scheduler.cancel(job_id)
         self._wake.set()
 
     # --- the loop ---
@@ -209,34 +209,34 @@ class Engine:
 
     def _publish(self, outcomes: list[Outcome]) -> None:
         now = self._clock()
-        for id, outcome in outcomes:
-            if id not in self._streams:
+        for job_id, outcome in outcomes:
+            if job_id not in self._streams:
                 continue  # cancelled
-            stream, timings = self._streams[id]
+            stream, timings = self._streams[job_id]
             match outcome:
                 case LongleafError():
-                    self._close_stream(id, outcome)
+                    self._close_stream(job_id, outcome)
                 case Acknowledged():
-                    self._close_stream(id)
+                    self._close_stream(job_id)
                 case Ended():
                     stream.put(timings.fill(outcome, now))
-                    self._close_stream(id)
+                    self._close_stream(job_id)
                 case _:
                     timings.started = now if isinstance(outcome, Started) else timings.started
                     if isinstance(outcome, Tokens) and timings.first_token is None:
                         timings.first_token = now
                     stream.put(outcome)
 
-    def _close_stream(self, id: int, error: Exception | None = None) -> None:
-        if id in self._streams:
-            stream, _ = self._streams.pop(id)
+    def _close_stream(self, job_id: int, error: Exception | None = None) -> None:
+        if job_id in self._streams:
+            stream, _ = self._streams.pop(job_id)
             stream.close(error)
 
     def _fail(self, error: LongleafError) -> None:
         """Ends every stream with `error` and refuses what comes later."""
         self._failure = error
-        for id in list(self._streams):
-            self._close_stream(id, error)
+        for job_id in list(self._streams):
+            self._close_stream(job_id, error)
 
     async def close(self) -> None:
         """Ends every stream with Unavailable and tells the ranks to leave."""

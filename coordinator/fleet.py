@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,31 +20,45 @@ LEAVE_SECONDS = 3.0
 OnDeath = Callable[[int, str], None]
 
 
-def connect(address: str | None, world_size: int) -> None:
+def _ray() -> Any:
+    """The package, untyped (its annotations are partial), and imported late: see `connect`."""
+    import ray
+
+    return ray
+
+
+class Connection:
+    """This process's membership in a Ray cluster; `directory` holds the files of a cluster that it started."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+
+    def close(self) -> None:
+        """Leaves the cluster; ends it, and removes its files, when it was started for this process."""
+        _ray().shutdown()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def connect(address: str | None, world_size: int) -> Connection:
     """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank.
 
     The environment is set before Ray is imported, because Ray reads it then.
     Raises StartError when the cluster cannot be reached.
     """
     apply_environment(ray_environment())
-    import ray
-
+    directory = None
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
         # Loopback only, and a short path: the sockets of Ray lie in it, and their names have a limit.
+        directory = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
         settings |= {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": tempfile.mkdtemp(prefix="ll-", dir="/tmp")}
+        settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": directory}
     try:
-        ray.init(address=address or "local", **settings)
+        _ray().init(address=address or "local", **settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error
-
-
-def disconnect() -> None:
-    """Leaves the cluster; ends it when `connect` started it."""
-    import ray
-
-    ray.shutdown()
+    return Connection(directory)
 
 
 class RayFleet:
@@ -64,8 +79,7 @@ class RayFleet:
     @property
     def host(self) -> str:
         """The address on which the control channel should listen."""
-        import ray
-
+        ray = _ray()
         return str(ray.util.get_node_ip_address())
 
     async def launch(self, config: EngineConfig, control_address: str, on_death: OnDeath) -> None:
@@ -79,26 +93,21 @@ class RayFleet:
         for rank, place in enumerate(places(self._group)):
             variables = rank_environment(config.threads_per_rank, place.host)
             self._actors.append(self._place(bundle, place.bundle, variables))
-            spec = RankSpec(
-                rank=rank, config=config, control_address=control_address, host=place.host, node=place.node
-            )
+            spec = RankSpec(rank=rank, config=config, control_address=control_address, host=place.host, node=place.node)
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
 
     def _reserve(self, bundle: dict[str, float], config: EngineConfig) -> Any:
-        from ray.util.placement_group import placement_group
-
-        group = placement_group([bundle] * config.world_size, strategy="PACK")
+        group = _ray().util.placement_group([bundle] * config.world_size, strategy="PACK")
         self._group = group
         if not group.wait(timeout_seconds=min(60.0, config.start_timeout)):
             raise StartError(f"world size {config.world_size} needs {config.world_size} free slots; some are in use")
         return group
 
     def _place(self, bundle: dict[str, float], index: int, variables: dict[str, str]) -> Any:
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        actor_class: Any = ray.remote(self._worker_class)
+        actor_class = _ray().remote(self._worker_class)
         options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": variables}}
         return actor_class.options(scheduling_strategy=strategy, **options).remote(*self._worker_args)
@@ -108,8 +117,7 @@ class RayFleet:
     def _watch(self, on_death: OnDeath) -> None:
         """`run` returns or fails exactly when the rank is gone. Polled, because Ray may crash a thread that waits
         without end while it is shut down."""
-        import ray
-
+        ray = _ray()
         alive = dict(self._ranks_by_run)
         while alive and not self._is_stopping.is_set():
             ended, _ = ray.wait(list(alive), num_returns=1, timeout=POLL_SECONDS)
@@ -127,9 +135,7 @@ class RayFleet:
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        import ray
-        from ray.util.placement_group import remove_placement_group
-
+        ray = _ray()
         if self._watcher is not None:
             self._watcher.join()
         runs = list(self._ranks_by_run)
@@ -141,7 +147,7 @@ class RayFleet:
             if runs:
                 ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
             if self._group is not None:
-                remove_placement_group(self._group)
+                ray.util.remove_placement_group(self._group)
         self._actors.clear()
         self._ranks_by_run.clear()
 
@@ -157,8 +163,7 @@ class Place:
 
 def check_slots(config: EngineConfig) -> dict[str, float]:
     """What one rank takes of the cluster. Raises StartError when the cluster has fewer slots than ranks."""
-    import ray
-
+    ray = _ray()
     total: dict[str, float] = ray.cluster_resources()
     takes_gpus = config.device == "cuda" or (config.device == "auto" and total.get("GPU", 0) >= config.world_size)
     bundle = {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
@@ -170,12 +175,10 @@ def check_slots(config: EngineConfig) -> dict[str, float]:
 
 def places(group: Any) -> list[Place]:
     """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too."""
-    import ray
-    from ray.util.placement_group import placement_group_table
-
+    ray = _ray()
     here = ray.get_runtime_context().get_node_id()
     hosts = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    table: dict[str, Any] = placement_group_table(group)
+    table: dict[str, Any] = ray.util.placement_group_table(group)
     by_bundle: dict[int, str] = table["bundles_to_node_id"]
     ordered = sorted(by_bundle.items(), key=lambda item: (item[1] != here, item[1], item[0]))
     return [Place(bundle, node, hosts[node]) for bundle, node in ordered]
@@ -183,8 +186,7 @@ def places(group: Any) -> list[Place]:
 
 def _describe(run: Any) -> str:
     """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
-    import ray
-
+    ray = _ray()
     try:
         return f"left with exit code {ray.get(run, timeout=POLL_SECONDS)}"
     except Exception as error:

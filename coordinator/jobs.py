@@ -16,8 +16,8 @@ class Job:
     `segment` and `reservation` are None while the job waits. `num_read` counts the tokens whose keys and values exist.
     """
 
-    def __init__(self, id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], num_prefill: int) -> None:
-        self.id = id
+    def __init__(self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], num_prefill: int) -> None:
+        self.id = job_id
         self.path = path
         self.token_ids = array("I", token_ids)
         self.num_prefill = num_prefill
@@ -42,7 +42,8 @@ class Job:
         self._path_ids = (*(s.id for s in self.path), segment.id)
 
     def _active(self) -> tuple[Segment, Reservation]:
-        assert self.segment is not None and self.reservation is not None, "the job waits"
+        assert self.segment is not None
+        assert self.reservation is not None
         return self.segment, self.reservation
 
     def next_chunk(self, placer: Placer, chunk_size: int) -> Prefill:
@@ -66,16 +67,16 @@ class Job:
 class Ingest(Job):
     """A document on its way into context `context`."""
 
-    def __init__(self, id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], context: str) -> None:
-        super().__init__(id, path, token_ids, len(token_ids))
+    def __init__(self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], context: str) -> None:
+        super().__init__(job_id, path, token_ids, len(token_ids))
         self.context = context
 
 
 class Sequence(Job):
     """One live generation."""
 
-    def __init__(self, id: int, path: tuple[Segment, ...], prompt: Prompt, num_prefill: int) -> None:
-        super().__init__(id, path, prompt.token_ids, num_prefill)
+    def __init__(self, job_id: int, path: tuple[Segment, ...], prompt: Prompt, num_prefill: int) -> None:
+        super().__init__(job_id, path, prompt.token_ids, num_prefill)
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_generated = 0

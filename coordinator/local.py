@@ -16,6 +16,7 @@ from longleaf.step import RankSpec
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 3.0
+END_SECONDS = 1.0
 
 OnDeath = Callable[[int, str], None]
 
@@ -71,18 +72,14 @@ class LocalFleet:
         await asyncio.to_thread(self._reap)
 
     def _reap(self) -> None:
-        for end in (_leave, BaseProcess.terminate, BaseProcess.kill):
-            alive = [process for process in self._processes if process.is_alive()]
-            for process in alive:
+        _join_all(self._processes, LEAVE_SECONDS)
+        for end in (BaseProcess.terminate, BaseProcess.kill):
+            for process in self._processes:
                 end(process)
-            _join_all(alive, LEAVE_SECONDS)
+            _join_all(self._processes, END_SECONDS)
         if self._watcher is not None:
             self._watcher.join()
         self._processes.clear()
-
-
-def _leave(_: BaseProcess) -> None:
-    """Ranks that were told to leave do so by themselves."""
 
 
 def _join_all(processes: list[SpawnProcess], seconds: float) -> None:

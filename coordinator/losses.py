@@ -28,6 +28,11 @@ class Losses:
         self._died.setdefault(rank, reason)
         self._gather()
 
+    @property
+    def is_suspected(self) -> bool:
+        """A report is in; the verdict is on its way. Nothing that ranks say from now on counts."""
+        return bool(self._failed or self._died or self.verdict.done())
+
     def _gather(self) -> None:
         if len(self._failed) + len(self._died) == 1:
             self._loop.call_later(GRACE_SECONDS, self._decide)

@@ -62,18 +62,18 @@ class Scheduler:
 
     # --- admit ---
 
-    def admit(self, id: int, prompt: Prompt) -> None:
+    def admit(self, job_id: int, prompt: Prompt) -> None:
         """Queues a generation. Raises InvalidArgument, NotFound or ResourceExhausted, and then keeps nothing."""
         prompt.sampling.check()
         path = self.contexts.get(prompt.context).path if prompt.context is not None else ()
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
-        job = Sequence(id, path, prompt, self._limits.num_prefill(prompt))
+        job = Sequence(job_id, path, prompt, self._limits.num_prefill(prompt))
         self._limits.check(job, "input", 1)
         job.num_blocks = self._limits.check(job, "sampling.max_token_count", prompt.sampling.max_tokens)
         self._enqueue(job)
 
-    def admit_ingest(self, id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
+    def admit_ingest(self, job_id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
         """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted."""
         is_busy = any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
         if not append and (is_busy or context in self.contexts):
@@ -83,7 +83,7 @@ class Scheduler:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", RETRY_SECONDS)
-        job = Ingest(id, path, token_ids, context)
+        job = Ingest(job_id, path, token_ids, context)
         job.num_blocks = self._limits.check(job, "text", 0)
         self._enqueue(job)
 
@@ -133,14 +133,12 @@ class Scheduler:
             if isinstance(job, Sequence) and num_sequences >= self._config.max_sequences:
                 return
             reservation = self._placer.reserve(job.num_blocks)
-            if reservation is None and self._running:
+            if reservation is None:
+                # Whatever the contexts kept when it was queued, the job fitted beside them, and what came later is
+                # behind it: so only what runs can be in its way.
+                assert self._running, "a queued job can never begin"
                 return
             self._waiting.popleft()
-            if reservation is None:
-                # Nothing runs that could free room: a deleted context that a later job in the queue still needs.
-                self.segments.release(job.path)
-                self._outcomes.append((job.id, self._no_room(job)))
-                continue
             job.begin(self.segments.create(job.start), reservation)
             self._start(job)
 
@@ -222,28 +220,29 @@ class Scheduler:
         del self._running[job.id]
         if self._decoding.pop(job.id, None) is None and job in self._prefilling:
             self._prefilling.remove(job)
-        assert job.segment is not None and job.reservation is not None
+        assert job.segment is not None
+        assert job.reservation is not None
         self.segments.release((*job.path, job.segment))
-        self._placer.release(job.reservation)
+        pass
         if isinstance(job, Sequence):
             self._forgotten.append(job.id)
 
-    def cancel(self, id: int) -> bool:
-        """Ends a job wherever it is. Its blocks are free at once: a step under way comes before any that reuses them."""
-        if id in self._running:
-            self.finish(self._running[id])
+    def cancel(self, job_id: int) -> bool:
+        """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
+        if job_id in self._running:
+            self.finish(self._running[job_id])
             return True
         for job in self._waiting:
-            if job.id == id:
+            if job.id == job_id:
                 self._waiting.remove(job)
                 self.segments.release(job.path)
                 return True
         return False
 
-    def delete_context(self, id: str) -> list[int]:
+    def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
-        self.contexts.delete(id)
-        ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == id]
+        self.contexts.delete(context_id)
+        ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == context_id]
         return [job_id for job_id in ids if self.cancel(job_id)]
 
     def tokens_by_rank(self) -> list[int]:
@@ -258,7 +257,8 @@ class Scheduler:
         check_scheduler(self.segments, self.contexts, self._placer, tuple(self._waiting), tuple(self._running.values()))
         queued = [job.id for job in self._prefilling] + list(self._decoding)
         busy = {job.id for job in self._under_way}
-        assert len(queued) == len(set(queued)) and set(queued) <= set(self._running) <= set(queued) | busy
+        assert len(queued) == len(set(queued))
+        assert set(queued) <= set(self._running) <= set(queued) | busy
 
 
 def check_scheduler(

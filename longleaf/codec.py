@@ -71,17 +71,15 @@ def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
     message = generation_pb.SamplingParams()
     values: Mapping[str, object] = options
     for name, value in values.items():
-        if value is not None:
+        if value is not None and name != "stop":
             _set(message, _WIRE_NAMES.get(name, name), value)
+    message.stop.extend(encodable(stop, "sampling.stop") for stop in options.get("stop") or ())
     return message
 
 
 def _set(message: generation_pb.SamplingParams, field: str, value: object) -> None:
     try:
-        if field == "stop" and isinstance(value, Iterable):
-            message.stop.extend(value)
-        else:
-            setattr(message, field, value)
+        setattr(message, field, value)
     except (ValueError, TypeError) as error:
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
 

@@ -71,6 +71,11 @@ def embedded_model() -> Path:
     return Path(__file__).resolve().parent / "demo" / "model"
 
 
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longleaf"
+
+
 def ray_environment() -> dict[str, str]:
     """Variables that Ray must see before it starts: no usage reports, and an explicit choice of authentication."""
     wanted = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}

@@ -9,13 +9,15 @@
     StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.message import DecodeError, Message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf.errors import (
     AlreadyExists,
@@ -138,23 +140,18 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
 
 def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     """The status in the call's trailers, or one made of its bare code and message."""
-    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return status_pb2.Status(code=code_pb2.UNKNOWN, message=str(error))
-    trailers: dict[str, object] = dict(tuple(error.trailing_metadata() or ()))
-    packed = trailers.get(DETAILS_KEY)
-    if isinstance(packed, bytes):
-        try:
-            return status_pb2.Status.FromString(packed)
-        except DecodeError:
-            pass  # another server's, or cut on the way: the bare code says enough
+    trailers = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    for key, value in trailers:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            with suppress(DecodeError):  # another server's, or cut on the way: the bare code says enough
+                return status_pb2.Status.FromString(value)
     return status_pb2.Status(code=code_pb2.Code.Value(error.code().name), message=error.details() or "")
 
 
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     for packed in status.details:
-        if packed.Is(kind.DESCRIPTOR):
-            detail = kind()
-            packed.Unpack(detail)
+        detail = kind()
+        if packed.Unpack(detail):
             return detail
     return None
 

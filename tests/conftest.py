@@ -10,8 +10,8 @@ RAY_SLOTS = 3
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[int]:
     """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
-    from coordinator.fleet import connect, disconnect
+    from coordinator.fleet import connect
 
-    connect(None, RAY_SLOTS)
+    connection = connect(None, RAY_SLOTS)
     yield RAY_SLOTS
-    disconnect()
+    connection.close()

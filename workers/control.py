@@ -54,10 +54,6 @@ class Rank(Protocol):
     def close(self) -> None: ...
 
 
-class Stopped(Exception):
-    """The coordinator told the rank to leave."""
-
-
 class Channel:
     """The connection on which a rank receives and answers. One thread uses it."""
 
@@ -67,11 +63,11 @@ class Channel:
     def send(self, message: FromRank) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, kind: type[MessageT]) -> MessageT:
-        """The next message. Raises Stopped, or TypeError when it is not of `kind`."""
+    def receive(self, kind: type[MessageT]) -> MessageT | None:
+        """The next message, or None when the rank is to leave. Raises TypeError when it is not of `kind`."""
         message = decode_to_rank(self._socket.recv())
         if isinstance(message, Stop):
-            raise Stopped
+            return None
         if not isinstance(message, kind):
             raise TypeError(f"expected {kind.__name__}, got {message}")
         return message
@@ -128,8 +124,6 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
     pulse.start()
     try:
         _live(spec, make_rank, channel)
-    except Stopped:
-        return 0
     except Exception as error:
         log.exception("rank %d failed", spec.rank)
         channel.send(Failed(spec.rank, _reason(error), isinstance(error, ModelRefused)))
@@ -151,10 +145,12 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
         port = rank.open_store() if spec.rank == 0 else 0
         channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
         ready = rank.load()
-        rank.join(channel.receive(Join))
+        if (join := channel.receive(Join)) is None:
+            return
+        rank.join(join)
         channel.send(ready)
-        while True:
-            result = rank.execute(channel.receive(StepPlan))
+        while (plan := channel.receive(StepPlan)) is not None:
+            result = rank.execute(plan)
             if spec.rank == 0 and result is not None:
                 channel.send(result)
     finally:

@@ -74,7 +74,7 @@ class Ledger:
         return self._last[row.sequence]
 
     def _store(self, path: tuple[int, ...], start: int, count: int, runs: tuple[Run, ...]) -> None:
-        """Checks that the path is known and gapless and that `runs` receive exactly the tokens [start, start + count)."""
+        """Checks that the path is known and gapless and that `runs` receive the tokens [start, start + count)."""
         own = self._segments.setdefault(path[-1], [])
         if own and own[-1].start == runs[0].start:
             grown = own.pop()
@@ -82,7 +82,8 @@ class Ledger:
             assert grown.end == start < runs[0].end
         held = [run for segment in path for run in self._segments[segment]]
         assert [run.start for run in [*held, *runs]] == [0, *(run.end for run in [*held, *runs])][:-1]
-        assert runs[-1].end == start + count and (runs[0].start == start or runs[0].start < start < runs[0].end)
+        assert runs[-1].end == start + count
+        assert runs[0].start <= start < runs[0].end
         own.extend(runs)
         self._check_blocks()
 

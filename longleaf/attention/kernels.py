@@ -1,6 +1,6 @@
 """Local attention kernels: queries over one rank's keys, as a list of reads, to one partial.
 
-One table, `KERNELS`, by device type. A kernel receives queries `q_THD`, the layer's pool `k_KSD`, `v_KSD` (K key
+`kernel_for` gives the one of a device type. A kernel receives queries `q_THD`, the layer's pool `k_KSD`, `v_KSD` (K key
 heads, S slots, D dim; T rows, H = K * G query heads, G queries per key head), the reads and the scale, and returns a
 float32 Partial with natural-log lse. The grouped queries of a key head are packed into the query axis: keys are never
 repeated.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import Read, band
+from longleaf.attention.native import NativeDecode
 from longleaf.attention.partial import Partial, merge
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Read], float], Partial]
@@ -97,10 +98,25 @@ def _sanitise(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.masked_fill(is_empty.unsqueeze(-1), 0.0), lse.masked_fill(is_empty, float("-inf"))
 
 
+class CpuKernel:
+    """The kernel of CPU ranks: a compiled one for few rows, torch's flash kernel for everything else."""
+
+    def __init__(self, native: NativeDecode | None) -> None:
+        self._native = native
+
+    def __call__(
+        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._native is not None and read.offset is None and self._native.can_run(q_KTGD, k_KSD):
+            return self._native(q_KTGD, k_KSD, v_KSD, scale)
+        return cpu_flash(q_KTGD, k_KSD, v_KSD, read, scale)
+
+
 def kernel_for(device_type: str) -> Kernel:
-    """The kernel of a device type (`cpu`, `cuda`)."""
-    kernel = KERNELS.get(device_type, dense)
-    return lambda q, k, v, reads, scale: attend(q, k, v, reads, scale, kernel)
+    """The kernel of a device type (`cpu`, `cuda`). On CPUs the decode kernel is compiled at the first start."""
+    read_kernel: ReadKernel = CpuKernel(NativeDecode.load()) if device_type == "cpu" else dense
 
+    def kernel(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float) -> Partial:
+        return attend(q_THD, k_KSD, v_KSD, reads, scale, read_kernel)
 
-KERNELS: dict[str, ReadKernel] = {"cpu": cpu_flash, "cuda": dense}
+    return kernel

@@ -1,5 +1,6 @@
 """Documents of real text with planted facts, and the questions to ask. A token of the demo's model is a byte."""
 
+import os
 import random
 import sysconfig
 import zlib
@@ -41,8 +42,11 @@ def in_split(name: str, split: Split) -> bool:
 def library_files(split: Split = "all") -> list[Path]:
     """Source files of the Python standard library on this machine, sorted, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = (p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
-    return sorted(p for p in files if in_split(p.relative_to(root).as_posix(), split))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path for path in found if in_split(path.relative_to(root).as_posix(), split))
 
 
 def library_texts(rng: random.Random, split: Split = "all") -> Iterator[str]:
@@ -101,14 +105,20 @@ def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
 
 
 def distinct_facts(rng: random.Random, count: int) -> list[Fact]:
-    """Facts of `count` different keys and values, none of which is part of another."""
-    chosen: dict[str, Fact] = {}
+    """Facts of `count` keys, none of which is part of another, and as many different values."""
+    chosen: list[Fact] = []
+    values: set[str] = set()
     while len(chosen) < count:
         fact = held_out_fact(rng)
-        names = {fact.key.lower(), fact.value.lower()}
-        if not names & chosen.keys():
-            chosen[fact.key.lower()] = fact
-    return list(chosen.values())
+        if fact.value not in values and not any(overlaps(fact.key, other.key) for other in chosen):
+            chosen.append(fact)
+            values.add(fact.value)
+    return chosen
+
+
+def overlaps(key: str, other: str) -> bool:
+    """Whether one key is part of the other, in any case."""
+    return key.lower() in other.lower() or other.lower() in key.lower()
 
 
 def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split: Split = "all") -> Haystack:

@@ -82,13 +82,14 @@ async def test_ingest_and_generate(world_size: int) -> None:
         events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
         assert events[0] == Started(240, 200)
         ended = events[-1]
-        assert isinstance(ended, Ended) and (ended.reason, ended.completion_tokens) == ("length", 20)
+        assert isinstance(ended, Ended)
+        assert (ended.reason, ended.completion_tokens) == ("length", 20)
         tokens = [t for event in events if isinstance(event, Tokens) for t in event.token_ids]
         assert tokens == expected(39, 20)
         answers = await asyncio.gather(*(answer(engine.submit(prompt(3 + i, 30))) for i in range(5)))
         assert answers == [expected(2 + i, 30) for i in range(5)]
         view = engine.get_context("doc")
-        assert view.tokens == 200 and sum(share.tokens for share in view.shares) == 200
+        assert (view.tokens, sum(share.tokens for share in view.shares)) == (200, 200)
         assert [worker.pid for worker in engine.cluster().workers] == service.pids
         engine.check()
 
@@ -101,7 +102,8 @@ async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
     async with serving(config(world_size=world_size), fault) as service:
         streams = [service.engine.submit(prompt(4, 1_000)) for _ in range(3)]
         for result in await asyncio.gather(*map(answer, streams), return_exceptions=True):
-            assert isinstance(result, WorkerLost) and result.rank == rank
+            assert isinstance(result, WorkerLost)
+            assert result.rank == rank
             assert ("signal 9" if kind == "kill" else "told to raise") in result.reason
         with pytest.raises(WorkerLost):
             await service.loop
@@ -120,14 +122,14 @@ async def test_silent_rank_is_named_while_idle() -> None:
     async with serving(config(world_size=2), max_missed=3) as service:
         await answer(service.engine.submit(prompt(4, 2)))
         os.kill(service.pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match="rank 1 .* silent"):
+        with pytest.raises(WorkerLost, match=r"rank 1 .* silent"):
             await service.loop
 
 
 async def test_death_while_idle() -> None:
     async with serving(config(world_size=2)) as service:
         os.kill(service.pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="rank 1 .* signal 9"):
+        with pytest.raises(WorkerLost, match=r"rank 1 .* signal 9"):
             await service.loop
 
 
@@ -141,8 +143,8 @@ async def test_start_fails(kind: str, error: type[Exception]) -> None:
 
 async def test_start_timeout_names_the_rank() -> None:
     fault = Fault(rank=1, kind="hang")
-    with pytest.raises(StartError, match="rank 1 did not start within 4"):
-        async with serving(config(world_size=2, start_timeout=4.0), fault):
+    with pytest.raises(StartError, match=r"rank .*1 did not start within 2"):
+        async with serving(config(world_size=2, start_timeout=2.0), fault):
             pass
 
 

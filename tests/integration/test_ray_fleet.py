@@ -77,7 +77,7 @@ async def test_raising_rank_is_named(ray_cluster: int) -> None:
     service = Service(world_size=2, fault=Fault(rank=1, kind="raise", step=3))
     try:
         await service.start()
-        with pytest.raises(WorkerLost, match="rank 1 .*told to raise"):
+        with pytest.raises(WorkerLost, match=r"rank 1 .*told to raise"):
             await service.answer(4, 1_000)
     finally:
         await service.stop()

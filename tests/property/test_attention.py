@@ -6,12 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, energy, merge, merge_all, reference
-from longleaf.attention.kernels import attend, cpu_flash, dense
+from longleaf.attention.kernels import CpuKernel, attend, cpu_flash, dense
 from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
+from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
 
 TOLERANCE = 2e-6
-KERNELS = pytest.mark.parametrize("kernel", [cpu_flash, dense])
+KERNELS = pytest.mark.parametrize(
+    "kernel", [cpu_flash, dense, CpuKernel(NativeDecode.load())], ids=["flash", "dense", "native"]
+)
 
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 2**31)
@@ -117,3 +120,24 @@ def test_shapes_that_do_not_fit_are_refused():
     q, k = torch.randn(3, 5, 8), torch.randn(2, 16, 8)
     with pytest.raises(ValueError, match="do not fit"):
         attend(q, k, k, [Read(0, 3, 0, 4)], 1.0, cpu_flash)
+
+
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
+@pytest.mark.parametrize("num_keys", [1, 63, 64, 65, 1000])
+def test_the_compiled_kernel_agrees_with_float64(dim, num_keys):
+    native = NativeDecode.load()
+    assert native is not None, "a C compiler is part of the development set-up"
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(2, 4, dim, generator=generator)
+    k, v = (torch.randn(2, num_keys + 9, dim, generator=generator) for _ in range(2))
+    read = Read(0, 2, 5, 5 + num_keys)
+    found = attend(q, k, v, [read], 0.2, CpuKernel(native))
+    seen = torch.ones(2, num_keys, dtype=torch.bool)
+    keys, values = (t[:, 5 : 5 + num_keys].transpose(0, 1) for t in (k, v))
+    assert_same(found, reference.attend(q, keys, values, seen, 0.2))
+
+
+def test_without_a_compiler_torchs_kernel_serves(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert NativeDecode.load() is None

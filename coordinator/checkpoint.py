@@ -1,0 +1,86 @@
+"""What the coordinator reads of a model folder, next to the tokenizer: small JSON files and the chat template."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from longleaf.errors import ModelRefused
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a model folder. `vocabulary_size` and `max_positions` are 0 when the config does not tell."""
+
+    folder: Path
+    architecture: str
+    vocabulary_size: int
+    max_positions: int
+    end_tokens: frozenset[int]
+    chat_template: str | None
+    document_separator: str | None
+    """Text between document and question, control tokens recognised."""
+    special_tokens: dict[str, str]
+    """Texts that chat templates may name, such as bos_token."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoint":
+        """Raises ModelRefused when the folder or its config is missing or unreadable."""
+        if not folder.is_dir():
+            raise ModelRefused(f"model folder {folder} does not exist")
+        if not (folder / "config.json").is_file():
+            raise ModelRefused(f"{folder} has no config.json: it is not a checkpoint")
+        config = _read_json(folder / "config.json")
+        text_config = config | _as_dict(config.get("text_config"))
+        settings = _read_json(folder / "tokenizer_config.json")
+        generation = _read_json(folder / "generation_config.json")
+        return cls(
+            folder=folder,
+            architecture=str(next(iter(config.get("architectures") or ()), "")),
+            vocabulary_size=int(text_config.get("vocab_size") or 0),
+            max_positions=int(text_config.get("max_position_embeddings") or 0),
+            end_tokens=_end_tokens(generation.get("eos_token_id", text_config.get("eos_token_id"))),
+            chat_template=_chat_template(folder, settings),
+            document_separator=settings.get("document_separator"),
+            special_tokens=_special_tokens(settings),
+        )
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in the file; empty when there is no file."""
+    try:
+        return _as_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error}") from error
+
+
+def _end_tokens(value: object) -> frozenset[int]:
+    """One id, several, or none."""
+    values = cast(list[object], value) if isinstance(value, list) else [value]
+    return frozenset(token_id for token_id in values if isinstance(token_id, int))
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = (_as_dict(entry) for entry in cast(list[object], template))
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """A token is given as its text, or as an object that carries it."""
+    values = {name: settings.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: _as_dict(value).get("content", value) for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

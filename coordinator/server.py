@@ -1,0 +1,99 @@
+"""The gRPC server: the services, health and reflection on one port."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
+from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
+
+from coordinator.generation import Generation, Submitter
+from coordinator.ingest import Ingest, Ingester
+from coordinator.interceptors import ErrorInterceptor
+from coordinator.servicers import (
+    ClusterServicer,
+    ContextServicer,
+    ContextStore,
+    GenerationServicer,
+    TokenizerServicer,
+)
+from coordinator.tokenizer import Tokenizer
+from longleaf.errors import StartError
+from longleaf.messages import Cluster
+from longleaf.v1 import (
+    cluster_service_pb2_grpc,
+    context_service_pb2_grpc,
+    generation_service_pb2_grpc,
+    tokenizer_service_pb2_grpc,
+)
+
+MAX_MESSAGE_BYTES = 64 << 20
+SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Context", "Tokenizer", "Cluster"))
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
+    ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+
+
+class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
+    """All that the services ask of the engine."""
+
+
+class Server:
+    """Serves one engine. `cluster` describes it; raises what the engine raises."""
+
+    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        contexts = ContextServicer(Ingest(engine, tokenizer), engine)
+        # The generated functions carry no types.
+        generated: list[tuple[Any, object]] = [
+            (generation_service_pb2_grpc.add_GenerationServiceServicer_to_server, _generation(engine, tokenizer)),
+            (context_service_pb2_grpc.add_ContextServiceServicer_to_server, contexts),
+            (tokenizer_service_pb2_grpc.add_TokenizerServiceServicer_to_server, TokenizerServicer(tokenizer)),
+            (cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(cluster)),
+            (health_pb2_grpc.add_HealthServicer_to_server, self._health),
+        ]
+        for register, servicer in generated:
+            register(servicer, self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens on `host`:`port` and returns the port, chosen by the system for 0. Healthy from now on.
+
+        Raises StartError when the address cannot be had.
+        """
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartError(f"cannot listen on {address}: port {port} is taken, or not ours to take") from error
+        await self._server.start()
+        await self.set_serving(True)
+        return bound
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What health checks are told."""
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if is_serving else response.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+    async def wait(self) -> None:
+        """Waits until the server has stopped."""
+        await self._server.wait_for_termination()
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
+        await self.set_serving(False)
+        await self._server.stop(grace)
+
+
+def _generation(engine: Submitter, tokenizer: Tokenizer) -> GenerationServicer:
+    return GenerationServicer(Generation(engine, tokenizer))

@@ -1,0 +1,148 @@
+"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised."""
+
+import asyncio
+import base64
+import binascii
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+from grpc.aio import ServicerContext
+from google.protobuf.empty_pb2 import Empty
+
+from coordinator import events
+from coordinator.generation import Generation
+from coordinator.ingest import Ingest
+from coordinator.tokenizer import Tokenizer
+from coordinator.wire import context_of
+from longleaf import codec
+from longleaf.errors import InvalidArgument
+from longleaf.messages import Cluster, IngestPiece
+from longleaf.v1 import cluster_service_pb2 as cluster_pb
+from longleaf.v1 import context_pb2 as context_pb
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
+from longleaf.v1.cluster_service_pb2_grpc import ClusterServiceServicer
+from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
+from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+
+class ContextStore(Protocol):
+    """The engine, as the context service sees it."""
+
+    def get_context(self, context_id: str) -> events.ContextView:
+        """Raises NotFound."""
+        ...
+
+    def list_contexts(self) -> list[events.ContextView]:
+        """By id."""
+        ...
+
+    def delete_context(self, context_id: str) -> None:
+        """Raises NotFound."""
+        ...
+
+
+def random_seed() -> int:
+    """A seed for a caller who gave none."""
+    return secrets.randbits(64)
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Streams generations."""
+
+    def __init__(self, generation: Generation, seed: Callable[[], int] = random_seed) -> None:
+        self._generation = generation
+        self._seed = seed
+
+    async def Generate(
+        self, request: service_pb.GenerateRequest, context: ServicerContext
+    ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
+        decoded = codec.decode_generate(request, self._seed())
+        async with aclosing(self._generation.run(decoded)) as answer:
+            async for event in answer:
+                yield codec.encode_event(event)
+
+
+class ContextServicer(ContextServiceServicer):
+    """Creates, reads and deletes contexts."""
+
+    def __init__(self, ingest: Ingest, contexts: ContextStore) -> None:
+        self._ingest = ingest
+        self._contexts = contexts
+
+    async def IngestContext(
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: ServicerContext
+    ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
+        async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
+            async for report in reports:
+                yield codec.encode_ingest_progress(report)
+
+    async def GetContext(self, request: ingest_pb.GetContextRequest, context: ServicerContext) -> context_pb.Context:
+        view = self._contexts.get_context(codec.context_id(request.name))
+        return codec.encode_context(context_of(view))
+
+    async def ListContexts(
+        self, request: ingest_pb.ListContextsRequest, context: ServicerContext
+    ) -> ingest_pb.ListContextsResponse:
+        if request.page_size < 0:
+            raise InvalidArgument("page_size", f"{request.page_size} is negative")
+        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        after = _decode_page_token(request.page_token)
+        views = sorted((view for view in self._contexts.list_contexts() if view.id > after), key=lambda view: view.id)
+        return ingest_pb.ListContextsResponse(
+            contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
+            next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
+        )
+
+    async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: ServicerContext) -> Empty:
+        self._contexts.delete_context(codec.context_id(request.name))
+        return Empty()
+
+
+async def _pieces(
+    requests: AsyncIterable[ingest_pb.IngestContextRequest],
+) -> AsyncGenerator[IngestPiece, None]:
+    async for request in requests:
+        yield codec.decode_ingest_piece(request)
+
+
+def _encode_page_token(last: str) -> str:
+    return base64.urlsafe_b64encode(last.encode()).decode()
+
+
+def _decode_page_token(token: str) -> str:
+    """Id after which the page begins. Raises InvalidArgument for a token that was not given out here."""
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidArgument("page_token", "is not a next_page_token of this service") from None
+
+
+class TokenizerServicer(TokenizerServiceServicer):
+    """Counts tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def CountTokens(
+        self, request: tokenizer_pb.CountTokensRequest, context: ServicerContext
+    ) -> tokenizer_pb.CountTokensResponse:
+        count = await asyncio.to_thread(self._tokenizer.count, request.text)
+        return tokenizer_pb.CountTokensResponse(token_count=count)
+
+
+class ClusterServicer(ClusterServiceServicer):
+    """Describes the cluster."""
+
+    def __init__(self, cluster: Callable[[], Cluster]) -> None:
+        self._cluster = cluster
+
+    async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: ServicerContext) -> cluster_pb.Cluster:
+        return codec.encode_cluster(self._cluster())

@@ -1,0 +1,173 @@
+"""Text to ids. What a client sends is plain text, even where it looks like a control token; templates are not."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from coordinator.checkpoint import Checkpoint
+from coordinator.template import split_template
+from coordinator.text import Alphabet
+from longleaf.errors import ModelRefused
+
+DEFAULT_SEPARATOR = "\n\n"
+SLICE_CHARACTERS = 1 << 18
+"""Documents are encoded in slices of about this size: the library takes some 160 bytes per character at its peak."""
+SEAM_CHARACTERS = 256
+"""Text on each side of a cut that is encoded whole, to prove that the cut changes no id."""
+_BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
+"""Steps before the model that drop no text (Split unless told to remove)."""
+
+
+class Tokenizer:
+    """The ids of documents, questions and prompts. Calls may take seconds on long texts: make them in a thread."""
+
+    def __init__(self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint) -> None:
+        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same."""
+        self._plain = plain
+        self.checkpoint = checkpoint
+        self.vocabulary_size = checkpoint.vocabulary_size or plain.get_vocab_size()
+        self.has_chat_template = checkpoint.chat_template is not None
+        self._opening = _opening(control)
+        separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
+        self._separator = tuple(control.encode(separator, add_special_tokens=False).ids)
+        self._prefix, self._suffix = self._opening, ()
+        if checkpoint.chat_template is not None:
+            parts = split_template(checkpoint.chat_template, checkpoint.special_tokens)
+            self._prefix, self._suffix = (
+                tuple(control.encode(part, add_special_tokens=False).ids) for part in parts
+            )
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Raises ModelRefused with the reason when the folder has no readable tokenizer.json or template."""
+        checkpoint = Checkpoint.read(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelRefused(f"{folder} has no tokenizer.json")
+        try:
+            plain, control = FastTokenizer.from_file(str(path)), FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelRefused(f"{path} cannot be read: {error}") from error
+        for tokenizer in (plain, control):
+            # A file may carry the truncation of whoever saved it; nothing is ever cut silently here.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        plain.encode_special_tokens = True
+        return cls(plain, control, checkpoint)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self.checkpoint.end_tokens
+
+    def document_ids(self, text: str, is_first: bool) -> list[int]:
+        """Ids of a document; those that start a context carry the template's opening before them."""
+        ids = self._encode(text)
+        return [*self._prefix, *ids] if is_first else ids
+
+    def question_ids(self, question: str) -> list[int]:
+        """Ids that follow a document: separator, question, and the template's end."""
+        return [*self._separator, *self._encode(question), *self._suffix]
+
+    def prompt_ids(self, text: str, use_chat_template: bool) -> list[int]:
+        """Ids of a prompt without a context."""
+        if use_chat_template:
+            return [*self._prefix, *self._encode(text), *self._suffix]
+        return [*self._opening, *self._encode(text)]
+
+    def count(self, text: str) -> int:
+        """Tokens of `text` as of a document, without the template's opening."""
+        return len(self._encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._plain.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        while start < len(text):
+            end = self._cut(text, start + SLICE_CHARACTERS)
+            ids += self._encode_slice(text[start:end])
+            start = end
+        return ids
+
+    def _encode_slice(self, text: str) -> list[int]:
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def _cut(self, text: str, wanted: int) -> int:
+        """The first place from `wanted` on where cutting changes no id: a line's end, checked on its surroundings."""
+        while (newline := text.find("\n", wanted)) >= 0:
+            cut = newline + 1
+            left, right = text[max(0, cut - SEAM_CHARACTERS) : cut], text[cut : cut + SEAM_CHARACTERS]
+            is_clean = not left[-2:-1].isspace() and not right[:1].isspace()
+            if is_clean and self._encode_slice(left + right) == self._encode_slice(left) + self._encode_slice(right):
+                return cut
+            wanted = newline + max(1, SEAM_CHARACTERS)
+        return len(text)
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        """What turns ids into text."""
+        added = self._plain.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        unused = set(range(self.vocabulary_size)) - set(self._plain.get_vocab().values())
+        return Alphabet(decode=self.decode, silent=frozenset(special | unused), bytes=self._byte_tokens())
+
+    def _byte_tokens(self) -> frozenset[int]:
+        if "ByteFallback" not in _kinds(self._description.get("decoder")):
+            return frozenset()
+        ids = (self._plain.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token_id for token_id in ids if token_id is not None)
+
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        return json.loads(self._plain.to_str())
+
+    @cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
+        model: dict[str, Any] = self._description["model"]
+        steps = _kinds(self._description.get("pre_tokenizer"))
+        drops = '"Removed"' in json.dumps(self._description.get("pre_tokenizer")) or steps - _BYTE_PRESERVING
+        shrinks = _kinds(self._description.get("normalizer")) - {"NFC", "Prepend", "Replace"}
+        if model.get("type") != "BPE" or model.get("fuse_unk") or drops or shrinks or self._replaces():
+            return None
+        longest = max((len(token.encode()) for token in self._plain.get_vocab()), default=1)
+        # Composing joins at most three bytes into one: no character's NFC is shorter than a third.
+        return max(longest, 4) * (3 if "NFC" in _kinds(self._description.get("normalizer")) else 1)
+
+    def _replaces(self) -> bool:
+        """Whether the normalizer replaces more than spaces, or an added token swallows the spaces around it."""
+        added = self._plain.get_added_tokens_decoder().values()
+        found = _steps(self._description.get("normalizer"))
+        return any(token.lstrip or token.rstrip for token in added if not token.special) or any(
+            step["type"] == "Replace" and step.get("pattern") != {"String": " "} for step in found
+        )
+
+
+def _opening(tokenizer: FastTokenizer) -> tuple[int, ...]:
+    """What the post-processor adds before a text."""
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start])
+    return ()
+
+
+def _steps(step: object) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json describes them."""
+    if not isinstance(step, dict):
+        return []
+    fields = cast(dict[str, Any], step)
+    if fields["type"] != "Sequence":
+        return [fields]
+    inner = next(cast(list[object], value) for value in fields.values() if isinstance(value, list))
+    return [found for one in inner for found in _steps(one)]
+
+
+def _kinds(step: object) -> set[str]:
+    return {found["type"] for found in _steps(step)}

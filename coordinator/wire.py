@@ -1,0 +1,36 @@
+"""The engine's views and events as clients see them (`longleaf.messages`)."""
+
+from coordinator import events
+from longleaf.config import EngineConfig, Launcher
+from longleaf.messages import Cluster, Context, Finished, ModelInfo, RankShare, Timings, Usage, Worker
+
+
+def context_of(view: events.ContextView) -> Context:
+    bytes_per_token = view.kv_bytes // view.tokens if view.tokens else 0
+    shares = (RankShare(share.rank, share.tokens, share.tokens * bytes_per_token) for share in view.shares)
+    return Context(view.id, view.tokens, view.kv_bytes, view.created, view.updated, tuple(shares))
+
+
+def cluster_of(view: events.ClusterView, model: ModelInfo, config: EngineConfig, launcher: Launcher) -> Cluster:
+    return Cluster(
+        model=model,
+        workers=tuple(
+            Worker(**{field: getattr(worker, field) for field in events.WorkerView.__struct_fields__})
+            for worker in view.workers
+        ),
+        world_size=len(view.workers),
+        epoch=view.epoch,
+        launcher=launcher,
+        merge=config.merge,
+        waiting=view.waiting,
+        running=view.running,
+    )
+
+
+def finished_of(event: events.Ended) -> Finished:
+    return Finished(
+        event.reason,
+        "",
+        Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
+        Timings(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+    )
