@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
@@ -101,7 +101,7 @@ def _checked(request: object) -> object:
 
 
 @asynccontextmanager
-async def _answered(method: str, call: Call) -> AsyncIterator[None]:
+async def _answered(method: str, call: Call) -> AsyncGenerator[None, None]:
     try:
         yield
     except (asyncio.CancelledError, grpc.aio.AbortError):

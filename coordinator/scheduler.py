@@ -223,7 +223,7 @@ class Scheduler:
         assert job.segment is not None
         assert job.reservation is not None
         self.segments.release((*job.path, job.segment))
-        pass
+        self._placer.release(job.reservation)
         if isinstance(job, Sequence):
             self._forgotten.append(job.id)
 

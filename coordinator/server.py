@@ -49,20 +49,21 @@ class Server:
 
     def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
-        self._health = health.aio.HealthServicer()
+        untyped: Any = health
+        self._health: Any = untyped.aio.HealthServicer()
         contexts = ContextServicer(Ingest(engine, tokenizer), engine)
-        # The generated functions carry no types.
-        generated: list[tuple[Any, object]] = [
-            (generation_service_pb2_grpc.add_GenerationServiceServicer_to_server, _generation(engine, tokenizer)),
-            (context_service_pb2_grpc.add_ContextServiceServicer_to_server, contexts),
-            (tokenizer_service_pb2_grpc.add_TokenizerServiceServicer_to_server, TokenizerServicer(tokenizer)),
-            (cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server, ClusterServicer(cluster)),
-            (health_pb2_grpc.add_HealthServicer_to_server, self._health),
-        ]
-        for register, servicer in generated:
-            register(servicer, self._server)
+        generations = GenerationServicer(Generation(engine, tokenizer))
+        self._add(generation_service_pb2_grpc, "GenerationService", generations)
+        self._add(context_service_pb2_grpc, "ContextService", contexts)
+        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(tokenizer))
+        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(cluster))
+        self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+
+    def _add(self, generated: Any, service: str, servicer: object) -> None:
+        """Calls the generated function that registers the service; it carries no types."""
+        getattr(generated, f"add_{service}Servicer_to_server")(servicer, self._server)
 
     async def start(self, host: str, port: int) -> int:
         """Listens on `host`:`port` and returns the port, chosen by the system for 0. Healthy from now on.
@@ -93,7 +94,3 @@ class Server:
         """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
         await self.set_serving(False)
         await self._server.stop(grace)
-
-
-def _generation(engine: Submitter, tokenizer: Tokenizer) -> GenerationServicer:
-    return GenerationServicer(Generation(engine, tokenizer))

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from grpc.aio import ServicerContext
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
@@ -62,7 +61,7 @@ class GenerationServicer(GenerationServiceServicer):
         self._seed = seed
 
     async def Generate(
-        self, request: service_pb.GenerateRequest, context: ServicerContext
+        self, request: service_pb.GenerateRequest, context: object
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         decoded = codec.decode_generate(request, self._seed())
         async with aclosing(self._generation.run(decoded)) as answer:
@@ -78,18 +77,18 @@ class ContextServicer(ContextServiceServicer):
         self._contexts = contexts
 
     async def IngestContext(
-        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: ServicerContext
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
         async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
             async for report in reports:
                 yield codec.encode_ingest_progress(report)
 
-    async def GetContext(self, request: ingest_pb.GetContextRequest, context: ServicerContext) -> context_pb.Context:
+    async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(codec.context_id(request.name))
         return codec.encode_context(context_of(view))
 
     async def ListContexts(
-        self, request: ingest_pb.ListContextsRequest, context: ServicerContext
+        self, request: ingest_pb.ListContextsRequest, context: object
     ) -> ingest_pb.ListContextsResponse:
         if request.page_size < 0:
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
@@ -101,7 +100,7 @@ class ContextServicer(ContextServiceServicer):
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
-    async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: ServicerContext) -> Empty:
+    async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         self._contexts.delete_context(codec.context_id(request.name))
         return Empty()
 
@@ -132,7 +131,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self._tokenizer = tokenizer
 
     async def CountTokens(
-        self, request: tokenizer_pb.CountTokensRequest, context: ServicerContext
+        self, request: tokenizer_pb.CountTokensRequest, context: object
     ) -> tokenizer_pb.CountTokensResponse:
         count = await asyncio.to_thread(self._tokenizer.count, request.text)
         return tokenizer_pb.CountTokensResponse(token_count=count)
@@ -144,5 +143,5 @@ class ClusterServicer(ClusterServiceServicer):
     def __init__(self, cluster: Callable[[], Cluster]) -> None:
         self._cluster = cluster
 
-    async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: ServicerContext) -> cluster_pb.Cluster:
+    async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())

@@ -37,9 +37,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._opening, ()
         if checkpoint.chat_template is not None:
             parts = split_template(checkpoint.chat_template, checkpoint.special_tokens)
-            self._prefix, self._suffix = (
-                tuple(control.encode(part, add_special_tokens=False).ids) for part in parts
-            )
+            self._prefix, self._suffix = (tuple(control.encode(part, add_special_tokens=False).ids) for part in parts)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":

@@ -1,12 +1,12 @@
 """Typed errors to gRPC statuses with google.rpc details, and back.
 
-    InvalidArgument    INVALID_ARGUMENT     BadRequest
-    NotFound           NOT_FOUND            ResourceInfo
-    AlreadyExists      ALREADY_EXISTS       ResourceInfo
-    ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
-    WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
-    Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
-    StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
+InvalidArgument    INVALID_ARGUMENT     BadRequest
+NotFound           NOT_FOUND            ResourceInfo
+AlreadyExists      ALREADY_EXISTS       ResourceInfo
+ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
+WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
+Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
+StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
 """
 
 from collections.abc import Iterable

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
@@ -67,6 +68,7 @@ class Probe:
 def load(folder: str, dtype: DtypeName, device: str) -> Model:
     """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
     hook.register()
+    logging.disable_progress_bar()
     if not (Path(folder) / "config.json").is_file():
         raise ModelRefused(f"{folder} holds no config.json: not a model folder")
     try:

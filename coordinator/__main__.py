@@ -1,0 +1,148 @@
+"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is this with a help page.
+
+Every field of ServiceConfig and EngineConfig is an option of the same name.
+
+The composition root: the one place that knows both roles, and that hands the fleet its worker class.
+Prints `listening on HOST:PORT` once requests are welcome. Exit code 2: the settings cannot work; 1: the service failed.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outcome, describe
+from coordinator.fleet import RayFleet, connect
+from coordinator.local import LocalFleet
+from coordinator.service import ServiceConfig
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from workers.__main__ import main as worker_main
+from workers.actor import WorkerActor
+
+POLL_SECONDS = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    """Serves until a signal or a failure; returns the exit code."""
+    try:
+        config = parse(arguments)
+    except msgspec.ValidationError as error:
+        return report(Outcome(error=str(error), exit_code=BAD_INPUT))
+    run = serve_on_ray if config.launcher == "ray" else serve_locally
+    try:
+        return report(run(config))
+    except StartError as error:
+        return report(describe(error))
+
+
+def parse(arguments: list[str]) -> ServiceConfig:
+    """Raises msgspec.ValidationError naming the option that does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
+    for name in (*ServiceConfig.__struct_fields__[1:], *EngineConfig.__struct_fields__):
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    given = vars(parser.parse_args(arguments))
+    engine = {name: given.pop(name) for name in EngineConfig.__struct_fields__ if name in given}
+    return msgspec.convert(given | {"engine": engine}, ServiceConfig, strict=False)
+
+
+def announce(config: ServiceConfig, port: int) -> None:
+    print(f"listening on {config.host}:{port}", flush=True)
+
+
+def report(outcome: Outcome) -> int:
+    if outcome.error:
+        print(f"error: {outcome.error}", file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def serve_locally(config: ServiceConfig) -> Outcome:
+    """The coordinator in this process, ranks as its children."""
+    return asyncio.run(_serve_here(config))
+
+
+async def _serve_here(config: ServiceConfig) -> Outcome:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    actor = CoordinatorActor(config, partial(LocalFleet, worker_main))
+    starting, stopping = asyncio.create_task(actor.start()), asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await actor.stop()
+        return Outcome()
+    outcome = starting.result()
+    if outcome.error:
+        return outcome
+    announce(config, outcome.port)
+    ending = asyncio.create_task(actor.wait())
+    await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done() and not ending.done():
+        await actor.stop()
+    return await ending
+
+
+def serve_on_ray(config: ServiceConfig) -> Outcome:
+    """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
+    connection = connect(config.ray_address, config.engine.world_size)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return _serve_actor(config, stop)
+    finally:
+        connection.close()
+
+
+def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
+    import ray
+
+    actor = _place(config)
+    try:
+        outcome = _await(actor.start.remote(), stop)
+        if outcome.error or stop.is_set():
+            return outcome
+        announce(config, outcome.port)
+        outcome = _await(actor.wait.remote(), stop)
+    except ray.exceptions.RayError as error:
+        return Outcome(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
+    finally:
+        if stop.is_set():
+            ray.get(actor.stop.remote(), timeout=30)
+        ray.kill(actor)
+    return outcome
+
+
+def _place(config: ServiceConfig) -> Any:
+    """The coordinator's actor, on the node of this command; it takes no slot."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class: Any = ray.remote(CoordinatorActor)
+    options: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
+    try:
+        return actor_class.options(scheduling_strategy=here, **options).remote(config, partial(RayFleet, WorkerActor))
+    except ValueError as error:
+        raise StartError(f"this Ray cluster runs a coordinator already: {error}") from error
+
+
+def _await(reference: Any, stop: threading.Event) -> Outcome:
+    """The call's outcome, or an empty one when a signal comes first."""
+    import ray
+
+    while not stop.is_set():
+        done, _ = ray.wait([reference], timeout=POLL_SECONDS)
+        if done:
+            return ray.get(reference)
+    return Outcome()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

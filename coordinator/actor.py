@@ -1,0 +1,61 @@
+"""The coordinator as an actor. The composition root gives this class to Ray; nothing here knows Ray."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator.service import HostedFleet, Service, ServiceConfig
+from longleaf.errors import LongleafError, WorkerLost
+
+NAME = "longleaf-coordinator"
+NAMESPACE = "longleaf"
+
+BAD_INPUT, FAILED = 2, 1
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a call went: the port when the service listens, else what to tell the user and the process's exit code."""
+
+    port: int = 0
+    error: str = ""
+    exit_code: int = 0
+
+
+def describe(error: LongleafError) -> Outcome:
+    """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
+    return Outcome(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost) else BAD_INPUT)
+
+
+class CoordinatorActor:
+    """Holds one service. Errors come back as values: exceptions would have to survive two serializers."""
+
+    def __init__(self, config: ServiceConfig, make_fleet: Callable[[], HostedFleet]) -> None:
+        self._service = Service(config, make_fleet())
+        self._is_stopping = False
+
+    async def start(self) -> Outcome:
+        """Brings the service up."""
+        try:
+            return Outcome(port=await self._service.start())
+        except LongleafError as error:
+            await self._service.stop()
+            return describe(error)
+
+    async def wait(self) -> Outcome:
+        """Waits for the end of the service; when a rank is lost, reaps the others first."""
+        try:
+            await self._service.wait()
+        except LongleafError as error:
+            if self._is_stopping:
+                return Outcome()
+            await self._service.stop()
+            return msgspec.structs.replace(describe(error), exit_code=FAILED)
+        except asyncio.CancelledError:
+            return Outcome()
+        return Outcome()
+
+    async def stop(self) -> None:
+        """Takes the service down."""
+        self._is_stopping = True
+        await self._service.stop()

@@ -1,0 +1,103 @@
+"""A whole service: fleet, control channel, engine and gRPC server, brought up and taken down in the right order."""
+
+import asyncio
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.server import Server
+from coordinator.tokenizer import Tokenizer
+from coordinator.wire import cluster_of
+from longleaf.config import EngineConfig, Launcher
+from longleaf.messages import Cluster, ModelInfo
+from longleaf.ports import Fleet
+from longleaf.step import Ready
+
+GRACE_SECONDS = 2.0
+"""How long open calls may take to hear why the service ends."""
+
+
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What to serve and where to listen."""
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 lets the system choose."""
+    launcher: Launcher = "ray"
+    ray_address: str | None = None
+    """A Ray cluster to join; None starts one."""
+
+
+class HostedFleet(Fleet, Protocol):
+    """A fleet that knows where the control channel should listen."""
+
+    @property
+    def host(self) -> str: ...
+
+
+class Service:
+    """Life: start, wait, stop. `stop` may be called at any time, also when `start` failed."""
+
+    def __init__(self, config: ServiceConfig, fleet: HostedFleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._engine: Engine | None = None
+        self._server: Server | None = None
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
+        config = self._config.engine
+        config.check()
+        tokenizer = Tokenizer.load(Path(config.model))
+        control = Control(config, self._fleet.host)
+        # without a limit of its own the model is bounded by the pool alone
+        self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or 1 << 40)
+        await self._fleet.launch(config, control.address, control.lost)
+        readies = await self._engine.start()
+        self._loop = asyncio.create_task(self._engine.run())
+        self._server = Server(self._engine, tokenizer, self._describe(self._engine, tokenizer, readies))
+        return await self._server.start(self._config.host, self._config.port)
+
+    def _describe(self, engine: Engine, tokenizer: Tokenizer, readies: tuple[Ready, ...]) -> "Description":
+        checkpoint = tokenizer.checkpoint
+        model = ModelInfo(
+            name=Path(self._config.engine.model).resolve().name,
+            architecture=checkpoint.architecture,
+            dtype=readies[0].dtype,
+            max_context_tokens=engine.max_positions,
+            vocabulary_size=checkpoint.vocabulary_size,
+            has_chat_template=checkpoint.chat_template is not None,
+        )
+        return Description(engine, model, self._config)
+
+    async def wait(self) -> None:
+        """Returns when the service was stopped; raises what ended it, for instance WorkerLost."""
+        assert self._loop is not None
+        await asyncio.shield(self._loop)
+
+    async def stop(self) -> None:
+        """Tells open calls, then ranks, then reaps all processes."""
+        if self._server is not None:
+            await self._server.stop(GRACE_SECONDS)
+        if self._engine is not None:
+            await self._engine.close()
+        await self._fleet.shutdown()
+        if self._loop is not None:
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+
+class Description:
+    """Answers GetCluster."""
+
+    def __init__(self, engine: Engine, model: ModelInfo, config: ServiceConfig) -> None:
+        self._engine = engine
+        self._model = model
+        self._config = config
+
+    def __call__(self) -> Cluster:
+        return cluster_of(self._engine.cluster(), self._model, self._config.engine, self._config.launcher)

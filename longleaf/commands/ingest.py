@@ -1,0 +1,80 @@
+"""`longleaf ingest`."""
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from longleaf.client import Client
+from longleaf.client.aio import OnProgress
+from longleaf.client.documents import size_of
+from longleaf.commands.options import AsJson, Server, human_bytes, print_json
+from longleaf.messages import Context, IngestProgress
+
+
+def ingest(
+    file: Annotated[str, typer.Argument(help="UTF-8 text file; - reads standard input.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the context.")],
+    server: Server,
+    append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
+
+    Example: longleaf ingest book.txt --name book
+    """
+    document = sys.stdin.buffer if file == "-" else Path(file)
+    total = size_of(document)
+    with Client(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
+        context = client.ingest(name, document, append=append, on_progress=on_progress)
+    if as_json:
+        print_json(context)
+    else:
+        print(summary(context))
+
+
+def summary(context: Context) -> str:
+    held = human_bytes(context.kv_bytes)
+    num_ranks = sum(share.tokens > 0 for share in context.shares)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    return f"{context.id}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
+
+
+@contextmanager
+def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[OnProgress, None, None]:
+    """A bar on stderr that follows an ingest: bytes going up, then tokens with their speed and the time left."""
+    progress = Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not is_shown,
+    )
+    with progress:
+        task = progress.add_task("sending", total=total_bytes, note="")
+
+        def show(report: IngestProgress) -> None:
+            _show(progress, task, report)
+
+        yield show
+
+
+def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
+    match report.phase:
+        case "receiving":
+            progress.update(task, completed=report.received_bytes, note=human_bytes(report.received_bytes))
+        case "tokenizing":
+            progress.update(task, description="tokenizing", note=human_bytes(report.received_bytes))
+        case "prefilling" if report.processed == 0:
+            # A new measure: the estimate of the time left must forget the bytes.
+            progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")
+        case _:
+            note = f"{report.processed:,} of {report.total:,} tokens, {report.tokens_per_second:,.0f}/s"
+            progress.update(task, description="reading", completed=report.processed, note=note)

@@ -1,0 +1,55 @@
+"""`longleaf serve`: becomes `python -m coordinator` with the same options."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeName, embedded_model
+from longleaf.launch import coordinator_command
+
+_DEFAULTS = EngineConfig(model="")
+
+
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the checkpoint.", show_default="the small model in the package")
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Number of ranks (worker processes).")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT,
+    launcher: Annotated[Launcher, typer.Option(help="What starts the ranks.")] = "ray",
+    ray_address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster to join, such as auto.", show_default="start one here")
+    ] = None,
+    merge: Annotated[MergeName, typer.Option(help="How partial attention is merged.")] = _DEFAULTS.merge,
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(help="Bytes of keys and values per rank.", show_default="40 % of free memory over the ranks"),
+    ] = None,
+    dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
+) -> None:
+    """Serve a model until interrupted.
+
+    Prints `listening on HOST:PORT` once it is ready.
+
+    Example: longleaf serve --model ./Qwen3-0.6B --world-size 4
+    """
+    config = EngineConfig(
+        model=str(model or embedded_model()),
+        world_size=world_size,
+        merge=merge,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        kv_bytes=kv_bytes,
+        dtype=dtype,
+        threads_per_rank=threads,
+    )
+    command = coordinator_command(config, host=host, port=port, launcher=launcher, ray_address=ray_address)
+    sys.stdout.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,187 @@
+"""The demo: serve the embedded model, ingest a long document with facts planted in it, ask for them, check.
+
+What happens is told to a `Show`, so that the same run can draw for people or stay silent for machines.
+"""
+
+import random
+import statistics
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from longleaf.client import Client
+from longleaf.config import EngineConfig, Launcher, embedded_model
+from longleaf.demo.facts import Fact, is_correct
+from longleaf.demo.haystack import Haystack, distinct_facts, make_haystack, plant
+from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.messages import Cluster, Context, Delta, Finished, IngestProgress
+
+CONTEXT = "demo"
+NUM_FACTS = 5
+MAX_ANSWER_TOKENS = 96
+PASS_ACCURACY = 0.8
+MIN_TOKENS = 1000
+
+
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run. `file` is a text to plant the facts in, instead of the Python library's sources."""
+
+    model: Path | None = None
+    world_size: int = 4
+    launcher: Launcher = "ray"
+    tokens: int = 16000
+    seed: int = 0
+    file: Path | None = None
+    start_timeout: float = 300.0
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the option."""
+        if self.tokens < MIN_TOKENS:
+            raise InvalidArgument("tokens", f"{self.tokens} is less than {MIN_TOKENS}")
+
+
+class Question(msgspec.Struct, frozen=True):
+    expected: str
+    answer: str
+    correct: bool
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """Where a rank runs, and what it holds of the document."""
+
+    rank: int
+    node: str
+    pid: int
+    tokens: int
+    kv_bytes: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What the demo found. Times in seconds, medians and totals over the questions."""
+
+    document_tokens: int
+    world_size: int
+    questions: tuple[Question, ...]
+    accuracy: float
+    ttft_s: float
+    decode_tokens_per_s: float
+    ingest_tokens_per_s: float
+    ranks: tuple[Rank, ...]
+
+    @property
+    def has_passed(self) -> bool:
+        return self.accuracy >= PASS_ACCURACY
+
+
+class Show(Protocol):
+    """Who watches the demo."""
+
+    def say(self, line: str) -> None:
+        """Something happens."""
+        ...
+
+    def ingest(self, progress: IngestProgress) -> None: ...
+
+    def ask(self, question: str) -> None: ...
+
+    def answer(self, text: str) -> None:
+        """The next piece of the answer."""
+        ...
+
+    def check(self, question: Question) -> None:
+        """The answer is complete."""
+        ...
+
+
+def run(settings: DemoSettings, show: Show) -> Report:
+    """Runs the demo; the service has ended when this returns or raises."""
+    settings.check()
+    haystack = build(settings)
+    size = len(haystack.text.encode())
+    source = settings.file or "the Python standard library's sources"
+    show.say(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
+    config = EngineConfig(model=str(settings.model or embedded_model()), world_size=settings.world_size)
+    command = coordinator_command(config, host="127.0.0.1", port=0, launcher=settings.launcher)
+    show.say(f"starting {settings.world_size} ranks ({settings.launcher}) …")
+    with ServiceProcess(command) as service:
+        address = service.wait_ready(settings.start_timeout)
+        show.say(f"serving on {address}")
+        with Client(address) as client:
+            return _examine(client, haystack, show)
+
+
+def build(settings: DemoSettings) -> Haystack:
+    """The document and its questions. Raises InvalidArgument for a file that is no text."""
+    if settings.file is None:
+        return make_haystack(settings.seed, settings.tokens, facts=NUM_FACTS, absent=0)
+    try:
+        text = settings.file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument("file", f"{settings.file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument("file", f"{settings.file} is not UTF-8 at byte {error.start}") from error
+    rng = random.Random(settings.seed)
+    facts = distinct_facts(rng, NUM_FACTS)
+    planted = plant(rng, text, [fact.sentence for fact in facts])
+    data = planted.encode()
+    return Haystack(planted, tuple(facts), tuple(data.index(fact.sentence.encode()) for fact in facts), ())
+
+
+def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
+    reports: list[IngestProgress] = []
+
+    def on_progress(progress: IngestProgress) -> None:
+        reports.append(progress)
+        show.ingest(progress)
+
+    context = client.ingest(CONTEXT, haystack.text, on_progress=on_progress)
+    cluster = client.cluster()
+    show.say(f"ingested {context.tokens:,} tokens; their keys and values stay on {cluster.world_size} ranks")
+    answers = [_ask(client, fact, show) for fact in haystack.facts]
+    questions = tuple(question for question, _ in answers)
+    ends = [end for _, end in answers]
+    return Report(
+        document_tokens=context.tokens,
+        world_size=cluster.world_size,
+        questions=questions,
+        accuracy=sum(question.correct for question in questions) / len(questions),
+        ttft_s=statistics.median(end.timings.first_token_seconds for end in ends),
+        decode_tokens_per_s=_decode_speed(ends),
+        ingest_tokens_per_s=reports[-1].tokens_per_second,
+        ranks=_ranks(context, cluster),
+    )
+
+
+def _ask(client: Client, fact: Fact, show: Show) -> tuple[Question, Finished]:
+    show.ask(fact.question)
+    parts: list[str] = []
+    with closing(client.ask(CONTEXT, fact.question, max_tokens=MAX_ANSWER_TOKENS)) as events:
+        for event in events:
+            if isinstance(event, Delta):
+                parts.append(event.text)
+                show.answer(event.text)
+            elif isinstance(event, Finished):
+                answer = "".join(parts)
+                question = Question(fact.expected, answer, is_correct(answer, fact))
+                show.check(question)
+                return question, event
+    raise Unavailable("the answer broke off")
+
+
+def _decode_speed(ends: Iterable[Finished]) -> float:
+    """Tokens per second after the first one, over all answers."""
+    timed = [(end.usage.completion_tokens - 1, end.timings.decode_seconds) for end in ends]
+    seconds = sum(seconds for _, seconds in timed)
+    return sum(count for count, _ in timed) / seconds if seconds > 0 else 0.0
+
+
+def _ranks(context: Context, cluster: Cluster) -> tuple[Rank, ...]:
+    shares = {share.rank: share for share in context.shares}
+    return tuple(
+        Rank(worker.rank, worker.node, worker.pid, shares[worker.rank].tokens, shares[worker.rank].kv_bytes)
+        for worker in cluster.workers
+    )

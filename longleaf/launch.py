@@ -1,0 +1,110 @@
+"""A service as a process of its own: its command line, its start and its end."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+from time import monotonic
+from typing import IO, Self
+
+from longleaf.config import EngineConfig, Launcher
+from longleaf.errors import InvalidArgument, StartError
+
+LISTENING = "listening on "
+"""What the service prints before its address, once it is ready."""
+STOP_SECONDS = 60.0
+SHOWN_LINES = 5
+"""Last lines of a failed service's log to show."""
+
+
+def coordinator_command(
+    config: EngineConfig, *, host: str, port: int, launcher: Launcher, ray_address: str | None = None
+) -> list[str]:
+    """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
+    config.check()
+    if not Path(config.model).is_dir():
+        raise InvalidArgument("model", f"{config.model} is not a folder")
+    if not 0 <= port <= 65535:
+        raise InvalidArgument("port", f"{port} is not between 0 and 65535")
+    options: dict[str, object] = {
+        "model": config.model,
+        "world-size": config.world_size,
+        "host": host,
+        "port": port,
+        "launcher": launcher,
+        "ray-address": ray_address,
+        "merge": config.merge,
+        "chunk-size": config.chunk_size,
+        "block-size": config.block_size,
+        "kv-bytes": config.kv_bytes,
+        "dtype": config.dtype,
+        "threads": config.threads_per_rank,
+    }
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
+    return [sys.executable, "-P", "-m", "coordinator", *(f"--{name}={value}" for name, value in given.items())]
+
+
+class ServiceProcess:
+    """A service that is started here, and ended here whatever happens.
+
+    with ServiceProcess(command) as service:
+        address = service.wait_ready(timeout)
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        # A session of its own: an interrupt in the terminal ends the client first, which then ends the service.
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        return self
+
+    def _read(self, output: IO[str]) -> None:
+        """Keeps the pipe empty: a full one would stop the service."""
+        with output:
+            for line in output:
+                self._lines.put(line.rstrip())
+        self._lines.put(None)
+
+    def wait_ready(self, timeout: float) -> str:
+        """HOST:PORT of the service. Raises StartError when it ends, or is not ready in `timeout` seconds."""
+        deadline = monotonic() + timeout
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - monotonic()))
+            except queue.Empty:
+                raise StartError(f"the service was not ready after {timeout:.0f} s{self._tail()}") from None
+            if line is None:
+                code = self._process.wait()
+                raise StartError(f"the service ended with exit code {code}{self._tail()}")
+            if line.startswith(LISTENING):
+                return line.removeprefix(LISTENING)
+
+    def _tail(self) -> str:
+        self._log.flush()
+        self._log.seek(0)
+        last = deque((line.rstrip() for line in self._log if line.strip()), maxlen=SHOWN_LINES)
+        return "".join(f"\n  {line}" for line in last)
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._reader.join(STOP_SECONDS)
+        self._log.close()
