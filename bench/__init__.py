@@ -1,0 +1,1 @@
+"""Measurements of the real service against transformers. Nothing here is a test, and no test is timed."""

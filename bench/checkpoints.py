@@ -113,6 +113,7 @@ def _write_tokenizer(
 
 def _pairs() -> Iterator[tuple[str, str]]:
     """Pairs of characters, lower case first."""
-    yield from itertools.product(string.ascii_lowercase, repeat=2)
+    lower = string.ascii_lowercase
     printable = string.ascii_letters + string.digits + string.punctuation
-    yield from (p for p in itertools.product(printable, repeat=2) if not all(c in string.ascii_lowercase for c in p))
+    yield from ((a, b) for a in lower for b in lower)
+    yield from ((a, b) for a in printable for b in printable if not (a in lower and b in lower))

@@ -6,9 +6,11 @@ milliseconds.
 """
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -33,6 +35,7 @@ from longleaf.step import (
 PULSE_SECONDS = 1.0
 """How often ranks report."""
 LINGER_MILLISECONDS = 500
+log = logging.getLogger(__name__)
 
 
 class Control:
@@ -141,7 +144,12 @@ class Control:
     async def _receive(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
-            self._take(decode_from_rank(frames[-1]))
+            try:
+                message = decode_from_rank(frames[-1])
+            except msgspec.DecodeError:
+                log.warning("ignored a message from %r that no rank sends", frames[0])
+                continue
+            self._take(message)
 
     def _take(self, message: FromRank) -> None:
         match message:

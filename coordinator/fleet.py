@@ -16,6 +16,8 @@ from longleaf.step import RankSpec
 OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
+NODE_DIGITS = 12
+"""Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
 
 OnDeath = Callable[[int, str], None]
 
@@ -181,7 +183,7 @@ def places(group: Any) -> list[Place]:
     table: dict[str, Any] = ray.util.placement_group_table(group)
     by_bundle: dict[int, str] = table["bundles_to_node_id"]
     ordered = sorted(by_bundle.items(), key=lambda item: (item[1] != here, item[1], item[0]))
-    return [Place(bundle, node, hosts[node]) for bundle, node in ordered]
+    return [Place(bundle, node[:NODE_DIGITS], hosts[node]) for bundle, node in ordered]
 
 
 def _describe(run: Any) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class LocalFleet:
     def _launch(self, config: EngineConfig, control_address: str) -> None:
         context = multiprocessing.get_context("spawn")
         variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
-        node = "local"
+        node = socket.gethostname()
         for rank in range(config.world_size):
             spec = RankSpec(rank=rank, config=config, control_address=control_address, host=HOST, node=node)
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)

@@ -13,10 +13,13 @@ from time import monotonic
 from typing import IO, Self
 
 from longleaf.config import EngineConfig, Launcher
-from longleaf.errors import InvalidArgument, StartError
+from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 
 LISTENING = "listening on "
 """What the service prints before its address, once it is ready."""
+ERROR = "error: "
+BAD_INPUT = 2
+"""Exit code of a service whose settings cannot work."""
 STOP_SECONDS = 60.0
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
@@ -43,7 +46,7 @@ def coordinator_command(
         "block-size": config.block_size,
         "kv-bytes": config.kv_bytes,
         "dtype": config.dtype,
-        "threads": config.threads_per_rank,
+        "threads-per-rank": config.threads_per_rank,
     }
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
@@ -53,8 +56,8 @@ def coordinator_command(
 class ServiceProcess:
     """A service that is started here, and ended here whatever happens.
 
-    with ServiceProcess(command) as service:
-        address = service.wait_ready(timeout)
+        with ServiceProcess(command) as service:
+            address = service.wait_ready(timeout)
     """
 
     def __init__(self, command: list[str]) -> None:
@@ -80,7 +83,8 @@ class ServiceProcess:
         self._lines.put(None)
 
     def wait_ready(self, timeout: float) -> str:
-        """HOST:PORT of the service. Raises StartError when it ends, or is not ready in `timeout` seconds."""
+        """HOST:PORT of the service. Raises StartError for settings that cannot work, or when it is not ready in
+        `timeout` seconds, and Unavailable when it fails."""
         deadline = monotonic() + timeout
         while True:
             try:
@@ -88,16 +92,24 @@ class ServiceProcess:
             except queue.Empty:
                 raise StartError(f"the service was not ready after {timeout:.0f} s{self._tail()}") from None
             if line is None:
-                code = self._process.wait()
-                raise StartError(f"the service ended with exit code {code}{self._tail()}")
+                raise self._failure(self._process.wait())
             if line.startswith(LISTENING):
                 return line.removeprefix(LISTENING)
 
+    def _failure(self, code: int) -> LongleafError:
+        """What the service said last, when it ended by itself."""
+        last = self._last_lines()
+        if last and last[-1].startswith(ERROR):
+            message = last[-1].removeprefix(ERROR)
+            return StartError(message) if code == BAD_INPUT else Unavailable(message)
+        return Unavailable(f"the service ended with exit code {code}{self._tail()}")
+
     def _tail(self) -> str:
-        self._log.flush()
+        return "".join(f"\n  {line}" for line in self._last_lines())
+
+    def _last_lines(self) -> list[str]:
         self._log.seek(0)
-        last = deque((line.rstrip() for line in self._log if line.strip()), maxlen=SHOWN_LINES)
-        return "".join(f"\n  {line}" for line in last)
+        return list(deque((line.rstrip() for line in self._log if line.strip()), maxlen=SHOWN_LINES))
 
     def __exit__(self, *exception: object) -> None:
         self._process.terminate()

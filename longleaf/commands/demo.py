@@ -49,7 +49,7 @@ def demo(
 def _terminable() -> Generator[None, None, None]:
     """A SIGTERM unwinds like an interrupt, so that the service is ended on the way out."""
 
-    def leave(number: int, frame: object) -> None:
+    def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

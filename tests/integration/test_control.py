@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from coordinator.control import Control
 from coordinator.engine import Engine
@@ -17,6 +20,7 @@ from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
+from longleaf.step import Hello, Ready, encode
 from workers.fakes import EchoMain, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
@@ -160,3 +164,52 @@ async def test_cancel_frees_everything() -> None:
         assert await answer(service.engine.submit(prompt(4, 3))) == expected(3, 3)
         assert [worker.tokens for worker in service.engine.cluster().workers] == [0, 0]
         service.engine.check()
+
+
+async def test_stray_message_is_ignored() -> None:
+    control = Control(config())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.connect(control.address)
+        stranger.send(b"\xff")
+        stranger.send(encode(Hello(0, "node", "127.0.0.1", 1)))
+        stranger.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+        assert [ready.num_blocks for ready in await control.start()] == [4]
+    await control.close()
+    context.destroy(linger=0)
+
+
+ORPHANS = """
+import asyncio
+from coordinator.control import Control
+from coordinator.local import LocalFleet
+from longleaf.config import EngineConfig
+from workers.fakes import EchoMain
+
+async def main():
+    config = EngineConfig(model="none", world_size=2)
+    control, fleet = Control(config), LocalFleet(EchoMain())
+    await fleet.launch(config, control.address, control.lost)
+    await control.start()
+    print(*(hello.pid for hello in control.hellos), flush=True)
+    await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_ranks_do_not_outlive_a_killed_coordinator(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    coordinator = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert coordinator.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in (await coordinator.stdout.readline()).split()]
+    assert len(ranks) == 2
+    coordinator.kill()
+    await coordinator.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20)
+    assert alive == []

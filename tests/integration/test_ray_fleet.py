@@ -54,8 +54,8 @@ async def test_generates(ray_cluster: int) -> None:
     try:
         await service.start()
         assert len(await service.answer(100, 20)) == 20
-        nodes = {worker.node for worker in service.engine.cluster().workers}
-        assert nodes == {ray.get_runtime_context().get_node_id()}
+        (node,) = {worker.node for worker in service.engine.cluster().workers}
+        assert ray.get_runtime_context().get_node_id().startswith(node)
     finally:
         await service.stop()
 

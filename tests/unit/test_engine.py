@@ -79,9 +79,7 @@ async def test_errors_are_raised_at_once() -> None:
 async def test_slow_reader_gets_joined_tokens() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         slow, fast = engine.submit(prompt(3, 50)), engine.submit(prompt(3, 60))
-        async for event in fast:
-            last = event
-        assert isinstance(last, Ended)
+        assert isinstance([event async for event in fast][-1], Ended)
         events = [event async for event in slow]
         assert [type(event) for event in events] == [Started, Tokens, Ended]
         assert isinstance(events[1], Tokens)

@@ -1,0 +1,69 @@
+# Every target that needs Python makes .venv by itself; a second call finds it ready.
+# Variables: PYTHON (3.11 or newer), TORCH (which build of torch), ARGS (passed on to the command).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format proto bench lock clean
+
+help: ## Show this text
+	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
+	@echo
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@echo
+	@echo "Start with:  make demo                        (ARGS=\"--tokens 8000 --world-size 2\" for a smaller one)"
+	@echo "On a CPU machine, a smaller torch:"
+	@echo "  make demo TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\""
+
+demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answers
+	$(BIN)/longleaf demo $(ARGS)
+
+test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(READY) ## Run the long tests: the full products and the demo
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(READY) ## Lint, type check, check the layers and the committed stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/pyright
+
+format: $(READY) ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+proto: $(READY) ## Generate longleaf/v1 from protos/
+	$(BIN)/python scripts/generate_stubs.py
+
+bench: $(READY) ## Measure against transformers and write bench/results
+	$(BIN)/python -m bench.report $(ARGS)
+
+lock: $(READY) ## Write requirements.lock from what .venv holds now
+	$(BIN)/python scripts/lock.py
+
+clean: ## Remove caches and builds (.venv stays)
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+# torch comes first and alone: its build depends on the machine, and nothing after it may replace it.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Longleaf needs Python 3.11 or newer, and '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 || true)" >&2; \
+	  echo "       name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	@touch $@
+
+$(READY): $(VENV)/.torch pyproject.toml requirements.lock
+	$(PIP) install -c requirements.lock -e '.[dev]'
+	@touch $@

@@ -1,0 +1,51 @@
+"""Arguments and output that the measurements share. Results go to stdout, everything else to stderr."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+
+from bench.subjects import NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to measure."""
+
+    models: tuple[str, ...]
+    contexts: tuple[int, ...]
+    tokens: int
+    repeats: int
+    json: bool
+
+
+def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int) -> Arguments:
+    """Reads the command line; the keywords are the defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--context", dest="contexts", nargs="+", type=int, default=contexts, metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=repeats, help="timed turns of each side")
+    if tokens:
+        parser.add_argument("--tokens", type=int, default=tokens, help="tokens to generate, at least 2")
+    given = vars(parser.parse_args())
+    if given["repeats"] < 1 or given.setdefault("tokens", 0) == 1:
+        parser.error("too few repeats or tokens to measure")
+    return Arguments(**{**given, "models": tuple(given["models"]), "contexts": tuple(given["contexts"])})
+
+
+def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
+    """Prints the rows, as JSON or as a table."""
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(
+            f"{row['bench']:7} {row['model']:13} {row['context_tokens']:>7} tokens  ratio {row['ratio']:>6}"
+            f"  ({row['service_tokens_per_s']} against {row['baseline_tokens_per_s']} tokens/s)"
+        )
+
+
+def tell(message: str) -> None:
+    """Says what is going on."""
+    print(message, file=sys.stderr, flush=True)

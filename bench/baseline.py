@@ -1,0 +1,74 @@
+"""The same work in plain transformers: its default cache and attention, one thread, the end token switched off."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from bench.timing import Decoded
+
+
+class Clock(BaseStreamer):
+    """Notes when each token comes out of `generate`."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class Baseline:
+    """A transformers model in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        self._model = model.eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.max_length = None
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], chunk_size: int) -> DynamicCache:
+        """Reads `ids` chunk by chunk, with the logits of one token per chunk."""
+        cache = DynamicCache(config=self._model.config)
+        for start in range(0, len(ids), chunk_size):
+            chunk = torch.tensor(ids[start : start + chunk_size])[None]
+            self._model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    @torch.inference_mode()
+    def random_cache(self, num_tokens: int) -> DynamicCache:
+        """A cache of the right sizes with random content: the speed of decoding does not depend on what it holds."""
+        cache = self.prefill([0], 1)
+        generator = torch.Generator().manual_seed(0)
+        for i, layer in enumerate(cache.layers):
+            keys: Tensor = layer.keys  # pyright: ignore
+            batch, heads, _, dim = keys.shape
+            more = torch.randn(2, batch, heads, num_tokens - 1, dim, generator=generator).to(keys.dtype)
+            cache.update(more[0], more[1], i)
+        return cache
+
+    def decode(self, ids: list[int], cache: DynamicCache, num_tokens: int) -> Decoded:
+        """Generates greedily from a cache that holds all of `ids` but the last; leaves the cache as it was."""
+        clock = Clock()
+        begin = time.perf_counter()
+        output = self._model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            past_key_values=cache,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            streamer=clock,
+        )
+        wall = time.perf_counter() - begin
+        cache.crop(len(ids) - 1 - cache.get_seq_length())
+        token_ids = output[0, len(ids) :].tolist()
+        return Decoded(token_ids, decode_seconds=clock.times[-1] - clock.times[-num_tokens], wall_seconds=wall)

@@ -1,0 +1,77 @@
+"""Runs all measurements, and writes their rows to bench/results/*.json and a page to bench/results/README.md. Usage:
+
+python -m bench.report              # runs and writes
+python -m bench.report --page       # writes the page from the rows that are there
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+BENCHES = ("decode", "ingest")
+TARGETS = {("decode", 8000): 1.5, ("decode", 64000): 3.0, ("ingest", 4000): 0.9, ("ingest", 16000): 0.9}
+"""Smallest ratio wanted for the random Llama."""
+
+WHAT = {
+    "decode": "Tokens per second after a context that both hold already; `generate` with its default cache.",
+    "ingest": "Tokens per second of reading a context; plain forward passes with a cache, in chunks of the same size.",
+}
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    RESULTS.mkdir(exist_ok=True)
+    if "--page" not in sys.argv[1:]:
+        for name in BENCHES:
+            run(name)
+    found = {name: json.loads(file(name).read_text()) for name in BENCHES if file(name).is_file()}
+    (RESULTS / "README.md").write_text(page(found))
+
+
+def file(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def run(name: str) -> None:
+    """Measures in a process of its own, so that one measurement leaves nothing behind for the next."""
+    command = [sys.executable, "-m", f"bench.{name}", "--json"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    file(name).write_text(output)
+
+
+def page(found: dict[str, list[Row]]) -> str:
+    """The results as markdown."""
+    lines = ["# Results", "", "Written by `python -m bench.report`; the rows are in the JSON files beside this page."]
+    lines += ["Service (world size 1, over gRPC) and transformers take turns on one thread each; medians.", ""]
+    for name, rows in found.items():
+        lines += [f"## {name}", "", WHAT[name], "", *table(rows), ""]
+        lines += [f"- {text}" for text in sorted({machine(row) for row in rows})] + [""]
+    return "\n".join(lines)
+
+
+def table(rows: list[Row]) -> list[str]:
+    head = ["model", "context tokens", "batch", "service tok/s", "transformers tok/s", "ratio", "from - to", "target"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    return lines + [f"| {' | '.join(map(str, cells(row)))} |" for row in rows]
+
+
+def cells(row: Row) -> list[object]:
+    target = TARGETS.get((row["bench"], row["context_tokens"]), "") if row["model"] == "random-llama" else ""
+    rates = [row["service_tokens_per_s"], row["baseline_tokens_per_s"]]
+    spread = f"{row['ratio_min']} - {row['ratio_max']}"
+    return [row["model"], row["context_tokens"], row["batch"], *rates, row["ratio"], spread, target]
+
+
+def machine(row: Row) -> str:
+    """Hardware and versions in one line."""
+    info = row["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+    return f"{info['cpu']}, {info['logical_cores']} logical cores, Python {info['python']}, {versions}; {info['date']}"
+
+
+if __name__ == "__main__":
+    main()

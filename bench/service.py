@@ -1,0 +1,49 @@
+"""The real service at world size 1, started as a user would start it and driven over gRPC."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.timing import Decoded
+from longleaf.client import Client
+from longleaf.config import EngineConfig
+from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.messages import Delta, Finished
+
+START_SECONDS = 300.0
+
+
+class Service:
+    """A client of the service that times what it asks for."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def ingest(self, context: str, ids: list[int]) -> float:
+        """Ingests token ids as a context; seconds from the call to the acknowledgement."""
+        begin = time.perf_counter()
+        self._client.ingest(context, tuple(ids))
+        return time.perf_counter() - begin
+
+    def delete(self, context: str) -> None:
+        self._client.delete_context(context)
+
+    def decode(self, context: str, ids: list[int], num_tokens: int) -> Decoded:
+        """Generates greedily after `ids`. Deltas wait for whole characters, so the tokens' times are the service's."""
+        begin = time.perf_counter()
+        events = list(self._client.generate(ids, context=context, max_tokens=num_tokens, ignore_end_token=True))
+        wall = time.perf_counter() - begin
+        last = events[-1]
+        assert isinstance(last, Finished)
+        token_ids = [i for event in events if isinstance(event, Delta) for i in event.token_ids]
+        return Decoded(token_ids, decode_seconds=last.timings.decode_seconds, wall_seconds=wall)
+
+
+@contextmanager
+def running(model: Path, *, chunk_size: int) -> Iterator[Service]:
+    """A service on a port of its own; it ends with the block."""
+    config = EngineConfig(model=str(model), world_size=1, chunk_size=chunk_size, threads_per_rank=1)
+    command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
+    with ServiceProcess(command) as process, Client(process.wait_ready(START_SECONDS)) as client:
+        yield Service(client)

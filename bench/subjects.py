@@ -1,0 +1,57 @@
+"""The models that are measured."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from bench.checkpoints import make_checkpoint
+from longleaf.config import embedded_model
+
+RANDOM_LLAMA = "random-llama"
+EMBEDDED = "embedded"
+NAMES = (RANDOM_LLAMA, EMBEDDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint under its name in the results."""
+
+    name: str
+    folder: Path
+    vocab_size: int
+    max_positions: int
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        """Random ids, none of them special."""
+        return Random(seed).choices(range(3, min(self.vocab_size, 256)), k=count)
+
+
+@contextmanager
+def subject(name: str) -> Iterator[Subject]:
+    """The checkpoint called `name`; a random one is made, and removed in the end."""
+    if name == EMBEDDED:
+        yield _read(name, embedded_model())
+        return
+    with TemporaryDirectory(prefix="longleaf-bench-") as folder:
+        yield _read(name, _make_random_llama(Path(folder)))
+
+
+def is_there(name: str) -> bool:
+    """Whether the model can be measured; the embedded one may be missing from a checkout."""
+    return name != EMBEDDED or (embedded_model() / "config.json").is_file()
+
+
+def _make_random_llama(folder: Path) -> Path:
+    """8 layers of 512, 8 query heads and 2 key heads of 64, float32: large enough that arithmetic dominates."""
+    return make_checkpoint(
+        folder, "llama", num_layers=8, hidden=512, num_heads=8, num_kv_heads=2, ffn=1408, max_positions=131072
+    )
+
+
+def _read(name: str, folder: Path) -> Subject:
+    config = json.loads((folder / "config.json").read_text())
+    return Subject(name, folder, config["vocab_size"], config["max_position_embeddings"])

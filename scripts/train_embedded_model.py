@@ -1,0 +1,124 @@
+"""Trains the embedded look-up model on one CPU core, writes it for transformers, and evaluates it on held-out facts."""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from embedded_data import Batch, Phase, Sampler, attention_mask
+from embedded_eval import ChunkedReader, evaluate
+from embedded_export import export
+from embedded_model import EmbeddedModel
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINT_EVERY = 100
+"""Steps."""
+
+
+def phase(progress: float) -> Phase:
+    """What to train on after this share of the steps: easy and short first, then ln R ramped up to 8."""
+    log_copies = 8 * min(max((progress - 0.3) / 0.35, 0), 1)
+    templates = 1 if progress < 0.3 else 10
+    if progress < 0.0908:
+        return Phase(384, 20, 2, 2, 0.6, 0, templates, log_copies)
+    if progress < 0.4:
+        return Phase(320, 12, 2, 2, 0.6 if progress < 0.22 else 0.3, 0.6, templates, log_copies)
+    return Phase(512, 8, 3, 5, 0.12, 0.6, templates, log_copies)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Warm-up over 100 steps, then constant, then a linear decay over the last 40 %."""
+    left = (steps - step) / (0.4 * steps)
+    return peak * min(1.0, (step + 1) / 100, max(left, 0.02))
+
+
+def loss_of(model: EmbeddedModel, batch: Batch) -> tuple[torch.Tensor, float]:
+    """Weighted loss, and the share of answer bytes that are predicted right."""
+    logits = model(batch.ids[:, :-1], attention_mask(batch))
+    targets, weights = batch.ids[:, 1:].flatten(), batch.weights.flatten()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+    answers = weights == 2.0
+    right = (logits.flatten(0, 1).argmax(-1) == targets)[answers].float().mean().item()
+    return (losses * weights).sum() / weights.sum(), right
+
+
+class Progress:
+    """Prints a line every ten steps, with running means."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.last = time.monotonic()
+        self.means: list[float] = []
+
+    def add(self, done: int, loss: float, right: float) -> None:
+        """Counts one step; `right` is its share of right answer bytes."""
+        now, news = time.monotonic(), [loss, right]
+        news.append(now - self.last)
+        self.last = now
+        self.means = [0.9 * a + 0.1 * b for a, b in zip(self.means or news, news, strict=True)]
+        if done % 10 == 0:
+            mean_loss, mean_right, seconds = self.means
+            left = seconds * (self.steps - done) / 60
+            line = f"step {done}/{self.steps} loss {mean_loss:.3f} answer bytes {mean_right:.1%}"
+            print(f"{line} {seconds:.2f} s/step, {left:.0f} min left", flush=True)
+
+
+def save_checkpoint(path: Path, state: dict[str, object]) -> None:
+    """Replaces the checkpoint in one step, so that an interrupted run leaves a whole one."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def resume(path: Path, model: EmbeddedModel, optimizer: torch.optim.Optimizer, sampler: Sampler) -> int:
+    """Loads the checkpoint, if there is one; returns how many steps it has made."""
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=False)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    sampler.rng.setstate(state["random"])
+    return state["step"]
+
+
+def train(arguments: argparse.Namespace) -> EmbeddedModel:
+    """Runs the steps that the checkpoint does not already hold."""
+    torch.manual_seed(arguments.seed)
+    model, sampler, progress = EmbeddedModel(), Sampler(arguments.seed), Progress(arguments.steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.05)
+    for step in range(resume(arguments.checkpoint, model, optimizer, sampler), arguments.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments.steps, arguments.lr)
+        loss, right = loss_of(model, sampler.batch(phase(step / arguments.steps)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.add(step + 1, loss.item(), right)
+        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == arguments.steps:
+            state: dict[str, object] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"random": sampler.rng.getstate(), "step": step + 1}
+            save_checkpoint(arguments.checkpoint, state)
+            export(model, arguments.out)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")
+    parser.add_argument("--out", type=Path, default=ROOT / "longleaf" / "demo" / "model", help="exported here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    model = train(arguments)
+    export(model, arguments.out)
+    for tokens in (4_000, 16_000, 64_000):
+        print(evaluate(lambda text: ChunkedReader(model, text), tokens, documents=4, seed=1000), flush=True)
+
+
+if __name__ == "__main__":
+    main()

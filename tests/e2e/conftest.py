@@ -1,0 +1,82 @@
+"""The service as users meet it: `longleaf serve` in a process of its own, and the other commands against it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.checkpoints import make_checkpoint
+
+CLI = [str(Path(sys.executable).with_name("longleaf"))]
+
+
+class Served:
+    """A running `longleaf serve`; `output` collects what it prints."""
+
+    def __init__(self, *options: str) -> None:
+        # a group of its own, so that nothing that it leaves behind can hide
+        self.process = subprocess.Popen(
+            [*CLI, "serve", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith("listening on "):
+                self.address = line.removeprefix("listening on ").strip()
+                return
+        raise AssertionError(f"exit code {self.process.wait()}: {self.output}")
+
+    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs a client command against the service."""
+        command = [*CLI, *arguments, "--server", self.address]
+        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, check=False)
+
+    def json(self, *arguments: str) -> dict:
+        """What a command that succeeds prints with --json."""
+        found = self.run(*arguments, "--json")
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    def rank_pids(self) -> list[int]:
+        return [worker["pid"] for worker in self.json("cluster")["workers"]]
+
+    def processes(self) -> list[psutil.Process]:
+        return [self._parent(), *self._parent().children(recursive=True)]
+
+    def _parent(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def stop(self) -> int:
+        """Stops the service and proves that no process of it is left; returns the exit code."""
+        processes = self.processes() if self.process.poll() is None else []
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(timeout=60)
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
+        return code
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with a chat template."""
+    template = "{{ bos_token }}{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "smollm3", seed=3, chat_template=template)
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Path) -> Iterator[Served]:
+    """One service of two ranks for all tests that do not hurt it."""
+    os.environ.setdefault("COLUMNS", "100")
+    service = Served("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
+    yield service
+    assert service.stop() == 0

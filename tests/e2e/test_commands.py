@@ -1,0 +1,119 @@
+"""The commands of the README against a real service of two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.conftest import Served
+
+TEXT = "The lighthouse keeper wrote: ümläute, 日本語, and 🌲 trees.\n" * 20
+
+
+@pytest.fixture
+def book(served: Served, tmp_path: Path):
+    file = tmp_path / "book.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    made = served.json("ingest", str(file), "--name", "book")
+    yield made
+    served.run("contexts", "delete", "book")
+
+
+def expected(checkpoint: Path, text: str, num_tokens: int) -> list[int]:
+    """Greedy ids of transformers on begin token, template and text."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = [0, *tokenizer.encode(f"<u>{text}</u>", add_special_tokens=False).ids]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = torch.tensor([ids])
+    # without a mask of its own `generate` would take the begin token for padding
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    found = model.generate(prompt, max_new_tokens=num_tokens, **options)
+    return found[0, len(ids) :].tolist()
+
+
+def test_an_ingested_document_is_answered_as_one_device_would(served: Served, checkpoint: Path, book):
+    found = served.run("ask", "book", "Who wrote?", "--max-tokens", "24", "--ignore-end-token", "--json")
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    ids = [token for line in lines[:-1] for token in line["token_ids"]]
+    assert ids == expected(checkpoint, f"{TEXT}\n\nWho wrote?", 24)
+    assert lines[-1]["finish_reason"] == "length"
+    assert lines[-1]["usage"]["completion_tokens"] == 24
+    assert lines[-1]["usage"]["cached_tokens"] >= 1000
+
+
+def test_appending_equals_ingesting_at_once(served: Served, book, tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text(TEXT[:300])
+    second.write_text(TEXT[300:])
+    served.json("ingest", str(first), "--name", "parts")
+    served.json("ingest", str(second), "--name", "parts", "--append")
+    answers = [served.run("ask", name, "Who?", "--max-tokens", "16", "--json").stdout for name in ("book", "parts")]
+    served.run("contexts", "delete", "parts")
+    texts = ["".join(json.loads(line).get("text", "") for line in answer.splitlines()) for answer in answers]
+    assert texts[0] == texts[1] != ""
+
+
+def test_contexts_are_listed_shown_and_deleted(served: Served, book):
+    assert [context["name"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
+    shown = served.json("contexts", "show", "book")
+    assert shown["tokens"] == sum(share["tokens"] for share in shown["rank_shares"])
+    assert all(share["tokens"] > 0 for share in shown["rank_shares"])
+    assert served.run("contexts", "delete", "book").returncode == 0
+    assert served.json("contexts", "list")["contexts"] == []
+
+
+def test_generate_streams_text_and_repeats_with_a_seed(served: Served):
+    options = ("generate", "--prompt", "Once", "--max-tokens", "20", "--temperature", "0.9", "--seed", "5", "--raw")
+    first, second = served.run(*options), served.run(*options)
+    assert first.returncode == 0
+    assert first.stdout == second.stdout != ""
+
+
+def test_people_get_tables(served: Served, book):
+    for command in (("cluster",), ("contexts", "list"), ("contexts", "show", "book")):
+        found = served.run(*command)
+        assert found.returncode == 0, found.stderr
+        assert "rank" in found.stdout.lower() or "book" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("ask", "nobody", "Who?"), "contexts/nobody"),
+        (("contexts", "show", "nobody"), "contexts/nobody"),
+        (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", "--prompt", ""), "input"),
+        (("generate", "--prompt", "x", "--max-tokens", "9000"), "8192"),
+        (("generate", "--prompt", "x" * 40_000), "8192"),
+        (("ingest", "/nowhere/at/all", "--name", "x"), "/nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(served: Served, command, words):
+    found = served.run(*command)
+    assert found.returncode == 2
+    assert words in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "text"), (b"abc \xff\xfe", "UTF-8")])
+def test_bad_documents_leave_nothing_behind(served: Served, book, tmp_path: Path, content, words):
+    file = tmp_path / "bad"
+    file.write_bytes(content)
+    found = served.run("ingest", str(file), "--name", "bad")
+    assert (found.returncode, words in found.stderr) == (2, True), found.stderr
+    assert [context["name"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
+    appended = served.run("ingest", str(file), "--name", "book", "--append")
+    assert appended.returncode == 2
+    assert served.json("contexts", "show", "book") == book
+
+
+def test_a_document_beyond_the_limit_is_refused_with_the_limit(served: Served, tmp_path: Path):
+    file = tmp_path / "long"
+    file.write_text("word " * 60_000)
+    found = served.run("ingest", str(file), "--name", "long")
+    assert found.returncode == 2
+    assert "8192" in found.stderr

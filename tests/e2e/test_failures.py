@@ -1,0 +1,99 @@
+"""What happens when a rank dies, hangs, or cannot start: clear words, a bad exit code, nothing left behind."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.checkpoints import make_checkpoint
+from tests.e2e.conftest import CLI, Served
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def start_stream(service: Served) -> subprocess.Popen:
+    """A long generation that has begun to stream."""
+    options = ["generate", "--prompt", "x", "--max-tokens", "8000", "--ignore-end-token", "--json"]
+    stream = subprocess.Popen(
+        [*CLI, *options, "--server", service.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert stream.stdout is not None
+    assert stream.stdout.readline()
+    return stream
+
+
+@pytest.mark.parametrize(
+    "launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)]
+)
+def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, launcher: str):
+    service = Served("--model", str(checkpoint), "--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
+    processes = [psutil.Process(pid) for pid in service.rank_pids()]
+    stream = start_stream(service)
+    processes[1].kill()
+    _, errors = stream.communicate(timeout=60)
+    assert stream.returncode == 1
+    assert "rank 1" in errors
+    assert service.process.wait(timeout=60) not in (0, 2)
+    assert service.process.stdout is not None
+    assert "rank 1" in service.process.stdout.read()
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path):
+    options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--step-timeout", "3")
+    service = Served("--model", str(checkpoint), *options)
+    processes = service.processes()
+    stream = start_stream(service)
+    os.kill(service.rank_pids()[1], signal.SIGSTOP)
+    _, errors = stream.communicate(timeout=90)
+    assert stream.returncode == 1
+    assert "rank" in errors
+    assert service.process.wait(timeout=60) not in (0, 2)
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def serve_fails(*options: str) -> str:
+    found = subprocess.run([*CLI, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "Traceback" not in found.stderr
+    return found.stderr
+
+
+def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path):
+    assert "does not exist" in serve_fails("--model", str(tmp_path / "missing"), "--launcher", "local")
+    assert "config.json" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
+    from transformers import ViTConfig, ViTModel
+
+    make_checkpoint(tmp_path, "llama")
+    ViTModel(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).save_pretrained(tmp_path)
+    assert "causal" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+
+
+def test_a_taken_port_is_said(served: Served, checkpoint: Path):
+    port = served.address.rsplit(":", 1)[1]
+    command = [*CLI, "serve", "--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "8000000", "--port", port]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 2
+    assert port in found.stderr
+    assert served.run("cluster").returncode == 0
+
+
+@pytest.mark.ray
+def test_a_world_larger_than_the_cluster_is_refused(checkpoint: Path, ray_cluster: int):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    errors = serve_fails("--model", str(checkpoint), "--world-size", "8", "--ray-address", address)
+    assert f"world size 8 needs 8 slots, the cluster has {ray_cluster}" in errors
+
+
+def test_nobody_there_is_one_clear_line():
+    found = subprocess.run([*CLI, "cluster", "--server", "127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 1
+    assert "127.0.0.1:1" in found.stderr

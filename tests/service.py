@@ -1,0 +1,160 @@
+"""A service without ranks: the real servicers and tokenizer on an engine that says what it is told."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders as decoding
+
+from coordinator import events
+from coordinator.server import Server
+from coordinator.tokenizer import Tokenizer
+from coordinator.wire import cluster_of
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, LongleafError, NotFound
+from longleaf.messages import Cluster, ModelInfo
+
+END = "<|end|>"
+TEMPLATE = (
+    "{{ bos_token }}<|user|>{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|model|>{% endif %}"
+)
+SPECIAL = ("<|begin|>", END, "<|user|>", "<|model|>", "<|separator|>")
+
+
+def byte_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> FastTokenizer:
+    """Byte-level BPE: ids 0-255 are bytes in the alphabet's order, then merges, then the special tokens."""
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    tokenizer = FastTokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoding.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return tokenizer
+
+
+def write_model(folder: Path, tokenizer: FastTokenizer | None = None, template: str | None = TEMPLATE) -> Path:
+    """A model folder without weights."""
+    tokenizer = tokenizer or byte_tokenizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": 4096,
+        "eos_token_id": tokenizer.token_to_id(END),
+    }
+    settings = {"bos_token": {"content": "<|begin|>"}, "chat_template": template}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class FakeStream:
+    """Says its events; then fails, hangs or ends."""
+
+    def __init__(self, script: Sequence[events.Event], error: LongleafError | None, is_endless: bool) -> None:
+        self._script = list(script)
+        self._error = error
+        self._is_endless = is_endless
+        self.closed = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[events.Event]:
+        return self
+
+    async def __anext__(self) -> events.Event:
+        if self._script:
+            return self._script.pop(0)
+        if self._error is not None:
+            raise self._error
+        if self._is_endless:
+            await asyncio.Event().wait()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+
+class FakeEngine:
+    """Answers every prompt with `answer` (ids), or with `error`; keeps contexts as lists of ids."""
+
+    def __init__(self) -> None:
+        self.max_positions = 4096
+        self.total_tokens = 1 << 20
+        self.answer: tuple[tuple[int, ...], ...] = ()
+        self.reason: events.EndReason = "length"
+        self.error: Exception | None = None
+        """Raised at once by submit and ingest."""
+        self.late_error: LongleafError | None = None
+        """Raised by streams after their first events."""
+        self.is_endless = False
+        self.prompts: list[events.Prompt] = []
+        self.contexts: dict[str, list[int]] = {}
+        self.streams: list[FakeStream] = []
+        self.opened = asyncio.Event()
+
+    def _stream(self, script: Sequence[events.Event]) -> FakeStream:
+        stream = FakeStream(script, self.late_error, self.is_endless)
+        self.streams.append(stream)
+        self.opened.set()
+        return stream
+
+    def submit(self, prompt: events.Prompt) -> FakeStream:
+        self.prompts.append(prompt)
+        if self.error is not None:
+            raise self.error
+        held = len(self.get_context(prompt.context).shares) if prompt.context else 0
+        num_prompt = held + len(prompt.token_ids)
+        script: list[events.Event] = [events.Started(num_prompt, held), events.Progress(num_prompt, num_prompt)]
+        index = 0
+        for token_ids in self.answer:
+            script.append(events.Tokens(index, token_ids))
+            index += len(token_ids)
+        if not self.is_endless and self.late_error is None:
+            script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25))
+        return self._stream(script)
+
+    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> FakeStream:
+        if self.error is not None:
+            raise self.error
+        if not append and context in self.contexts:
+            raise AlreadyExists(f"contexts/{context}")
+        total = len(token_ids)
+        if not self.is_endless and self.late_error is None:
+            self.contexts.setdefault(context, []).extend(token_ids)
+        return self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+
+    def get_context(self, context_id: str) -> events.ContextView:
+        if context_id not in self.contexts:
+            raise NotFound(f"contexts/{context_id}")
+        size = len(self.contexts[context_id])
+        return events.ContextView(context_id, size, size * 64, 1.5, 2.5, (events.RankShare(0, size),))
+
+    def list_contexts(self) -> list[events.ContextView]:
+        return [self.get_context(name) for name in sorted(self.contexts)]
+
+    def delete_context(self, context_id: str) -> None:
+        self.get_context(context_id)
+        del self.contexts[context_id]
+
+    def cluster(self) -> events.ClusterView:
+        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)
+        return events.ClusterView((worker,), epoch=1, waiting=2, running=3)
+
+    def describe(self) -> Cluster:
+        model = ModelInfo(name="fake", architecture="LlamaForCausalLM", dtype="float32", max_context_tokens=4096)
+        return cluster_of(self.cluster(), model, EngineConfig(model="fake"), "local")
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, folder: Path) -> AsyncIterator[tuple[Server, str]]:
+    """The service on a port of its own; gives the server and its address."""
+    server = Server(engine, Tokenizer.load(write_model(folder)), engine.describe)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)

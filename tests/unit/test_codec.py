@@ -1,0 +1,164 @@
+"""Messages and errors survive the wire."""
+
+from typing import Any
+
+import pytest
+
+from longleaf import codec
+from longleaf.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    LongleafError,
+    ModelRefused,
+    NotFound,
+    ResourceExhausted,
+    StartError,
+    Unavailable,
+    WorkerLost,
+)
+from longleaf.messages import (
+    Cluster,
+    Context,
+    Delta,
+    Event,
+    Finished,
+    IngestHeader,
+    IngestPiece,
+    IngestProgress,
+    ModelInfo,
+    Progress,
+    RankShare,
+    Started,
+    Timings,
+    Usage,
+    Worker,
+)
+from longleaf.sampling import Sampling
+from longleaf.status import MAX_TEXT, encode_error
+from longleaf.v1 import cluster_service_pb2 as cluster_pb
+from longleaf.v1 import context_pb2 as context_pb
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1 import generation_pb2 as generation_pb
+from longleaf.v1 import generation_service_pb2 as service_pb
+
+CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Started(5, 3),
+        Progress(3, 5),
+        Delta(7, (1, 2), "Grüße 🦙"),
+        Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5)),
+        Finished("end_token"),
+        Finished("length"),
+    ],
+)
+def test_events_survive(event: Event) -> None:
+    data = codec.encode_event(event).SerializeToString()
+    assert codec.decode_event(service_pb.GenerateResponse.FromString(data)) == event
+
+
+def test_finish_reasons_mean_the_same_on_the_wire() -> None:
+    names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in codec._FINISH_REASONS}
+    wanted = {reason: f"FINISH_REASON_{reason.upper()}" for reason in names}
+    assert {reason: generation_pb.FinishReason.Name(number) for reason, number in names.items()} == wanted
+
+
+def test_contexts_survive() -> None:
+    data = codec.encode_context(CONTEXT).SerializeToString()
+    assert codec.decode_context(context_pb.Context.FromString(data)) == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "piece", [IngestHeader("moby"), IngestHeader("moby", True, 0), IngestHeader("a", False, 5), b"\xff\x00", (1, 2)]
+)
+def test_ingest_pieces_survive(piece: IngestPiece) -> None:
+    data = codec.encode_ingest_piece(piece).SerializeToString()
+    assert codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data)) == piece
+
+
+@pytest.mark.parametrize("phase", ["receiving", "tokenizing", "prefilling", "ready"])
+def test_ingest_progress_survives(phase: Any) -> None:
+    progress = IngestProgress(
+        phase=phase, received_bytes=5, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
+    )
+    message = codec.encode_ingest_progress(progress)
+    assert codec.decode_ingest_progress(message) == progress
+    assert ingest_pb.IngestPhase.Name(message.phase) == f"INGEST_PHASE_{phase.upper()}"
+
+
+def test_clusters_survive() -> None:
+    workers = tuple(
+        Worker(rank=rank, node="here", pid=7, device="cpu", tokens=1, max_tokens=2, kv_bytes=3) for rank in (0, 1)
+    )
+    cluster = Cluster(
+        model=ModelInfo(name="m", architecture="A", dtype="f", max_context_tokens=4, vocabulary_size=5),
+        workers=workers,
+        world_size=2,
+        epoch=1,
+        launcher="ray",
+        merge="gather",
+        waiting=8,
+        running=9,
+    )
+    data = codec.encode_cluster(cluster).SerializeToString()
+    assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
+
+
+def test_zero_is_a_value_and_absence_a_default() -> None:
+    assert codec.decode_sampling(generation_pb.SamplingParams(), 42) == Sampling(seed=42)
+    zeros = codec.encode_sampling({"seed": 0, "top_k": 0, "temperature": 0.0, "ignore_end_token": False})
+    assert zeros.HasField("seed")
+    assert codec.decode_sampling(zeros, 42) == Sampling(seed=0)
+    with pytest.raises(InvalidArgument, match="max_token_count"):
+        codec.decode_sampling(codec.encode_sampling({"max_tokens": 0}), 42)
+
+
+def test_whole_numbers_of_the_wire_cannot_be_exceeded() -> None:
+    for field, value in (("seed", 2**64), ("top_k", 2**31), ("max_tokens", "many")):
+        with pytest.raises(InvalidArgument, match="sampling"):
+            codec.encode_sampling({field: value})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["a", "moby", "a.b_c-d", "0", "a" * 63])
+def test_names_that_are_right(name: str) -> None:
+    assert codec.context_id(codec.context_name(name)) == name
+    assert codec.context_name(f"contexts/{name}") == f"contexts/{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "moby", "contexts/", "contexts/A", "contexts/-a", "contexts/a-", "contexts/a/b", "contexts/a\n"]
+)
+def test_names_that_are_wrong(name: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        codec.context_id(name, "config.name")
+    assert caught.value.field == "config.name"
+
+
+def test_a_name_without_bounds_is_cut_in_the_message() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        codec.context_id("contexts/" + "a" * 10**6)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("x" * 10_000, "✝" * 10_000),
+        NotFound("contexts/" + "ü" * 10_000),
+        AlreadyExists("contexts/" + "a" * 10_000),
+        ResourceExhausted("pool", "x" * 10_000, 1.5),
+        WorkerLost(3, "\ud800" * 10_000),
+        Unavailable("x" * 10_000),
+        StartError("x" * 10_000),
+        ModelRefused("x" * 10_000),
+        LongleafError("x" * 10_000),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_statuses_stay_small_enough_for_headers(error: LongleafError) -> None:
+    status = encode_error(error)
+    assert len(status.message) <= MAX_TEXT
+    assert len(status.SerializeToString()) < 12 * MAX_TEXT
