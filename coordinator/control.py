@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from coordinator.losses import Losses
 from longleaf.config import EngineConfig
-from longleaf.errors import LongleafError, ModelRefused, StartError, WorkerLost
+from longleaf.errors import LongleafError, StartError, WorkerLost
 from longleaf.step import (
     Failed,
     FromRank,
@@ -162,7 +162,7 @@ class Control:
                     self._result.set_result(message)
                 return
             case Failed(refused=True):
-                self._losses.conclude(ModelRefused(message.reason))
+                self._losses.conclude(StartError(message.reason))
             case Failed():
                 self._losses.failed(message.rank, message.reason)
             case Heartbeat():

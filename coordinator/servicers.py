@@ -5,7 +5,7 @@ import base64
 import binascii
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 from google.protobuf.empty_pb2 import Empty
@@ -16,7 +16,7 @@ from coordinator.ingest import Ingest
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import context_of
 from longleaf import codec
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
@@ -30,6 +30,8 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+DRAIN_SECONDS = 10.0
+"""Longest wait for the end of an upload that was refused in its middle."""
 
 
 class ContextStore(Protocol):
@@ -79,9 +81,13 @@ class ContextServicer(ContextServiceServicer):
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
-            async for report in reports:
-                yield codec.encode_ingest_progress(report)
+        try:
+            async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
+                async for report in reports:
+                    yield codec.encode_ingest_progress(report)
+        except LongleafError:
+            await _drain(request_iterator)
+            raise
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(codec.context_id(request.name))
@@ -110,6 +116,14 @@ async def _pieces(
 ) -> AsyncGenerator[IngestPiece, None]:
     async for request in requests:
         yield codec.decode_ingest_piece(request)
+
+
+async def _drain(requests: AsyncIterable[object]) -> None:
+    """Reads on for a while: a client whose upload breaks off may lose the status that tells why."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            async for _ in requests:
+                pass
 
 
 def _encode_page_token(last: str) -> str:

@@ -112,7 +112,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Any rank to coordinator: an exception ended this rank. `refused` marks a model that cannot be served."""
+    """Any rank to coordinator: an exception ended this rank. `refused` marks settings or a model that cannot work."""
 
     rank: int
     reason: str

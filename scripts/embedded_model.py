@@ -161,6 +161,7 @@ def export_weights(model: EmbeddedModel, path: Path) -> None:
     """Writes the weights under the names that transformers reads."""
     tensors = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def load_weights(path: Path) -> EmbeddedModel:

@@ -16,14 +16,15 @@ CHECKPOINT_EVERY = 100
 """Steps."""
 
 
-def phase(progress: float) -> Phase:
-    """What to train on after this share of the steps: easy and short first, then ln R ramped up to 8."""
-    log_copies = 8 * min(max((progress - 0.3) / 0.35, 0), 1)
-    templates = 1 if progress < 0.3 else 10
-    if progress < 0.0908:
+def phase(step: int, steps: int) -> Phase:
+    """What to train on at this step: easy and short first, then ln R ramped up to 8."""
+    progress = step / steps
+    log_copies = 8 * min(max((progress - 0.22) / 0.257, 0), 1)
+    templates = 1 if progress < 0.22 else 10
+    if progress < 1 / 15:
         return Phase(384, 20, 2, 2, 0.6, 0, templates, log_copies)
-    if progress < 0.4:
-        return Phase(320, 12, 2, 2, 0.6 if progress < 0.22 else 0.3, 0.6, templates, log_copies)
+    if progress < 0.29:
+        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies)
     return Phase(512, 8, 3, 5, 0.12, 0.6, templates, log_copies)
 
 
@@ -39,8 +40,8 @@ def loss_of(model: EmbeddedModel, batch: Batch) -> tuple[torch.Tensor, float]:
     targets, weights = batch.ids[:, 1:].flatten(), batch.weights.flatten()
     losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
     answers = weights == 2.0
-    right = (logits.flatten(0, 1).argmax(-1) == targets)[answers].float().mean().item()
-    return (losses * weights).sum() / weights.sum(), right
+    right = ((logits.flatten(0, 1).argmax(-1) == targets) & answers).sum() / answers.sum().clamp(min=1)
+    return (losses * weights).sum() / weights.sum(), right.item()
 
 
 class Progress:
@@ -90,7 +91,7 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
     for step in range(resume(arguments.checkpoint, model, optimizer, sampler), arguments.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments.steps, arguments.lr)
-        loss, right = loss_of(model, sampler.batch(phase(step / arguments.steps)))
+        loss, right = loss_of(model, sampler.batch(phase(step, arguments.steps)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -106,7 +107,7 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from longleaf.errors import ModelRefused
+from longleaf.errors import StartError
 from longleaf.step import (
     Failed,
     FromRank,
@@ -125,8 +125,9 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
     try:
         _live(spec, make_rank, channel)
     except Exception as error:
-        log.exception("rank %d failed", spec.rank)
-        channel.send(Failed(spec.rank, _reason(error), isinstance(error, ModelRefused)))
+        if not isinstance(error, StartError):  # its message says it all
+            log.exception("rank %d failed", spec.rank)
+        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError)))
         return 1
     finally:
         pulse.stop()
@@ -136,7 +137,7 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ModelRefused) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
 
 
 def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> None:

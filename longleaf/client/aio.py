@@ -130,6 +130,7 @@ class AsyncClient:
         try:
             with self._typed():
                 async for response in call:
+                    sender.is_welcome.set()
                     yield codec.decode_ingest_progress(response)
         except (LongleafError, asyncio.CancelledError):
             if sender.error is not None:  # the call only knows that its upward half broke
@@ -181,15 +182,20 @@ class AsyncClient:
 
 
 class _Sender:
-    """The upward half of an ingest. An error in the document's source is kept: the call would only say CANCELLED."""
+    """The upward half of an ingest: the header, and once the service answered it, the document.
+
+    An error in the document's source is kept: the call would only say CANCELLED.
+    """
 
     def __init__(self, header: IngestHeader, document: Document) -> None:
         self._header = header
         self._document = document
         self.error: Exception | None = None
+        self.is_welcome = asyncio.Event()
 
     async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield codec.encode_ingest_piece(self._header)
+        await self.is_welcome.wait()  # a refused name or size costs no upload
         try:
             async for piece in pieces_of(self._document):
                 yield codec.encode_ingest_piece(piece)

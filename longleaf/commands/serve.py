@@ -33,6 +33,9 @@ def serve(
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
     threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")
+    ] = _DEFAULTS.step_timeout,
 ) -> None:
     """Serve a model until interrupted.
 
@@ -49,6 +52,7 @@ def serve(
         kv_bytes=kv_bytes,
         dtype=dtype,
         threads_per_rank=threads,
+        step_timeout=step_timeout,
     )
     command = coordinator_command(config, host=host, port=port, launcher=launcher, ray_address=ray_address)
     sys.stdout.flush()

@@ -46,8 +46,9 @@ def test_an_ingested_document_is_answered_as_one_device_would(served: Served, ch
 
 def test_appending_equals_ingesting_at_once(served: Served, book, tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
-    first.write_text(TEXT[:300])
-    second.write_text(TEXT[300:])
+    cut = 5 * (TEXT.index("\n") + 1)
+    first.write_text(TEXT[:cut])
+    second.write_text(TEXT[cut:])
     served.json("ingest", str(first), "--name", "parts")
     served.json("ingest", str(second), "--name", "parts", "--append")
     answers = [served.run("ask", name, "Who?", "--max-tokens", "16", "--json").stdout for name in ("book", "parts")]
@@ -57,10 +58,10 @@ def test_appending_equals_ingesting_at_once(served: Served, book, tmp_path: Path
 
 
 def test_contexts_are_listed_shown_and_deleted(served: Served, book):
-    assert [context["name"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
+    assert [context["id"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
     shown = served.json("contexts", "show", "book")
-    assert shown["tokens"] == sum(share["tokens"] for share in shown["rank_shares"])
-    assert all(share["tokens"] > 0 for share in shown["rank_shares"])
+    assert shown["tokens"] == sum(share["tokens"] for share in shown["shares"])
+    assert all(share["tokens"] > 0 for share in shown["shares"])
     assert served.run("contexts", "delete", "book").returncode == 0
     assert served.json("contexts", "list")["contexts"] == []
 
@@ -85,7 +86,7 @@ def test_people_get_tables(served: Served, book):
         (("ask", "nobody", "Who?"), "contexts/nobody"),
         (("contexts", "show", "nobody"), "contexts/nobody"),
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
-        (("generate", "--prompt", ""), "input"),
+        (("generate", "--prompt", ""), "prompt is empty"),
         (("generate", "--prompt", "x", "--max-tokens", "9000"), "8192"),
         (("generate", "--prompt", "x" * 40_000), "8192"),
         (("ingest", "/nowhere/at/all", "--name", "x"), "/nowhere/at/all"),
@@ -105,7 +106,7 @@ def test_bad_documents_leave_nothing_behind(served: Served, book, tmp_path: Path
     file.write_bytes(content)
     found = served.run("ingest", str(file), "--name", "bad")
     assert (found.returncode, words in found.stderr) == (2, True), found.stderr
-    assert [context["name"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
+    assert [context["id"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
     appended = served.run("ingest", str(file), "--name", "book", "--append")
     assert appended.returncode == 2
     assert served.json("contexts", "show", "book") == book

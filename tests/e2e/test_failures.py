@@ -63,7 +63,7 @@ def serve_fails(*options: str) -> str:
 
 
 def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path):
-    assert "does not exist" in serve_fails("--model", str(tmp_path / "missing"), "--launcher", "local")
+    assert "is not a folder" in serve_fails("--model", str(tmp_path / "missing"), "--launcher", "local")
     assert "config.json" in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 

@@ -18,7 +18,7 @@ from coordinator.events import Ended, Progress, Prompt, Started, Tokens
 from coordinator.local import LocalFleet
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
-from longleaf.errors import ModelRefused, StartError, Unavailable, WorkerLost
+from longleaf.errors import StartError, StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
 from longleaf.step import Hello, Ready, encode
 from workers.fakes import EchoMain, Fault, echo_token
@@ -137,7 +137,7 @@ async def test_death_while_idle() -> None:
             await service.loop
 
 
-@pytest.mark.parametrize(("kind", "error"), [("refuse", ModelRefused), ("raise", WorkerLost), ("kill", WorkerLost)])
+@pytest.mark.parametrize(("kind", "error"), [("refuse", StartError), ("raise", WorkerLost), ("kill", WorkerLost)])
 async def test_start_fails(kind: str, error: type[Exception]) -> None:
     fault = Fault(rank=1, kind=kind)  # type: ignore[arg-type]
     with pytest.raises(error):
