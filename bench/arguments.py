@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ class Arguments:
 
 
 def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int) -> Arguments:
-    """Reads the command line; the keywords are the defaults."""
+    """Reads the command line; the keywords are the defaults. From here on a SIGTERM unwinds, so that services end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=NAMES)

@@ -88,12 +88,23 @@ async def _serve_here(config: ServiceConfig) -> Outcome:
     return await ending
 
 
+def _ray() -> Any:
+    """The package, untyped (its annotations are partial), and imported late: it reads the environment then."""
+    import ray
+
+    return ray
+
+
 def serve_on_ray(config: ServiceConfig) -> Outcome:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
     connection = connect(config.ray_address, config.engine.world_size)
     stop = threading.Event()
+
+    def on_signal(number: int, frame: object) -> None:
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     try:
         return _serve_actor(config, stop)
     finally:
@@ -101,8 +112,7 @@ def serve_on_ray(config: ServiceConfig) -> Outcome:
 
 
 def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
-    import ray
-
+    ray = _ray()
     actor = _place(config)
     try:
         outcome = _await(actor.start.remote(), stop)
@@ -121,9 +131,9 @@ def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
 
 def _place(config: ServiceConfig) -> Any:
     """The coordinator's actor, on the node of this command; it takes no slot."""
-    import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    ray = _ray()
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(CoordinatorActor)
     options: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
@@ -135,8 +145,7 @@ def _place(config: ServiceConfig) -> Any:
 
 def _await(reference: Any, stop: threading.Event) -> Outcome:
     """The call's outcome, or an empty one when a signal comes first."""
-    import ray
-
+    ray = _ray()
     while not stop.is_set():
         done, _ = ray.wait([reference], timeout=POLL_SECONDS)
         if done:

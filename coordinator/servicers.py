@@ -30,7 +30,7 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-DRAIN_SECONDS = 10.0
+DRAIN_SECONDS = 5.0
 """Longest wait for the end of an upload that was refused in its middle."""
 
 
@@ -81,12 +81,15 @@ class ContextServicer(ContextServiceServicer):
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
+        is_uploading = False
         try:
             async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
                 async for report in reports:
+                    is_uploading = True  # clients send the document once the config was answered
                     yield codec.encode_ingest_progress(report)
         except LongleafError:
-            await _drain(request_iterator)
+            if is_uploading:
+                await _drain(request_iterator)
             raise
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:

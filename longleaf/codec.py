@@ -50,7 +50,8 @@ _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
 
 def context_name(context: str) -> str:
     """Resource name of the context with this id; a full resource name is taken as it is."""
-    return context if context.startswith("contexts/") else f"contexts/{context}"
+    name = context if context.startswith("contexts/") else f"contexts/{context}"
+    return encodable(name, "context")
 
 
 def context_id(name: str, field: str = "name") -> str:

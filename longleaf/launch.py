@@ -56,8 +56,8 @@ def coordinator_command(
 class ServiceProcess:
     """A service that is started here, and ended here whatever happens.
 
-        with ServiceProcess(command) as service:
-            address = service.wait_ready(timeout)
+    with ServiceProcess(command) as service:
+        address = service.wait_ready(timeout)
     """
 
     def __init__(self, command: list[str]) -> None:

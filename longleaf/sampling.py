@@ -31,7 +31,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("seed", 0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
-            ("stop", all(0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop), f"1 to {MAX_STOP_BYTES} bytes each"),
+            ("stop", all(0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop), f"1-{MAX_STOP_BYTES} bytes each"),
         ):
             if not is_right:
                 raise InvalidArgument(f"sampling.{field}", f"must be {limit}")

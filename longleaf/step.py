@@ -12,7 +12,7 @@ from longleaf.sampling import Sampling
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys. Nothing is sampled."""
+    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
 
     path: tuple[int, ...]
     """Segments the tokens may attend to, in order; the last receives the chunk."""

@@ -89,20 +89,21 @@ class ChunkedReader:
 
 
 class TransformersReader:
-    """Answers with transformers' own model, cache and greedy decoding, the document read in chunks."""
+    """Answers with transformers' own model and cache, the document read in chunks."""
 
     def __init__(self, model: SmolLM3ForCausalLM, text: str) -> None:
         self.model = model
-        self.document = torch.tensor([document_ids(text)])
         self.cache = DynamicCache(config=model.config)
-        for chunk in self.document.split(CHUNK, dim=1):
+        for chunk in torch.tensor([document_ids(text)]).split(CHUNK, dim=1):
             model(chunk, past_key_values=self.cache, logits_to_keep=1)
 
     def __call__(self, question: str) -> str:
-        ids = torch.cat((self.document, torch.tensor([question_ids(question)])), dim=1)
-        cache = copy.deepcopy(self.cache)
-        out = self.model.generate(ids, past_key_values=cache, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        return as_text(out[0, ids.shape[1] :].tolist())
+        cache, answer, ids = copy.deepcopy(self.cache), [], question_ids(question)
+        while len(answer) < ANSWER_TOKENS and (not answer or answer[-1] != END):
+            logits = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits
+            ids = [int(logits[0, -1].argmax())]
+            answer += ids
+        return as_text(answer)
 
 
 def ask(score: Score, answer: Answer, fact: Fact, verbose: bool) -> None:

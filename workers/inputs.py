@@ -35,7 +35,9 @@ class Inputs:
 class InputBuilder:
     """Builds the inputs of one rank."""
 
-    def __init__(self, rank: int, world_size: int, pool: Pool, segments: Segments, windows: set[int | None], device: str):
+    def __init__(
+        self, rank: int, world_size: int, pool: Pool, segments: Segments, windows: set[int | None], device: str
+    ):
         self._rank = rank
         self._world_size = world_size
         self._pool = pool

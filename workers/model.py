@@ -78,7 +78,8 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
         )
     except (ValueError, KeyError, OSError) as error:
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    module = module.eval().requires_grad_(False).to(device)
+    module.eval().requires_grad_(False)
+    module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return Model(module, preflight(module, device), device, module.dtype)
 
 

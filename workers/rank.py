@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Comm
-from longleaf.comm.process_group import ProcessGroupComm, connect_store, open_store
+from longleaf.comm.process_group import ProcessGroupComm, Store, connect_store, open_store
 from longleaf.errors import StartError
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
 from longleaf.tree import make_merge
@@ -31,7 +31,7 @@ class Rank:
         self._device = choose_device(self._config.device, spec.rank)
         self._exchange: Exchange | None = None
         self._comm: ProcessGroupComm | None = None
-        self._store: torch.distributed.Store | None = None
+        self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
 
     def open_store(self) -> int:
@@ -53,9 +53,7 @@ class Rank:
         self._pool = pool
         self._segments = Segments(self._spec.rank, config.block_size)
         windows = {layer.window for layer in self._model.layers.values()}
-        self._inputs = InputBuilder(
-            self._spec.rank, config.world_size, pool, self._segments, windows, self._device
-        )
+        self._inputs = InputBuilder(self._spec.rank, config.world_size, pool, self._segments, windows, self._device)
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
         return Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)

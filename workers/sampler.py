@@ -31,8 +31,8 @@ def distribution(logits_V: Tensor, sampling: Sampling) -> Tensor:
         processors.append(TopKLogitsWarper(min(sampling.top_k, logits_V.shape[0])))
     if sampling.top_p < 1.0:
         processors.append(TopPLogitsWarper(sampling.top_p))
-    no_ids = torch.empty(1, 0, dtype=torch.long)
-    scores_V = processors(no_ids, logits_V[None].double().cpu())[0]
+    no_ids = torch.LongTensor(1, 0)
+    scores_V = processors(no_ids, logits_V[None].double().cpu())[0]  # pyright: ignore[reportArgumentType]
     return torch.softmax(scores_V, dim=-1)
 
 

@@ -22,7 +22,9 @@ EMPTY_LSE = -1e30
 """A logsumexp below this comes from a row that saw masked keys only."""
 
 
-def attend(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, kernel: ReadKernel) -> Partial:
+def attend(
+    q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, kernel: ReadKernel
+) -> Partial:
     """Runs `kernel` on each read and merges the results row by row. Rows without a read give the identity."""
     (num_rows, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
     group = num_heads // num_kv_heads
@@ -104,9 +106,7 @@ class CpuKernel:
     def __init__(self, native: NativeDecode | None) -> None:
         self._native = native
 
-    def __call__(
-        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
         if self._native is not None and read.offset is None and self._native.can_run(q_KTGD, k_KSD):
             return self._native(q_KTGD, k_KSD, v_KSD, scale)
         return cpu_flash(q_KTGD, k_KSD, v_KSD, read, scale)

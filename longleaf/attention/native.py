@@ -81,4 +81,7 @@ def _processor_features() -> list[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return []
-    return next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return line.split(":", 1)[1].split()
+    return []

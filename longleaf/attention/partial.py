@@ -54,7 +54,7 @@ def merge_all(out_NTHD: Tensor, lse_NTH: Tensor) -> Partial:
 
 
 def weight(lse_TH: Tensor, total_TH: Tensor) -> Tensor:
-    """Share exp(lse - total) of a partial in a total, with a trailing axis for the values; 0 where the total is empty."""
+    """Share exp(lse - total) of a partial in a total, trailing axis for the values; 0 where the total is empty."""
     # -inf minus -inf would be NaN: any finite total gives exp(-inf) = 0 instead
     total_TH = total_TH.masked_fill(total_TH == float("-inf"), 0.0)
     return torch.exp(lse_TH - total_TH).unsqueeze(-1)

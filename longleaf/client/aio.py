@@ -137,6 +137,7 @@ class AsyncClient:
                 raise sender.error from None
             raise
         finally:
+            sender.stop()
             call.cancel()
 
     async def get_context(self, context: str) -> Context:
@@ -192,10 +193,18 @@ class _Sender:
         self._document = document
         self.error: Exception | None = None
         self.is_welcome = asyncio.Event()
+        self._is_over = False
+
+    def stop(self) -> None:
+        """The call has ended: what waits to send must not wait on."""
+        self._is_over = True
+        self.is_welcome.set()
 
     async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield codec.encode_ingest_piece(self._header)
         await self.is_welcome.wait()  # a refused name or size costs no upload
+        if self._is_over:
+            return
         try:
             async for piece in pieces_of(self._document):
                 yield codec.encode_ingest_piece(piece)

@@ -1,6 +1,7 @@
 """Documents on their way to the service: text, bytes, files or streams become pieces of a size that travels well."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
@@ -79,9 +80,17 @@ def size_of(document: Document) -> int | None:
         case bytes():
             return len(document)
         case Path():
-            try:
-                return document.stat().st_size if document.is_file() else None
-            except OSError as error:
-                raise InvalidArgument("file", f"{document} cannot be read: {os.strerror(error.errno or 0)}") from error
+            return _size_on_disk(document)
         case _:
             return None
+
+
+def _size_on_disk(path: Path) -> int | None:
+    """None for what is no regular file: pipes and devices may be read as well."""
+    try:
+        status = path.stat()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
+    return status.st_size if path.is_file() else None

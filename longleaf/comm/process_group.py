@@ -1,12 +1,16 @@
 """Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from longleaf.comm.base import ReduceOp
+
+dist: Any = torch.distributed  # torch annotates these functions only in part
+Store = Any  # torch.distributed.Store
 
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
@@ -14,7 +18,7 @@ OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 class ProcessGroupComm:
     """One rank's end of the process group of one epoch."""
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, *, epoch: int, device: str, timeout: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store, *, epoch: int, device: str, timeout: float) -> None:
         """Joins the group; blocks until all ranks have. `timeout` in seconds bounds every operation."""
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(
@@ -58,11 +62,11 @@ class ProcessGroupComm:
         dist.destroy_process_group()
 
 
-def open_store(host: str) -> dist.TCPStore:
+def open_store(host: str) -> Store:
     """Rank 0's store on a free port of `host`; it must be kept alive as long as the group."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def connect_store(host: str, port: int) -> dist.TCPStore:
+def connect_store(host: str, port: int) -> Store:
     """The store of rank 0 as the other ranks see it."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)

@@ -14,7 +14,6 @@ from longleaf.client import Client
 from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, human_bytes, print_json
-from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestProgress
 
 
@@ -29,8 +28,6 @@ def ingest(
 
     Example: longleaf ingest book.txt --name book
     """
-    if file != "-" and not Path(file).is_file():
-        raise InvalidArgument("file", f"{file} is not a file")
     document = sys.stdin.buffer if file == "-" else Path(file)
     total = size_of(document)
     with Client(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:

@@ -1,4 +1,4 @@
-"""Merge by one packed exchange and a local fold: an all-gather for rows everybody needs, an all-to-all for owned rows."""
+"""Merge by one packed exchange and a local fold: all-gather for rows everybody needs, all-to-all for owned rows."""
 
 from longleaf.attention import Partial, merge_all
 from longleaf.comm import Comm

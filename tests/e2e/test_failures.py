@@ -25,9 +25,7 @@ def start_stream(service: Served) -> subprocess.Popen:
     return stream
 
 
-@pytest.mark.parametrize(
-    "launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, launcher: str):
     service = Served("--model", str(checkpoint), "--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
     processes = [psutil.Process(pid) for pid in service.rank_pids()]
@@ -56,7 +54,9 @@ def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path):
 
 
 def serve_fails(*options: str) -> str:
-    found = subprocess.run([*CLI, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(
+        [*CLI, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120, check=False
+    )
     assert found.returncode == 2, found.stderr
     assert "Traceback" not in found.stderr
     return found.stderr
@@ -71,13 +71,26 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
     from transformers import ViTConfig, ViTModel
 
     make_checkpoint(tmp_path, "llama")
-    ViTModel(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)).save_pretrained(tmp_path)
+    ViTModel(
+        ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    ).save_pretrained(tmp_path)
     assert "causal" in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 
 def test_a_taken_port_is_said(served: Served, checkpoint: Path):
     port = served.address.rsplit(":", 1)[1]
-    command = [*CLI, "serve", "--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "8000000", "--port", port]
+    command = [
+        *CLI,
+        "serve",
+        "--model",
+        str(checkpoint),
+        "--launcher",
+        "local",
+        "--kv-bytes",
+        "8000000",
+        "--port",
+        port,
+    ]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 2
     assert port in found.stderr
@@ -94,6 +107,8 @@ def test_a_world_larger_than_the_cluster_is_refused(checkpoint: Path, ray_cluste
 
 
 def test_nobody_there_is_one_clear_line():
-    found = subprocess.run([*CLI, "cluster", "--server", "127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        [*CLI, "cluster", "--server", "127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert found.returncode == 1
     assert "127.0.0.1:1" in found.stderr

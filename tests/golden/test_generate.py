@@ -138,9 +138,7 @@ async def test_concurrent_generations_do_not_touch_each_other(goldens):
     golden = goldens("llama")
     async with running(config_for(golden.folder, world_size=2, chunk_size=700)) as engine:
         others = [answer(engine, golden.prompt[: 40 * i]) for i in range(1, 5)]
-        first, *_, last = await asyncio.gather(
-            answer(engine, golden.prompt), *others, answer(engine, golden.prompt)
-        )
+        first, *_, last = await asyncio.gather(answer(engine, golden.prompt), *others, answer(engine, golden.prompt))
     assert first == last == golden.tokens
 
 

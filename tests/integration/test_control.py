@@ -18,7 +18,7 @@ from coordinator.events import Ended, Progress, Prompt, Started, Tokens
 from coordinator.local import LocalFleet
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
-from longleaf.errors import StartError, StartError, Unavailable, WorkerLost
+from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
 from longleaf.step import Hello, Ready, encode
 from workers.fakes import EchoMain, Fault, echo_token

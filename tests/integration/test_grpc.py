@@ -174,6 +174,7 @@ async def test_wrong_sampling_names_its_field(service: Service, options: Any, fi
         ([2**40], None, "token_ids"),
         ("x", "Not A Name", "context"),
         ("\ud800", None, "text"),
+        ("x", "\ud800", "context"),
     ],
 )
 async def test_wrong_input_names_its_field(service: Service, prompt: Any, context: str | None, field: str) -> None:
@@ -314,6 +315,21 @@ async def test_wrong_documents_name_the_field(service: Service, document: Any, f
         await service.client.ingest("moby", document)
     assert caught.value.field == field
     assert not service.engine.contexts
+
+
+async def test_a_source_that_breaks_leaves_nothing_behind_and_says_why(service: Service) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"some text"
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        await service.client.ingest("moby", broken())
+    assert not service.engine.contexts
+
+
+async def test_a_long_upload_that_is_refused_in_its_middle_says_why(service: Service) -> None:
+    with pytest.raises(InvalidArgument, match="byte 3"):
+        await service.client.ingest("moby", iter([b"abc\xff", *[b"a" * 300_000] * 8]))
 
 
 async def test_names_are_checked_before_the_text_is_sent(service: Service) -> None:

@@ -39,9 +39,7 @@ def test_extents_give_each_position_the_slot_of_its_block(start, blocks, block_s
     length = data.draw(st.integers((len(blocks) - 1) * block_size + 1, len(blocks) * block_size))
     run = Run(0, start, start + length, tuple(blocks))
     found = {p: e.slot + p - e.start for e in extents(run, block_size) for p in range(e.start, e.end)}
-    assert found == {
-        start + i: blocks[i // block_size] * block_size + i % block_size for i in range(length)
-    }
+    assert found == {start + i: blocks[i // block_size] * block_size + i % block_size for i in range(length)}
 
 
 def test_serpentine_turns_around():

@@ -1,4 +1,4 @@
-"""Every merge on every transport against the float64 fold, with the awkward shapes: empty shards, few heads, one rank."""
+"""Every merge on every transport against the float64 fold, with awkward shapes: empty shards, few heads, one rank."""
 
 import threading
 
@@ -24,9 +24,7 @@ def partials(world_size, rows, heads=3, dim=5, empty=()):
 
 
 def expected(parts):
-    return merge_all(
-        torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
-    )
+    return merge_all(torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts]))
 
 
 def assert_close(found, wanted):

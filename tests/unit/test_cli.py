@@ -1,0 +1,291 @@
+"""The command line: what it prints, its exit codes, and that it starts without torch."""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longleaf import cli
+from longleaf.config import EngineConfig
+from longleaf.demo.haystack import make_haystack
+from longleaf.demo.run import DemoSettings, build
+from longleaf.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    StartError,
+    Unavailable,
+    WorkerLost,
+)
+from longleaf.launch import ServiceProcess, coordinator_command
+from tests.service import FakeEngine, byte_tokenizer, serving
+
+ANSWER = tuple((i,) for i in byte_tokenizer().encode("Grüße").ids)
+
+
+class Terminal:
+    """Runs commands against a service."""
+
+    def __init__(self, address: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+        self.address, self.engine, self._capsys = address, engine, capsys
+
+    async def run(self, *arguments: str) -> tuple[int, str, str]:
+        return await asyncio.to_thread(self._run, [*arguments, "--server", self.address])
+
+    def _run(self, arguments: list[str]) -> tuple[int, str, str]:
+        try:
+            cli.main(arguments)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *self._capsys.readouterr()
+
+    async def json(self, *arguments: str) -> list[Any]:
+        code, out, err = await self.run(*arguments, "--json")
+        assert (code, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+async def terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Terminal]:
+    engine = FakeEngine()
+    engine.answer = ANSWER
+    async with serving(engine, tmp_path / "model") as (_, address):
+        yield Terminal(address, engine, capsys)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> str:
+    path = tmp_path / "book.txt"
+    path.write_text("Call me Ishmael. " * 10)
+    return str(path)
+
+
+async def test_a_book_is_ingested_asked_listed_and_deleted(terminal: Terminal, book: str) -> None:
+    code, out, err = await terminal.run("ingest", book, "--name", "moby")
+    assert (code, out.strip()) == (0, "moby: 172 tokens, 10.8 KiB of keys and values on 1 rank")
+    assert "100%" in err
+    code, out, err = await terminal.run("ask", "moby", "who?")
+    assert (code, out) == (0, "Grüße\n")
+    assert "7 tokens (length)" in err
+    assert "moby" in (await terminal.run("contexts", "list"))[1]
+    assert "172 tokens" in (await terminal.run("contexts", "show", "moby"))[1]
+    assert (await terminal.run("contexts", "delete", "moby"))[0] == 0
+    assert terminal.engine.contexts == {}
+
+
+async def test_json_is_one_object_per_answer(terminal: Terminal, book: str) -> None:
+    [context] = await terminal.json("ingest", book, "--name", "moby")
+    assert (context["id"], context["tokens"]) == ("moby", 172)
+    [context] = await terminal.json("ingest", book, "--name", "moby", "--append")
+    assert context["tokens"] == 342
+    [listed] = await terminal.json("contexts", "list")
+    assert listed["contexts"] == [context]
+    assert await terminal.json("contexts", "show", "moby") == [context]
+    [cluster] = await terminal.json("cluster")
+    assert cluster["workers"][0]["pid"] == 4711
+    assert await terminal.json("contexts", "delete", "moby") == [{"deleted": "moby"}]
+
+
+async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> None:
+    *deltas, last = await terminal.json("generate", "--prompt", "x", "--seed", "5", "--stop", "q", "--stop", "z")
+    assert all(delta.keys() == {"text", "token_ids"} for delta in deltas)
+    assert "".join(delta["text"] for delta in deltas) == "Grüße"
+    assert last.keys() == {"finish_reason", "usage"}
+    assert last["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == len(ANSWER)
+    sampling = terminal.engine.prompts[0].sampling
+    assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
+
+
+async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
+    await terminal.run("generate", "--prompt", "x")
+    await terminal.run("generate", "--prompt", "x", "--raw")
+    templated, raw = (prompt.token_ids for prompt in terminal.engine.prompts)
+    assert raw == tuple(byte_tokenizer().encode("x").ids)
+    assert len(templated) == 4
+
+
+async def test_standard_input_is_a_document_too(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
+    [context] = await terminal.json("ingest", "-", "--name", "moby")
+    assert context["tokens"] == 2 + len(ANSWER)
+
+
+async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
+    _, out, _ = await terminal.run("cluster")
+    assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576", "merge gather"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ask", "none", "who?"], "contexts/none does not exist"),
+        (["ask", "No Name", "who?"], "context: "),
+        (["ask", "moby", ""], "text: the question is empty"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "sampling.temperature"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "sampling.max_token_count"),
+        (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
+        (["ingest", "/", "--name", "x"], "file: / cannot be read: Is a directory"),
+        (["ingest", "/dev/null", "--name", "x"], "text: the document is empty"),
+        (["contexts", "show", "none"], "contexts/none"),
+    ],
+)
+async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], told: str) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    code, out, err = await terminal.run(*arguments, "--json")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    code, _, err = await terminal.run("ingest", str(tmp_path / "bad"), "--name", "x")
+    assert code == 2
+    assert err.endswith("error: text: is not UTF-8 at byte 2: invalid start byte\n")
+
+
+def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["cluster", "--server", "127.0.0.1:1"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("error: no server answers at 127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgument("a", "b"), 2),
+        (NotFound("a"), 2),
+        (AlreadyExists("a"), 2),
+        (StartError("a"), 2),
+        (Unavailable("a"), 1),
+        (WorkerLost(1, "a"), 1),
+        (ResourceExhausted("a", "b"), 1),
+        (LongleafError("a"), 1),
+    ],
+)
+def test_exit_codes(error: LongleafError, code: int) -> None:
+    assert cli.exit_code(error) == code
+
+
+@pytest.mark.parametrize("arguments", [["--world-size", "0"], ["--model", "/nowhere"], ["--port", "70000"]])
+def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: run.append(arguments))
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", str(tmp_path), "--world-size", "3", "--threads", "2", "--merge", "paper"])
+    [command] = run
+    assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
+    wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
+    assert wanted <= set(command)
+    assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
+
+
+def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
+    from coordinator.__main__ import parse
+
+    config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
+    command = coordinator_command(config, host="::1", port=5, launcher="local", ray_address="auto")
+    parsed = parse(command[4:])
+    assert parsed.engine == config
+    assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "local", "auto")
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["ingest"], ["ask"], ["generate"], ["contexts", "list"], ["cluster"], ["demo"]]
+)
+def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--help"])
+    assert end.value.code == 0
+    assert f"longleaf {command[0] if command else 'demo'}" in capsys.readouterr().out
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, longleaf.cli; print([m for m in ('torch', 'transformers', 'ray', 'numpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+# The service as a process
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_service_that_is_ready_is_found_and_ended() -> None:
+    code = "import signal; print('noise'); print('listening on 127.0.0.1:5', flush=True); signal.pause()"
+    with ServiceProcess(python(code)) as service:
+        assert service.wait_ready(20) == "127.0.0.1:5"
+        process = service._process
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        ("sys.exit('error: too few slots')", Unavailable, r"^too few slots$"),
+        ("print('error: too few slots', file=sys.stderr); sys.exit(2)", StartError, r"^too few slots$"),
+        ("raise KeyError('x')", Unavailable, r"exit code 1(.|\n)*KeyError"),
+    ],
+)
+def test_a_service_that_fails_says_why(code: str, kind: type[LongleafError], told: str) -> None:
+    with ServiceProcess(python(f"import sys; {code}")) as service, pytest.raises(kind, match=told):
+        service.wait_ready(20)
+
+
+def test_a_service_that_is_never_ready_is_given_up() -> None:
+    with (
+        ServiceProcess(python("import signal; signal.pause()")) as service,
+        pytest.raises(StartError, match="not ready"),
+    ):
+        service.wait_ready(0.05)
+
+
+# The demo's document
+
+
+def test_the_demos_document_is_the_seeds(tmp_path: Path) -> None:
+    assert build(DemoSettings(tokens=4000, seed=3)) == make_haystack(3, 4000, facts=5, absent=0)
+
+
+def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("línea una\n" * 100)
+    haystack = build(DemoSettings(file=path, seed=1))
+    assert haystack.text.replace("línea una\n", "").count("\n") == len(haystack.facts) == 5
+    assert all(fact.sentence in haystack.text for fact in haystack.facts)
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "cannot be read"), (b"\xff", "byte 0")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None, told: str) -> None:
+    path = tmp_path / "mine.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=told):
+        build(DemoSettings(file=path))
+
+
+def test_a_demo_too_small_for_its_facts_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="tokens"):
+        DemoSettings(tokens=10).check()
