@@ -100,7 +100,7 @@ def serve_on_ray(config: ServiceConfig) -> Outcome:
     connection = connect(config.ray_address, config.engine.world_size)
     stop = threading.Event()
 
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(*_: object) -> None:
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,5 +1,6 @@
 """The gRPC server: the services, health and reflection on one port."""
 
+import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -72,9 +73,14 @@ class Server:
         """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
+            # Tried here first, for a reason in words: gRPC only writes it to the log.
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
             bound = self._server.add_insecure_port(address)
+        except OSError as error:
+            reason = str(error.strerror).partition(" (while")[0]
+            raise StartError(f"cannot listen on {address}: {reason}") from error
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: port {port} is taken, or not ours to take") from error
+            raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
         await self._server.start()
         await self.set_serving(True)
         return bound

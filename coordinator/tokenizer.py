@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +37,11 @@ class Tokenizer:
         if checkpoint.chat_template is not None:
             parts = split_template(checkpoint.chat_template, checkpoint.special_tokens)
             self._prefix, self._suffix = (tuple(control.encode(part, add_special_tokens=False).ids) for part in parts)
+        description: dict[str, Any] = json.loads(plain.to_str())
+        self.alphabet = self._alphabet(description)
+        """What turns ids into text."""
+        self.max_bytes_per_token = _max_bytes_per_token(plain, description)
+        """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -106,44 +110,34 @@ class Tokenizer:
             wanted = newline + max(1, SEAM_CHARACTERS)
         return len(text)
 
-    @cached_property
-    def alphabet(self) -> Alphabet:
-        """What turns ids into text."""
+    def _alphabet(self, description: dict[str, Any]) -> Alphabet:
         added = self._plain.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         unused = set(range(self.vocabulary_size)) - set(self._plain.get_vocab().values())
-        return Alphabet(decode=self.decode, silent=frozenset(special | unused), bytes=self._byte_tokens())
-
-    def _byte_tokens(self) -> frozenset[int]:
-        if "ByteFallback" not in _kinds(self._description.get("decoder")):
-            return frozenset()
-        ids = (self._plain.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        return frozenset(token_id for token_id in ids if token_id is not None)
-
-    @cached_property
-    def _description(self) -> dict[str, Any]:
-        return json.loads(self._plain.to_str())
-
-    @cached_property
-    def max_bytes_per_token(self) -> int | None:
-        """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
-        model: dict[str, Any] = self._description["model"]
-        steps = _kinds(self._description.get("pre_tokenizer"))
-        drops = '"Removed"' in json.dumps(self._description.get("pre_tokenizer")) or steps - _BYTE_PRESERVING
-        shrinks = _kinds(self._description.get("normalizer")) - {"NFC", "Prepend", "Replace"}
-        if model.get("type") != "BPE" or model.get("fuse_unk") or drops or shrinks or self._replaces():
-            return None
-        longest = max((len(token.encode()) for token in self._plain.get_vocab()), default=1)
-        # Composing joins at most three bytes into one: no character's NFC is shorter than a third.
-        return max(longest, 4) * (3 if "NFC" in _kinds(self._description.get("normalizer")) else 1)
-
-    def _replaces(self) -> bool:
-        """Whether the normalizer replaces more than spaces, or an added token swallows the spaces around it."""
-        added = self._plain.get_added_tokens_decoder().values()
-        found = _steps(self._description.get("normalizer"))
-        return any(token.lstrip or token.rstrip for token in added if not token.special) or any(
-            step["type"] == "Replace" and step.get("pattern") != {"String": " "} for step in found
+        names = (f"<0x{byte:02X}>" for byte in range(256) if "ByteFallback" in _kinds(description.get("decoder")))
+        fallback = (self._plain.token_to_id(name) for name in names)
+        return Alphabet(
+            decode=self.decode,
+            silent=frozenset(special | unused),
+            bytes=frozenset(token_id for token_id in fallback if token_id is not None),
         )
+
+
+def _max_bytes_per_token(tokenizer: FastTokenizer, description: dict[str, Any]) -> int | None:
+    model: dict[str, Any] = description["model"]
+    normalizer, pre_tokenizer = description.get("normalizer"), description.get("pre_tokenizer")
+    drops = '"Removed"' in json.dumps(pre_tokenizer) or _kinds(pre_tokenizer) - _BYTE_PRESERVING
+    shrinks = _kinds(normalizer) - {"NFC", "Prepend", "Replace"} or _replaces_more_than_spaces(normalizer)
+    greedy = any(t.lstrip or t.rstrip for t in tokenizer.get_added_tokens_decoder().values() if not t.special)
+    if model.get("type") != "BPE" or model.get("fuse_unk") or drops or shrinks or greedy:
+        return None
+    longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    # Composing joins at most three bytes into one: no character's NFC is shorter than a third.
+    return max(longest, 4) * (3 if "NFC" in _kinds(normalizer) else 1)
+
+
+def _replaces_more_than_spaces(normalizer: object) -> bool:
+    return any(step["type"] == "Replace" and step.get("pattern") != {"String": " "} for step in _steps(normalizer))
 
 
 def _opening(tokenizer: FastTokenizer) -> tuple[int, ...]:

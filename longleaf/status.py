@@ -130,6 +130,8 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             return ModelRefused(message) if info and info.reason == "MODEL_REFUSED" else StartError(message)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unavailable(f"{server} did not answer in time")
+        case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
+            return Unavailable(f"{server} ended the call")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Unavailable(f"{server} does not serve longleaf.v1: {message}")
         case grpc.StatusCode.UNKNOWN:

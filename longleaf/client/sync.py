@@ -58,7 +58,8 @@ class Client:
             while (item := self._run(_next(stream))) is not None:
                 yield item
         finally:
-            self._run(_close(stream))
+            if not self._loop.is_closed():  # closing the client has ended the call already
+                self._run(_close(stream))
 
     def generate(
         self,

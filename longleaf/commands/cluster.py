@@ -20,7 +20,7 @@ def cluster(server: Server, as_json: AsJson = False) -> None:
         return
     model = found.model
     print(f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context")
-    print(f"{found.world_size} ranks by {found.launcher}, merge {found.merge}, epoch {found.epoch}")
+    print(f"world size {found.world_size} by {found.launcher}, merge {found.merge}, epoch {found.epoch}")
     print(f"{found.running} running, {found.waiting} waiting")
     Console().print(workers_table(found))
 

@@ -1,7 +1,8 @@
 """`longleaf ask` and `longleaf generate`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -85,9 +86,14 @@ def _sampling(
     )
 
 
-def show(events: Iterator[Event], as_json: bool) -> None:
+def show(answer: Generator[Event, None, None], as_json: bool) -> None:
     """Prints an answer while it streams: text, or one JSON object per delta and one at the end."""
-    for event in events:
+    with closing(answer):
+        _print(answer, as_json)
+
+
+def _print(answer: Iterable[Event], as_json: bool) -> None:
+    for event in answer:
         match event:
             case Delta(_, token_ids, text) if as_json:
                 print_json({"text": text, "token_ids": token_ids})

@@ -57,13 +57,16 @@ def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[On
         console=Console(stderr=True),
         disable=not is_shown,
     )
-    with progress:
-        task = progress.add_task("sending", total=total_bytes, note="")
+    task = progress.add_task("sending", total=total_bytes, note="")
 
-        def show(report: IngestProgress) -> None:
-            _show(progress, task, report)
+    def show(report: IngestProgress) -> None:
+        progress.start()  # not before: what is refused at once needs no bar
+        _show(progress, task, report)
 
+    try:
         yield show
+    finally:
+        progress.stop()
 
 
 def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:

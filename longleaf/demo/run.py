@@ -106,12 +106,16 @@ def run(settings: DemoSettings, show: Show) -> Report:
     show.say(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
     config = EngineConfig(model=str(settings.model or embedded_model()), world_size=settings.world_size)
     command = coordinator_command(config, host="127.0.0.1", port=0, launcher=settings.launcher)
-    show.say(f"starting {settings.world_size} ranks ({settings.launcher}) …")
+    show.say(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
     with ServiceProcess(command) as service:
         address = service.wait_ready(settings.start_timeout)
         show.say(f"serving on {address}")
         with Client(address) as client:
             return _examine(client, haystack, show)
+
+
+def count_ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def build(settings: DemoSettings) -> Haystack:
@@ -140,7 +144,7 @@ def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
 
     context = client.ingest(CONTEXT, haystack.text, on_progress=on_progress)
     cluster = client.cluster()
-    show.say(f"ingested {context.tokens:,} tokens; their keys and values stay on {cluster.world_size} ranks")
+    show.say(f"ingested {context.tokens:,} tokens; their keys and values stay on {count_ranks(cluster.world_size)}")
     answers = [_ask(client, fact, show) for fact in haystack.facts]
     questions = tuple(question for question, _ in answers)
     ends = [end for _, end in answers]

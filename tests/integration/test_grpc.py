@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.server import SERVICES, Server
 from coordinator.tokenizer import Tokenizer
-from longleaf.client import AsyncClient
+from longleaf.client import AsyncClient, Client
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -254,12 +254,26 @@ async def test_a_server_that_is_not_there_is_unavailable_and_named() -> None:
             await client.cluster()
 
 
+async def test_a_server_that_stops_in_the_middle_is_unavailable(service: Service) -> None:
+    service.engine.is_endless = True
+    reading = asyncio.create_task(collect(service.client.generate("x")))
+    await service.engine.opened.wait()
+    await service.server.stop()
+    with pytest.raises(Unavailable):
+        await reading
+    assert service.engine.streams[0].closed.is_set()
+
+
 async def test_a_taken_port_is_named(service: Service, tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     engine = FakeEngine()
     other = Server(engine, Tokenizer.load(write_model(tmp_path / "other")), engine.describe)
-    with pytest.raises(StartError, match=str(port)):
+    with pytest.raises(StartError, match=f"{port}: Address already in use"):
         await other.start("127.0.0.1", port)
+    with pytest.raises(StartError, match=r"192\.0\.2\.1:0: Cannot assign"):
+        await other.start("192.0.2.1", 0)
+    with pytest.raises(StartError, match="not a host:0: Name or service not known"):
+        await other.start("not a host", 0)
     await other.stop()
 
 
@@ -411,6 +425,30 @@ async def test_wrong_pages_are_refused(channel: grpc.aio.Channel, request_: Any,
     with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
         await ContextServiceStub(channel).ListContexts(ingest_pb.ListContextsRequest(**request_))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+# The client without an event loop
+
+
+async def test_the_sync_client_streams_stops_and_closes(service: Service) -> None:
+    def use() -> tuple[str, str]:
+        with Client(service.address) as client:
+            client.ingest("moby", "some text")
+            left = client.ask("moby", "who?")
+            first = next(event for event in left if isinstance(event, Delta))
+            left.close()
+            forgotten = client.ask("moby", "who?")
+            next(forgotten)
+            assert client.get_context("moby").id == client.list_contexts()[0].id == "moby"
+            assert client.is_healthy()
+            with pytest.raises(NotFound):
+                client.delete_context("none")
+        forgotten.close()  # after its client: nothing to end any more
+        client.close()
+        return first.text, client.server
+
+    service.engine.answer = tuple((token_id,) for token_id in ids("two words"))
+    assert await asyncio.to_thread(use) == ("t", service.address)
 
 
 # The rest
