@@ -70,7 +70,8 @@ def machine(row: Row) -> str:
     """Hardware and versions in one line."""
     info = row["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
-    return f"{info['cpu']}, {info['logical_cores']} logical cores, Python {info['python']}, {versions}; {info['date']}"
+    load = f"load average {info['load_average']}"
+    return f"{info['cpu']}, {info['logical_cores']} logical cores, {load}, Python {info['python']}, {versions}; {info['date']}"
 
 
 if __name__ == "__main__":

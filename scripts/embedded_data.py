@@ -39,6 +39,8 @@ class Phase:
     templates: int
     log_copies: float
     """Largest ln R: how many copies of itself a filler token counts for."""
+    decisive: float
+    """Weight of an answer's first byte and of its value's first byte, which pick the fact; the next only copy it."""
 
 
 @dataclass
@@ -212,7 +214,7 @@ class Sampler:
             segments += [number] * (len(question) + len(answer) + 3)
             echo = len(f"{fact.key} is ".encode()) if fact.value else 0
             weights += [0.0, *[0.1] * len(question), 0.0]
-            weights += [2.0 if i == 0 or i >= echo else 0.5 for i in range(len(answer) + 1)]
+            weights += [phase.decisive if i in (0, echo) else 0.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
         missing = phase.length + 1 - len(ids)
         ids += [PAD] * missing
         segments += [phase.questions + 1] * missing

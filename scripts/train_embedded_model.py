@@ -22,10 +22,10 @@ def phase(step: int, steps: int) -> Phase:
     log_copies = 8 * min(max((progress - 0.22) / 0.257, 0), 1)
     templates = 1 if progress < 0.22 else 10
     if progress < 1 / 15:
-        return Phase(384, 20, 2, 2, 0.6, 0, templates, log_copies)
+        return Phase(384, 20, 2, 2, 0.6, 0, templates, log_copies, 2.0)
     if progress < 0.29:
-        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies)
-    return Phase(512, 8, 3, 5, 0.12, 0.6, templates, log_copies)
+        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies, 2.0)
+    return Phase(512, 8, 3, 5, 0.12, 0.6, templates, log_copies, 2.0 if progress < 0.4666 else 8.0)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -39,7 +39,7 @@ def loss_of(model: EmbeddedModel, batch: Batch) -> tuple[torch.Tensor, float]:
     logits = model(batch.ids[:, :-1], attention_mask(batch))
     targets, weights = batch.ids[:, 1:].flatten(), batch.weights.flatten()
     losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
-    answers = weights == 2.0
+    answers = weights >= 2.0
     right = ((logits.flatten(0, 1).argmax(-1) == targets) & answers).sum() / answers.sum().clamp(min=1)
     return (losses * weights).sum() / weights.sum(), right.item()
 
