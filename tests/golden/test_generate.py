@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from coordinator.engine import Engine
 from coordinator.events import Prompt, Tokens
@@ -22,7 +23,7 @@ FACTORS = {
     "world_size": (1, 2, 3, 4),
     "merge": ("gather", "paper"),
     "chunk_size": (64, 500, 4096),
-    "history": ("fresh", "kept", "appended"),
+    "history": ("fresh", "kept", "appended", "questioned"),
 }
 
 
@@ -60,10 +61,11 @@ async def ask_with_history(engine, prompt, history):
     """The answers to the same prompt, given in the way that `history` says."""
     if history == "fresh":
         return [await answer(engine, prompt)]
-    parts = [prompt[:2900]] if history == "kept" else [prompt[:1111], prompt[1111:1120], prompt[1120:2900]]
-    for part in parts:
-        _ = [event async for event in engine.ingest("book", part, append=part is not parts[0])]
-    answers = [await answer(engine, prompt[2900:], "book")]
+    # a question shorter than replicate_below runs as replicated rows, a longer one through a chunk of its own
+    bounds = {"kept": (2900,), "appended": (1111, 1120, 2900), "questioned": (2981,)}[history]
+    for start, end in itertools.pairwise((0, *bounds)):
+        _ = [event async for event in engine.ingest("book", prompt[start:end], append=start > 0)]
+    answers = [await answer(engine, prompt[bounds[-1] :], "book")]
     if history == "kept":
         await answer(engine, prompt[:70], "book")
         answers.append(await answer(engine, prompt[2900:], "book"))
@@ -140,6 +142,22 @@ async def test_concurrent_generations_do_not_touch_each_other(goldens):
         others = [answer(engine, golden.prompt[: 40 * i]) for i in range(1, 5)]
         first, *_, last = await asyncio.gather(answer(engine, golden.prompt), *others, answer(engine, golden.prompt))
     assert first == last == golden.tokens
+
+
+async def test_half_precision_stays_close_to_the_plain_model(goldens, monkeypatch):
+    golden, seen = goldens("llama"), []
+
+    def spy(logits_V, sampling, token_index):
+        seen.append(logits_V.float())
+        return int(logits_V.argmax())
+
+    monkeypatch.setattr(rank_module, "sample", spy)
+    async with running(config_for(golden.folder, world_size=2, dtype="bfloat16")) as engine:
+        await answer(engine, golden.prompt)
+    model = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.bfloat16)
+    plain_V = model(torch.tensor([golden.prompt]), logits_to_keep=1).logits[0, -1].float()
+    error, plain_error = ((found - golden.logits_V).abs().max() for found in (seen[0], plain_V))
+    assert error <= 2 * plain_error
 
 
 async def test_a_deleted_context_gives_its_blocks_back(goldens):

@@ -1,0 +1,34 @@
+"""The embedded model, whose lower layers see a window of 32 tokens, through the service's own tokenizer and templates."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coordinator.events import Prompt, Tokens
+from coordinator.tokenizer import Tokenizer
+from longleaf.config import embedded_model
+from longleaf.demo.haystack import make_haystack
+from longleaf.sampling import Sampling
+from tests.golden.test_generate import running
+from tests.threads import config_for
+
+NEW_TOKENS = 40
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_answers_equal_generate(world_size):
+    haystack = make_haystack(5, 3000, 2, 0, split="held_out")
+    tokenizer = Tokenizer.load(embedded_model())
+    document = tokenizer.document_ids(haystack.text, True)
+    question = tokenizer.question_ids(haystack.facts[0].question)
+    prompt = torch.tensor([[*document, *question]])
+    model = AutoModelForCausalLM.from_pretrained(embedded_model())
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 260}
+    expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
+
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    async with running(config_for(embedded_model(), world_size=world_size, chunk_size=1000)) as engine:
+        _ = [event async for event in engine.ingest("book", document, append=False)]
+        stream = engine.submit(Prompt(context="book", token_ids=tuple(question), sampling=sampling))
+        found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+    assert found == expected
