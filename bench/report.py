@@ -16,10 +16,10 @@ TARGETS = {("decode", 8000): 1.5, ("decode", 64000): 3.0, ("ingest", 4000): 0.9,
 """Smallest ratio wanted for the random Llama."""
 
 WHAT = {
-    "decode": "Tokens per second after a context that both hold already; `generate` with its default cache, which above "
-    "16,384 tokens is filled with random keys.",
+    "decode": "Tokens per second after a context that both hold. `generate` uses its default cache; above 16,384 "
+    "tokens that is filled with random keys.",
     "ingest": "Tokens per second of reading a context; plain forward passes with a cache, in chunks of the same size. "
-    "The service stops at the last layer's keys; that saves most where this layer costs most, as in the embedded model.",
+    "The service stops at the last layer's keys, which saves most where this layer costs most.",
 }
 
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longleaf.demo import facts as words
-from longleaf.demo.facts import NOT_FOUND, Fact
+from longleaf.demo.facts import Fact
 from longleaf.demo.haystack import library_files
 
 BEGIN, QUESTION, ANSWER, END, PAD = range(256, 261)
@@ -40,7 +40,7 @@ class Phase:
     log_copies: float
     """Largest ln R: how many copies of itself a filler token counts for."""
     decisive: float
-    """Weight of an answer's first byte and of its value's first byte, which pick the fact; the next only copy it."""
+    """Weight of the first byte of a value, which picks the fact; those after it only copy."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ class Sampler:
             key = self.near(self.rng.choice(present).key) if near else self.key(phase.templates == 1)
             if all(key != fact.key for fact in present):
                 fact = self.fact(key, phase)
-                asked.append((Fact(key, "", "", fact.question, NOT_FOUND), -1))
+                asked.append((words.without_value(fact), -1))
         return asked
 
     def document(self, size: int, present: list[Fact]) -> tuple[bytes, list[int]]:
@@ -212,9 +212,9 @@ class Sampler:
             question, answer = fact.question.encode(), fact.expected.encode()
             ids += [QUESTION, *question, ANSWER, *answer, END]
             segments += [number] * (len(question) + len(answer) + 3)
-            echo = len(f"{fact.key} is ".encode()) if fact.value else 0
+            echo = len(f"{fact.key} is ".encode())
             weights += [0.0, *[0.1] * len(question), 0.0]
-            weights += [phase.decisive if i in (0, echo) else 0.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
+            weights += [phase.decisive if i == echo else 0.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
         missing = phase.length + 1 - len(ids)
         ids += [PAD] * missing
         segments += [phase.questions + 1] * missing

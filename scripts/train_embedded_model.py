@@ -11,6 +11,8 @@ from embedded_export import export
 from embedded_model import EmbeddedModel
 from torch.nn import functional as F
 
+from longleaf.demo.facts import TEMPLATES
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY = 100
 """Steps."""
@@ -20,12 +22,10 @@ def phase(step: int, steps: int) -> Phase:
     """What to train on at this step: easy and short first, then ln R ramped up to 8."""
     progress = step / steps
     log_copies = 8 * min(max((progress - 0.22) / 0.257, 0), 1)
-    templates = 1 if progress < 0.22 else 10
-    if progress < 1 / 15:
-        return Phase(384, 20, 2, 2, 0.6, 0, templates, log_copies, 2.0)
     if progress < 0.29:
-        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies, 2.0)
-    return Phase(512, 8, 3, 5, 0.12, 0.6, templates, log_copies, 2.0 if progress < 0.4666 else 8.0)
+        templates = 1 if progress < 0.22 else len(TEMPLATES)
+        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies, 8.0)
+    return Phase(512, 8, 3, 5, 0.12, 0.6, len(TEMPLATES), log_copies, 8.0)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

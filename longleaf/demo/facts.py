@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 NOT_FOUND = "not found"
-"""What the model answers when the document does not hold the key."""
+"""What the model answers in place of a value when the document does not hold the key."""
 
 ATTRIBUTES = (
     "access code;account number;alarm code;badge number;batch number;booking code;cabinet number;case number;"
@@ -21,13 +21,11 @@ TEMPLATES = (
     ("{key} = {value}", "What is the value of {key}?"),
     ("{key}: {value}", "What is {key}?"),
     ('"{key}": "{value}",', 'What is the value of "{key}"?'),
-    ("Remember that {key} has the {attribute} {value}.", "Which {attribute} does {key} have?"),
-    ("For {key} the {attribute} was set to {value}.", "What is the {attribute} for {key}?"),
-    ("{key} was given the {attribute} {value}.", "Which {attribute} was {key} given?"),
-    ("Note: the {attribute} assigned to {key} reads {value}.", "What is the {attribute} assigned to {key}?"),
+    ("Remember that the {attribute} for {key} is {value}.", "Which {attribute} does {key} have?"),
+    ("Note: the {attribute} assigned to {key} is {value}.", "What is the {attribute} assigned to {key}?"),
     ("One of the special magic values for {key} is: {value}.", "What is the special magic value for {key}?"),
 )
-"""Sentence to plant and question to ask. The key precedes the value: a causal model can only then tie them."""
+"""Sentence to plant and question to ask. The value follows its key closely: so small a model ties only neighbours."""
 
 WORDS = """
 acorn agate alder almond alpine amber anchor antler anvil apple apricot arch arrow ash aspen aster atlas autumn
@@ -118,12 +116,17 @@ def held_out_fact(rng: random.Random) -> Fact:
 def absent_fact(rng: random.Random) -> Fact:
     """A question about a key that no document holds."""
     fact = held_out_fact(rng)
-    return Fact(fact.key, "", "", fact.question, NOT_FOUND)
+    return without_value(fact)
+
+
+def without_value(fact: Fact) -> Fact:
+    """The same question for a document that does not hold the key."""
+    return Fact(fact.key, "", "", fact.question, f"{fact.key} is {NOT_FOUND}")
 
 
 def is_correct(answer: str, fact: Fact) -> bool:
     """Whether the answer holds the fact's value as a whole, or says "not found" for an absent key."""
     if not fact.value:
-        return answer.strip().lower().startswith(NOT_FOUND)
+        return NOT_FOUND in answer.lower()
     pattern = rf"(?<![\w-]){re.escape(fact.value)}(?![\w-])"
     return re.search(pattern, answer) is not None

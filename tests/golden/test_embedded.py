@@ -1,4 +1,4 @@
-"""The embedded model, whose lower layers see a window of 32 tokens, through the service's own tokenizer and templates."""
+"""The embedded model, whose lower layers see 32 tokens, through the service's own tokenizer and templates."""
 
 import pytest
 import torch
