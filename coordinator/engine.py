@@ -61,6 +61,7 @@ class Engine:
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._streams: dict[int, tuple[Stream, Timings]] = {}
+        self._outcomes: list[Outcome] = []
         self._next_id = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -198,14 +199,14 @@ class Engine:
         scheduler = self._open()
         self._wake.clear()
         plan = scheduler.schedule()
-        self._publish(scheduler.drain())
-        if plan is None:
+        # First in line, so that what readers do with the outcomes of the step before overlaps with the ranks' work.
+        step = asyncio.ensure_future(self._ranks.step(plan)) if plan else None
+        self._publish(self._outcomes + scheduler.drain())
+        self._outcomes = []
+        if plan is None or step is None:
             await self._wake.wait()
             return
-        result = await self._ranks.step(plan)
-        self._publish(scheduler.commit(plan, result, self._wall_clock()))
-        # A step may return without ever waiting; readers must have their turn.
-        await asyncio.sleep(0)
+        self._outcomes = scheduler.commit(plan, await step, self._wall_clock())
 
     def _publish(self, outcomes: list[Outcome]) -> None:
         now = self._clock()

@@ -214,7 +214,7 @@ class Sampler:
             segments += [number] * (len(question) + len(answer) + 3)
             echo = len(f"{fact.key} is ".encode())
             weights += [0.0, *[0.1] * len(question), 0.0]
-            weights += [phase.decisive if i == echo else 0.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
+            weights += [phase.decisive if i == echo else 1.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
         missing = phase.length + 1 - len(ids)
         ids += [PAD] * missing
         segments += [phase.questions + 1] * missing

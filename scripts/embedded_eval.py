@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,9 +11,8 @@ from pathlib import Path
 
 import torch
 from embedded_data import ANSWER, BEGIN, END, QUESTION
-from embedded_model import REACH, EmbeddedModel, load_weights
+from embedded_model import HEAD_DIM, HEADS, KV_HEADS, REACH, EmbeddedModel, load_weights
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache, SmolLM3ForCausalLM
 
 from longleaf.demo.facts import Fact, is_correct
@@ -21,6 +21,8 @@ from longleaf.demo.haystack import make_haystack
 MODEL = Path(__file__).resolve().parent.parent / "longleaf" / "demo" / "model"
 CHUNK = 2048
 ANSWER_TOKENS = 80
+ROOM = 512
+"""Tokens that a question and its answer may take together."""
 FACTS, ABSENT = 6, 3
 """Questions per document."""
 
@@ -63,7 +65,9 @@ class ChunkedReader:
         self.last = model.layers()[-1]
         ids = torch.tensor([document_ids(text)])
         parts = [self.keys_values(ids, start) for start in range(0, ids.shape[1], CHUNK)]
-        self.keys, self.values = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
+        room = torch.zeros(1, KV_HEADS, ROOM, HEAD_DIM)
+        self.keys = torch.cat([keys for keys, _ in parts] + [room], dim=2)
+        self.values = torch.cat([values for _, values in parts] + [room], dim=2)
         self.tail = ids[0, -REACH:].tolist()
 
     def keys_values(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -73,12 +77,19 @@ class ChunkedReader:
         _, keys, values = self.last.self_attn.project(self.last.input_layernorm(hidden))
         return keys, values
 
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one query, [1, HEADS, 1, HEAD_DIM]; `keys` and `values` follow the document's."""
+        start, end = self.keys.shape[2] - ROOM, self.keys.shape[2] - ROOM + keys.shape[2]
+        self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
+        grouped = query.reshape(1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+        weights = (grouped @ self.keys[:, :, :end].transpose(2, 3) / math.sqrt(HEAD_DIM)).softmax(dim=-1)
+        return (weights @ self.values[:, :, :end]).reshape(1, HEADS, 1, HEAD_DIM)
+
     def next_token(self, ids: list[int]) -> int:
         """The likeliest token after the document and `ids`."""
         hidden = self.model.local_layers(torch.tensor([self.tail + ids]))[:, len(self.tail) :]
         queries, keys, values = self.last.self_attn.project(self.last.input_layernorm(hidden))
-        keys, values = torch.cat((self.keys, keys), dim=2), torch.cat((self.values, values), dim=2)
-        mixed = F.scaled_dot_product_attention(queries[:, :, -1:], keys, values, enable_gqa=True)
+        mixed = self.attend(queries[:, :, -1:], keys, values)
         return int(self.model.logits(self.last.finish(hidden[:, -1:], mixed)).argmax())
 
     def __call__(self, question: str) -> str:
