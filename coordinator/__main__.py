@@ -11,6 +11,7 @@ import asyncio
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 
 POLL_SECONDS = 0.5
+STOP_SECONDS = 30
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
@@ -68,7 +71,7 @@ def serve_locally(config: ServiceConfig) -> Outcome:
 
 async def _serve_here(config: ServiceConfig) -> Outcome:
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     actor = CoordinatorActor(config, partial(LocalFleet, worker_main))
     starting, stopping = asyncio.create_task(actor.start()), asyncio.create_task(stop.wait())
@@ -103,7 +106,7 @@ def serve_on_ray(config: ServiceConfig) -> Outcome:
     def on_signal(*_: object) -> None:
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, on_signal)
     try:
         return _serve_actor(config, stop)
@@ -123,9 +126,10 @@ def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
     except ray.exceptions.RayError as error:
         return Outcome(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
     finally:
-        if stop.is_set():
-            ray.get(actor.stop.remote(), timeout=30)
-        ray.kill(actor)
+        with suppress(ray.exceptions.RayError):
+            if stop.is_set():
+                ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
+            ray.kill(actor)
     return outcome
 
 

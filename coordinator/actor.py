@@ -22,8 +22,10 @@ class Outcome(msgspec.Struct, frozen=True):
     exit_code: int = 0
 
 
-def describe(error: LongleafError) -> Outcome:
+def describe(error: Exception) -> Outcome:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
+    if not isinstance(error, LongleafError):
+        return Outcome(error=repr(error), exit_code=FAILED)
     return Outcome(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost) else BAD_INPUT)
 
 
@@ -38,7 +40,7 @@ class CoordinatorActor:
         """Brings the service up."""
         try:
             return Outcome(port=await self._service.start())
-        except LongleafError as error:
+        except Exception as error:
             await self._service.stop()
             return describe(error)
 
@@ -46,13 +48,13 @@ class CoordinatorActor:
         """Waits for the end of the service; when a rank is lost, reaps the others first."""
         try:
             await self._service.wait()
-        except LongleafError as error:
+        except asyncio.CancelledError:
+            return Outcome()
+        except Exception as error:
             if self._is_stopping:
                 return Outcome()
             await self._service.stop()
             return msgspec.structs.replace(describe(error), exit_code=FAILED)
-        except asyncio.CancelledError:
-            return Outcome()
         return Outcome()
 
     async def stop(self) -> None:

@@ -31,6 +31,7 @@ from longleaf.step import (
     decode_from_rank,
     encode,
 )
+from longleaf.topology import Topology
 
 PULSE_SECONDS = 1.0
 """How often ranks report."""
@@ -95,7 +96,9 @@ class Control:
 
     def _join(self) -> Join:
         first = self._hellos[0]
-        return Join(self._epoch, first.host, first.store_port, tuple(hello.node for hello in self.hellos))
+        topology = Topology(tuple(hello.node for hello in self.hellos))
+        topology.check()
+        return Join(self._epoch, first.host, first.store_port, topology.nodes)
 
     async def _wait_for(self, reports: dict[int, Hello] | dict[int, Ready]) -> None:
         """Waits until every rank has put something into `reports`. Raises what ended a rank."""

@@ -66,23 +66,28 @@ class Generation:
             return check_ids(request.input, self._tokenizer.vocabulary_size)
         if not request.input:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
+        return check_ids(self._text_ids(request, request.input), self._tokenizer.vocabulary_size, "text")
+
+    def _text_ids(self, request: Generate, text: str) -> Sequence[int]:
         if request.context is not None:
-            return self._tokenizer.question_ids(request.input)
+            return self._tokenizer.question_ids(text)
         wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
         if wanted and not has_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
-        return self._tokenizer.prompt_ids(request.input, has_template if wanted is None else wanted)
+        return self._tokenizer.prompt_ids(text, has_template if wanted is None else wanted)
 
 
-def check_ids(token_ids: Sequence[int], vocabulary_size: int) -> Sequence[int]:
-    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary."""
+def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:
+    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary.
+
+    Ids of a text are checked as well: some tokenizers have added tokens for which the model has no embedding.
+    """
     if not token_ids:
-        raise InvalidArgument("token_ids", "are empty")
+        raise InvalidArgument(field, "has no tokens" if field == "text" else "are empty")
     wrong = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocabulary_size), None)
     if wrong is not None:
-        raise InvalidArgument(
-            f"token_ids.ids[{wrong}]", f"{token_ids[wrong]} is not in the vocabulary of {vocabulary_size} tokens"
-        )
+        place = field if field == "text" else f"{field}.ids[{wrong}]"
+        raise InvalidArgument(place, f"{token_ids[wrong]} is not in the vocabulary of {vocabulary_size} tokens")
     return token_ids
 
 

@@ -89,7 +89,8 @@ class Ingest:
     def _token_ids(self, document: "Document", is_first: bool) -> Sequence[int]:
         if document.token_ids:
             return check_ids(document.token_ids, self._tokenizer.vocabulary_size)
-        return self._tokenizer.document_ids(document.text, is_first)
+        token_ids = self._tokenizer.document_ids(document.text, is_first)
+        return check_ids(token_ids, self._tokenizer.vocabulary_size, "text")
 
     async def _prefill(
         self, header: IngestHeader, token_ids: Sequence[int], num_bytes: int
@@ -145,7 +146,6 @@ class Document:
         self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._texts: list[str] = []
-        self._declared: int | None = None
         self.token_ids: list[int] = []
         self.num_bytes = 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 import pickle
 import socket
 import threading
@@ -12,10 +13,13 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
 from longleaf.config import EngineConfig, apply_environment, rank_environment
+from longleaf.errors import StartError
 from longleaf.step import RankSpec
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
+RANKS_PER_CPU = 8
+"""More processes on a CPU only wait for each other."""
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 
@@ -52,11 +56,16 @@ class LocalFleet:
         context = multiprocessing.get_context("spawn")
         variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
         node = socket.gethostname()
+        slots = RANKS_PER_CPU * (os.cpu_count() or 1)
+        if config.world_size > slots:
+            raise StartError(f"world size {config.world_size} needs as many slots, this machine has {slots}")
         for rank in range(config.world_size):
+            if self._is_stopping.is_set():
+                return
             spec = RankSpec(rank=rank, config=config, control_address=control_address, host=HOST, node=node)
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
-            self._processes.append(process)
             process.start()
+            self._processes.append(process)
 
     def _watch(self, on_death: OnDeath) -> None:
         alive = {process.sentinel: rank for rank, process in enumerate(self._processes)}

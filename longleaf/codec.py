@@ -114,7 +114,7 @@ def encode_generate(
     sampling: SamplingOptions,
 ) -> service_pb.GenerateRequest:
     """Raises InvalidArgument when a value does not fit its field."""
-    message = service_pb.GenerateRequest(context=context_name(context) if context else "")
+    message = service_pb.GenerateRequest(context=context_name(context) if context is not None else "")
     message.sampling.CopyFrom(encode_sampling(sampling))
     if use_chat_template is not None:
         message.use_chat_template = use_chat_template

@@ -13,6 +13,7 @@ MergeName = Literal["gather", "paper"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_PORT = 50051
+MAX_SECONDS = 1e6
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicate_below: int = 64
     """Prompts shorter than this are read as replicated rows: every rank computes them."""
     kv_bytes: int | None = None
-    """Size of each rank's key/value pool; None takes 40 % of the free memory, shared by the ranks of a node."""
+    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the world size."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,9 +50,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     """Generations and ingests that wait; more are refused."""
 
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
+        return max(self.start_timeout, self.step_timeout + self.chunk_size * self.step_timeout_per_token)
+
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""
         limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}
+        limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
+        limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)

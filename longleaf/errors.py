@@ -10,7 +10,7 @@
     └── StartError           the service cannot start with these settings
         └── ModelRefused     this checkpoint cannot be served exactly
 
-`longleaf.codec` alone turns them into gRPC statuses and back.
+`longleaf.status` alone turns them into gRPC statuses and back.
 """
 
 

@@ -34,20 +34,8 @@ def coordinator_command(
         raise InvalidArgument("model", f"{config.model} is not a folder")
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
-    options: dict[str, object] = {
-        "model": config.model,
-        "world-size": config.world_size,
-        "host": host,
-        "port": port,
-        "launcher": launcher,
-        "ray-address": ray_address,
-        "merge": config.merge,
-        "chunk-size": config.chunk_size,
-        "block-size": config.block_size,
-        "kv-bytes": config.kv_bytes,
-        "dtype": config.dtype,
-        "threads-per-rank": config.threads_per_rank,
-    }
+    options: dict[str, object] = {"host": host, "port": port, "launcher": launcher, "ray-address": ray_address}
+    options |= {name.replace("_", "-"): getattr(config, name) for name in EngineConfig.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     return [sys.executable, "-P", "-m", "coordinator", *(f"--{name}={value}" for name, value in given.items())]

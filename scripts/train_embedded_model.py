@@ -19,13 +19,15 @@ CHECKPOINT_EVERY = 100
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up to 8."""
+    """What to train on at this step: easy and short first, then ln R ramped up to 8, longer last."""
     progress = step / steps
     log_copies = 8 * min(max((progress - 0.22) / 0.257, 0), 1)
     if progress < 0.29:
         templates = 1 if progress < 0.22 else len(TEMPLATES)
         return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies, 8.0)
-    return Phase(512, 8, 3, 5, 0.12, 0.6, len(TEMPLATES), log_copies, 8.0)
+    if progress < 0.906:
+        return Phase(512, 8, 3, 5, 0.12, 0.6, len(TEMPLATES), log_copies, 8.0)
+    return Phase(1536, 3, 6, 12, 0.1, 0.6, len(TEMPLATES), log_copies, 8.0)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

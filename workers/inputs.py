@@ -27,7 +27,6 @@ class Inputs:
     """Slot of each token's keys; the trash slot for tokens that another rank owns."""
     reads: dict[int | None, list[Read]]
     """What the rows read from this rank's pool, by window."""
-    num_rows: int
     sample_rows: tuple[int, ...] = ()
     """Rows whose logits are wanted, in the order of the plan."""
 
@@ -58,7 +57,6 @@ class InputBuilder:
             positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
             reads=self._reads([(work.path, queries)], past_row=(0, num_tokens * self._world_size)),
-            num_rows=num_tokens * self._world_size,
         )
 
     def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
@@ -82,7 +80,6 @@ class InputBuilder:
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
             reads=self._reads(queries),
-            num_rows=len(ids),
             sample_rows=tuple(sample_rows),
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from longleaf.config import DtypeName
@@ -73,14 +73,46 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
         raise ModelRefused(f"{folder} holds no config.json: not a model folder")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        module = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=hook.NAME, local_files_only=True
+        check_config(config)
+        loader: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+        module, report = loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=hook.NAME,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError) as error:
+    except ModelRefused:
+        raise
+    except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
+    check_causal(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return Model(module, preflight(module, device), device, module.dtype)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses what the hook cannot see: masks and position factors that transformers makes outside of attention."""
+    text = config.get_text_config()
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        raise ModelRefused("chunked attention is not supported yet")
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
+    if kinds & {"longrope", "dynamic"}:
+        raise ModelRefused("rotary factors that depend on the longest position are not supported yet")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ModelRefused("bidirectional attention is not causal")
+
+
+def check_causal(module: PreTrainedModel) -> None:
+    """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
+    for name, part in module.named_modules():
+        if getattr(part, "is_causal", True) is False:
+            raise ModelRefused(f"{type(module).__name__}: {name} is not causal")
 
 
 @torch.inference_mode()
@@ -101,8 +133,10 @@ def forward_checked(module: torch.nn.Module, step: hook.Handle, **inputs: Tensor
     """One forward with the step's handle; a model that refuses the handle is refused."""
     try:
         return module(**inputs, use_cache=False, step=step)
-    except TypeError as error:
-        raise ModelRefused(f"{type(module).__name__} does not pass the step on: {_first_line(error)}") from error
+    except ModelRefused:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"{type(module).__name__} cannot run with the hook: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -49,7 +49,10 @@ class Rank:
         config = self._config
         self._model = models.load(config.model, config.dtype, self._device)
         num_blocks = self._num_blocks(config.kv_bytes or default_kv_bytes(self._device, config.world_size))
-        pool = Pool(self._model.layers, num_blocks, config.block_size, self._model.dtype, self._device)
+        try:
+            pool = Pool(self._model.layers, num_blocks, config.block_size, self._model.dtype, self._device)
+        except RuntimeError as error:
+            raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
         self._pool = pool
         self._segments = Segments(self._spec.rank, config.block_size)
         windows = {layer.window for layer in self._model.layers.values()}
@@ -70,7 +73,7 @@ class Rank:
             store,
             epoch=join.epoch,
             device=self._device,
-            timeout=self._config.step_timeout,
+            timeout=self._config.longest_wait,
         )
         self.connect(self._comm)
 

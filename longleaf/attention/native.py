@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 from longleaf.config import cache_folder
 
 SOURCE = Path(__file__).with_name("decode.c")
-# fast-math lets the compiler reorder the sums of a dot product, without which it cannot vectorise them; the kernel
-# itself never meets an infinity, since it is called with at least one key and no mask
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
+# fast-math vectorises dot products and exponentials. It is for the compiler alone: a library that is also *linked* with
+# it flushes denormals to zero in the whole process that loads it.
+COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fPIC")
+LINK = ("-shared", "-fPIC")
 MAX_ROWS = 8
 """From here on torch's matrix products are as fast."""
 
@@ -36,7 +38,7 @@ class NativeDecode:
         """The kernel, compiled at the first call on this kind of processor; None where there is no C compiler."""
         try:
             return NativeDecode(build(cache_folder()))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             log.warning("no compiled decode kernel, torch's own is used instead (slower): %s", error)
             return None
 
@@ -64,15 +66,20 @@ def build(folder: Path) -> Path:
     Raises OSError or SubprocessError when there is no compiler or it fails.
     """
     processor = platform.machine() + "".join(sorted(set(_processor_features())))
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + processor.encode()).hexdigest()[:16]
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE + LINK).encode() + processor.encode()).hexdigest()[:16]
     library = folder / f"decode-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f"decode-{key}.{os.getpid()}.so"
-        command = ["cc", *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        fresh.replace(library)
+        with tempfile.TemporaryDirectory(dir=folder) as workplace:
+            compiled, linked = f"{workplace}/decode.o", f"{workplace}/decode.so"
+            _run("cc", *COMPILE, str(SOURCE), "-o", compiled)
+            _run("cc", *LINK, compiled, "-lm", "-o", linked)
+            os.replace(linked, library)
     return library
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 def _processor_features() -> list[str]:

@@ -47,16 +47,17 @@ def demo(
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """A SIGTERM unwinds like an interrupt, so that the service is ended on the way out."""
+    """A SIGTERM or a closed terminal unwinds like an interrupt, so that the service is ended on the way out."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Silent:

@@ -9,7 +9,7 @@ import typer
 
 from longleaf.client import Client
 from longleaf.commands.options import AsJson, Server, print_json
-from longleaf.errors import Unavailable
+from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.messages import Delta, Event, Finished, SamplingOptions
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
@@ -61,9 +61,16 @@ def generate(
     Example: longleaf generate --prompt "Once upon a time" --max-tokens 50 --temperature 0.8
     """
     options = _sampling(max_tokens, temperature, top_k, top_p, seed, stop, ignore_end_token)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_input() if prompt == "-" else prompt
     with Client(server) as client:
         show(client.generate(text, use_chat_template=False if raw else None, **options), as_json)
+
+
+def _read_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument("prompt", f"standard input is not UTF-8 at byte {error.start}") from None
 
 
 def _sampling(

@@ -74,10 +74,14 @@ def test_generate_streams_text_and_repeats_with_a_seed(served: Served):
 
 
 def test_people_get_tables(served: Served, book):
-    for command in (("cluster",), ("contexts", "list"), ("contexts", "show", "book")):
+    for command, words in (
+        (("cluster",), ("rank", "pid", "cpu")),
+        (("contexts", "list"), ("book", "1,204")),
+        (("contexts", "show", "book"), ("book", "rank")),
+    ):
         found = served.run(*command)
         assert found.returncode == 0, found.stderr
-        assert "rank" in found.stdout.lower() or "book" in found.stdout
+        assert all(word in found.stdout.lower() for word in words), found.stdout
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_people_get_tables(served: Served, book):
         (("contexts", "show", "nobody"), "contexts/nobody"),
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("generate", "--prompt", ""), "prompt is empty"),
+        (("ask", "", "Who?"), "contexts/"),
         (("generate", "--prompt", "x", "--max-tokens", "9000"), "8192"),
         (("generate", "--prompt", "x" * 40_000), "8192"),
         (("ingest", "/nowhere/at/all", "--name", "x"), "/nowhere/at/all"),

@@ -48,7 +48,7 @@ def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path):
     os.kill(service.rank_pids()[1], signal.SIGSTOP)
     _, errors = stream.communicate(timeout=90)
     assert stream.returncode == 1
-    assert "rank" in errors
+    assert "took longer than its 3 seconds" in errors
     assert service.process.wait(timeout=60) not in (0, 2)
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
@@ -75,6 +75,21 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
         ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     ).save_pretrained(tmp_path)
     assert "causal" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+
+
+@pytest.mark.parametrize("kind", ["encoder", "headless", "broken"])
+def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str):
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    make_checkpoint(tmp_path, "llama")
+    if kind == "encoder":
+        BertModel(BertConfig(vocab_size=512, **small)).save_pretrained(tmp_path)
+    elif kind == "headless":
+        LlamaModel(LlamaConfig(vocab_size=512, **small)).save_pretrained(tmp_path)
+    else:
+        (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert "error: " in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 
 def test_a_taken_port_is_said(served: Served, checkpoint: Path):

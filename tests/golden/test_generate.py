@@ -103,8 +103,10 @@ async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_
     await check_row(goldens(family), world_size, merge, chunk_size, history)
 
 
-@pytest.mark.parametrize("family", FACTORS["family"])
-async def test_last_logits_are_within_1e_4(goldens, family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "world_size", "merge"), [(f, 3, "gather") for f in FACTORS["family"]] + [("llama", 4, "paper")]
+)
+async def test_last_logits_are_within_1e_4(goldens, family, world_size, merge, monkeypatch):
     golden, seen = goldens(family), []
 
     def spy(logits_V, sampling, token_index):
@@ -112,7 +114,7 @@ async def test_last_logits_are_within_1e_4(goldens, family, monkeypatch):
         return int(logits_V.argmax())
 
     monkeypatch.setattr(rank_module, "sample", spy)
-    async with running(config_for(golden.folder, world_size=3, chunk_size=500)) as engine:
+    async with running(config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=500)) as engine:
         await answer(engine, golden.prompt)
     torch.testing.assert_close(seen[0], golden.logits_V, atol=1e-4, rtol=0)
 
@@ -175,5 +177,5 @@ def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
     from workers import model
 
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused):
+    with pytest.raises(ModelRefused, match="0 of 2 layers"):
         model.load(str(tmp_path), "float32", "cpu")

@@ -141,3 +141,9 @@ def test_without_a_compiler_torchs_kernel_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert NativeDecode.load() is None
+
+
+def test_loading_the_compiled_kernel_leaves_denormals_alone():
+    tiny = torch.tensor([1e-40])
+    assert NativeDecode.load() is not None
+    assert (tiny + tiny).item() > 0
