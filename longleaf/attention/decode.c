@@ -4,14 +4,19 @@
    keys. Here every block of keys and values is read once into the first-level cache and used by all rows.
 
    Shapes: q [heads, rows, dim], out the same, lse [heads, rows], all contiguous; keys and values [heads, num_keys, dim]
-   with `head_stride` floats between heads. num_keys >= 1. lse is the natural log of the sum of exponentials. */
+   with `head_stride` floats between heads. num_keys >= 1, rows <= MAX_ROWS. lse is the natural log of the sum of
+   exponentials. */
 
 #include <float.h>
 #include <math.h>
 #include <string.h>
 
-#define BLOCK 64
-#define MAX_ROWS 16
+/* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
+#define BLOCK 32
+#define MAX_ROWS 8
+/* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
+   Left alone they would reach the exponential's slow path, and denormal numbers, a hundred times slower than others. */
+#define NEGLIGIBLE -60.0f
 
 static inline __attribute__((always_inline)) void head(
     const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
@@ -39,7 +44,8 @@ static inline __attribute__((always_inline)) void head(
                 top = score[r][j] > top ? score[r][j] : top;
             const float fade = expf(peak[r] - top);
             for (long j = 0; j < count; j++) {
-                score[r][j] = expf(score[r][j] - top);
+                const float below = score[r][j] - top;
+                score[r][j] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
                 total += score[r][j];
             }
             sum[r] = sum[r] * fade + total;
