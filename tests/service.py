@@ -14,9 +14,10 @@ from coordinator import events
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
+from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
-from longleaf.messages import Cluster, ModelInfo
+from longleaf.messages import Cluster, Delta, Event, Finished, ModelInfo
 
 END = "<|end|>"
 TEMPLATE = (
@@ -158,3 +159,29 @@ async def serving(engine: FakeEngine, folder: Path) -> AsyncIterator[tuple[Serve
         yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+class Served:
+    """A running service, its engine, and a client of it."""
+
+    def __init__(self, engine: FakeEngine, server: Server, address: str, client: AsyncClient) -> None:
+        self.engine, self.server, self.address, self.client = engine, server, address, client
+
+
+TEXT = "Grüße, 世界! 🦙 e\u0301"
+BYTES = byte_tokenizer()
+
+
+def ids(text: str) -> tuple[int, ...]:
+    """Ids of `text` in the served model's tokenizer."""
+    return tuple(BYTES.encode(text).ids)
+
+
+async def collect(answer: AsyncIterator[Event]) -> tuple[str, Finished]:
+    """The text of a generation, and its end."""
+    text, last = "", None
+    async for event in answer:
+        text += event.text if isinstance(event, Delta) else ""
+        last = event
+    assert isinstance(last, Finished)
+    return text, last

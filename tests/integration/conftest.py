@@ -1,0 +1,23 @@
+"""The service over real sockets, on an engine that says what it is told."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from longleaf.client import AsyncClient
+from tests.service import FakeEngine, Served, serving
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Served]:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path / "model") as (server, address), AsyncClient(address) as client:
+        yield Served(engine, server, address, client)
+
+
+@pytest.fixture
+async def channel(service: Served) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        yield channel

@@ -1,0 +1,151 @@
+"""Generations over real sockets, on an engine that says what it is told."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.tokenizer import Tokenizer
+from longleaf.errors import (
+    InvalidArgument,
+)
+from longleaf.messages import Delta, Finished, Started, Usage
+from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.service import BYTES, TEXT, Served, collect, ids
+
+
+async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
+    service.engine.answer = tuple((token_id,) for token_id in ids(TEXT))
+    events = [event async for event in service.client.generate("hello", max_tokens=99)]
+    assert isinstance(events[0], Started)
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert "\ufffd" not in TEXT
+    assert tuple(i for delta in deltas for i in delta.token_ids) == ids(TEXT)
+    starts = [sum(len(other.token_ids) for other in deltas[:n]) for n in range(len(deltas))]
+    assert [delta.index for delta in deltas] == starts
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.reason, finished.usage.completion_tokens) == ("length", len(ids(TEXT)))
+    assert finished.timings.first_token_seconds == 1.5
+
+
+async def test_a_prompt_goes_through_the_chat_template(service: Served) -> None:
+    await collect(service.client.generate("<|end|>"))
+    prompt = service.engine.prompts[0]
+    begin, user, model = (BYTES.token_to_id(name) for name in ("<|begin|>", "<|user|>", "<|model|>"))
+    plain = tuple(BYTES.token_to_id(c) for c in "<|end|>")
+    assert prompt.token_ids == (begin, user, *plain, model)
+    assert prompt.end_tokens == {BYTES.token_to_id("<|end|>")}
+
+
+async def test_sampling_arrives_and_defaults_are_filled_in(service: Served) -> None:
+    await collect(service.client.generate([1, 2], temperature=0.5, top_k=7, seed=2**64 - 1, stop=["a", "b"]))
+    await collect(service.client.generate([1, 2]))
+    given, default = (prompt.sampling for prompt in service.engine.prompts)
+    assert (given.temperature, given.top_k, given.seed, given.stop) == (0.5, 7, 2**64 - 1, ("a", "b"))
+    assert (default.temperature, default.top_p, default.max_tokens, default.stop) == (0.0, 1.0, 128, ())
+    assert service.engine.prompts[0].token_ids == (1, 2)
+
+
+async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Served) -> None:
+    service.engine.answer = tuple((token_id,) for token_id in ids("one END two"))
+    service.engine.is_endless = True
+    text, finished = await collect(service.client.generate("x", stop=["END"]))
+    assert text == "one "
+    assert (finished.reason, finished.matched_stop) == ("stop", "END")
+    assert finished.usage == Usage(finished.usage.prompt_tokens, 0, len(ids("one END")))
+    await service.engine.streams[0].closed.wait()
+
+
+async def test_the_end_token_counts_but_shows_nothing(service: Served) -> None:
+    end = BYTES.token_to_id("<|end|>")
+    service.engine.answer, service.engine.reason = ((*ids("ok"), end),), "end_token"
+    events = [event async for event in service.client.generate("x")]
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert "".join(delta.text for delta in deltas) == "ok"
+    assert sum(len(delta.token_ids) for delta in deltas) == 3
+
+
+async def test_leaving_an_answer_closes_the_engines_stream(service: Served) -> None:
+    service.engine.answer, service.engine.is_endless = (ids("a"),), True
+    async with aclosing(service.client.generate("x")) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+    await service.engine.streams[0].closed.wait()
+
+
+async def test_a_client_that_vanishes_while_nothing_comes_closes_the_stream(service: Served) -> None:
+    service.engine.is_endless = True
+    reading = asyncio.create_task(collect(service.client.generate("x")))
+    await service.engine.opened.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await service.engine.streams[0].closed.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": -1.0}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_k": -1}, "sampling.top_k"),
+        ({"max_tokens": 0}, "sampling.max_token_count"),
+        ({"max_tokens": 2**40}, "sampling.max_token_count"),
+        ({"seed": -1}, "sampling.seed"),
+        ({"stop": [""]}, "sampling.stop"),
+        ({"stop": ["x"] * 17}, "sampling.stop"),
+    ],
+)
+async def test_wrong_sampling_names_its_field(service: Served, options: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await collect(service.client.generate("x", **options))
+    assert caught.value.field == field
+    assert not service.engine.prompts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "field"),
+    [
+        ("", None, "text"),
+        ("", "moby", "text"),
+        ([], None, "token_ids"),
+        ([1, 10**6], None, "token_ids.ids[1]"),
+        ([-1], None, "token_ids.ids[0]"),
+        ([2**40], None, "token_ids"),
+        ("x", "Not A Name", "context"),
+        ("\ud800", None, "text"),
+        ("x", "\ud800", "context"),
+    ],
+)
+async def test_wrong_input_names_its_field(service: Served, prompt: Any, context: str | None, field: str) -> None:
+    service.engine.contexts["moby"] = [1]
+    with pytest.raises(InvalidArgument) as caught:
+        await collect(service.client.generate(prompt, context=context))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("context", [None, "moby"])
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    service: Served, context: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "prompt_ids", None)
+    monkeypatch.setattr(Tokenizer, "question_ids", None)
+    service.engine.contexts["moby"] = [1] * 96
+    with pytest.raises(InvalidArgument, match="bytes cannot fit") as caught:
+        await collect(service.client.generate("a" * (1 << 20), context=context))
+    assert caught.value.field == "text"
+    assert ("96 of them taken" in str(caught.value)) == (context is not None)
+    assert not service.engine.prompts
+
+
+async def test_a_request_without_input_is_refused(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await GenerationServiceStub(channel).Generate(service_pb.GenerateRequest()).read()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
