@@ -8,6 +8,7 @@ from typing import Protocol
 
 from coordinator import events
 from coordinator.text import Piece, TextStream
+from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import finished_of
 from longleaf.errors import InvalidArgument, Unavailable
@@ -24,7 +25,7 @@ class EventStream(Protocol):
         ...
 
 
-class Submitter(Protocol):
+class Submitter(Capacity, Protocol):
     """The engine, as generations see it."""
 
     def submit(self, prompt: events.Prompt) -> EventStream:
@@ -46,6 +47,7 @@ class Generation:
         Raises InvalidArgument, NotFound, ResourceExhausted, Unavailable or WorkerLost.
         """
         answer = _Answer(self._tokenizer, request, self._clock)
+        self._check_size(request)
         token_ids = await asyncio.to_thread(self._prompt_ids, request)
         prompt = events.Prompt(
             context=request.context,
@@ -60,6 +62,13 @@ class Generation:
                 if answer.is_finished:
                     return
         raise Unavailable("the engine ended the stream before the answer's end")
+
+    def _check_size(self, request: Generate) -> None:
+        """Raises InvalidArgument for a text that cannot fit, and NotFound for a context that is not there."""
+        held = self._engine.get_context(request.context).tokens if request.context is not None else 0
+        if isinstance(request.input, str):
+            limit = TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+            limit.check("text", len(request.input.encode()))
 
     def _prompt_ids(self, request: Generate) -> Sequence[int]:
         if not isinstance(request.input, str):

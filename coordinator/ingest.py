@@ -9,6 +9,7 @@ from typing import Protocol
 
 from coordinator import events
 from coordinator.generation import EventStream, check_ids
+from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import context_of
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
@@ -18,25 +19,11 @@ REPORT_BYTES = 1 << 18
 """Received bytes between two reports."""
 
 
-class Ingester(Protocol):
+class Ingester(Capacity, Protocol):
     """The engine, as ingests see it."""
-
-    @property
-    def max_positions(self) -> int:
-        """Tokens of context that the model was made for."""
-        ...
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens that the pools of all ranks hold."""
-        ...
 
     def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
-        ...
-
-    def get_context(self, context_id: str) -> events.ContextView:
-        """Raises NotFound."""
         ...
 
 
@@ -72,10 +59,10 @@ class Ingest:
             async for report in reports:
                 yield report
 
-    def _limit(self, header: IngestHeader) -> "Limit":
+    def _limit(self, header: IngestHeader) -> TextLimit:
         """What the document may be at most. Raises NotFound or AlreadyExists, before a long text is sent in vain."""
         try:
-            view = self._engine.get_context(header.context)
+            held = self._engine.get_context(header.context).tokens
         except NotFound:
             if header.append:
                 raise
@@ -83,8 +70,7 @@ class Ingest:
         else:
             if not header.append:
                 raise AlreadyExists(f"contexts/{header.context}")
-            held = view.tokens
-        return Limit(self._engine.max_positions, self._engine.total_tokens, held, self._tokenizer.max_bytes_per_token)
+        return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
 
     def _token_ids(self, document: "Document", is_first: bool) -> Sequence[int]:
         if document.token_ids:
@@ -120,29 +106,10 @@ class Ingest:
         )
 
 
-class Limit:
-    """The most bytes that can possibly fit: what is over is refused before it is read, let alone tokenised."""
-
-    def __init__(self, max_positions: int, total_tokens: int, held: int, max_bytes_per_token: int | None) -> None:
-        self.num_tokens = max(0, min(max_positions, total_tokens) - held)
-        what = "the model's context" if max_positions <= total_tokens else "the pools of all ranks"
-        self.name = f"{min(max_positions, total_tokens)} tokens of {what}"
-        if held:
-            self.name += f", {held} of them taken"
-        self.num_bytes = None if max_bytes_per_token is None else self.num_tokens * max_bytes_per_token
-
-    def check(self, field: str, num_bytes: int) -> None:
-        """Raises InvalidArgument naming `field` when so many bytes cannot fit."""
-        if self.num_bytes is not None and num_bytes > self.num_bytes:
-            raise InvalidArgument(
-                field, f"{num_bytes} bytes cannot fit: at most {self.num_bytes} bytes make the {self.name}"
-            )
-
-
 class Document:
     """A document that arrives in pieces."""
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: TextLimit) -> None:
         self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._texts: list[str] = []

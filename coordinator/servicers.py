@@ -103,7 +103,7 @@ class ContextServicer(ContextServiceServicer):
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = _decode_page_token(request.page_token)
-        views = sorted((view for view in self._contexts.list_contexts() if view.id > after), key=lambda view: view.id)
+        views = [view for view in self._contexts.list_contexts() if view.id > after]
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
