@@ -14,12 +14,18 @@ from longleaf.client.aio import OnProgress
 from longleaf.commands.ingest import progress_bar
 from longleaf.commands.options import AsJson, human_bytes, print_json
 from longleaf.config import Launcher
-from longleaf.demo.run import DemoSettings, Question, Report, run
+from longleaf.demo.run import DEFAULT_TOKENS, DemoSettings, Question, Report, run
 from longleaf.messages import IngestProgress
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(help="Length of the document, in tokens of the embedded model.")] = 16000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of the document, in tokens of the embedded model (bytes).",
+            show_default=f"{DEFAULT_TOKENS}, or the whole --file",
+        ),
+    ] = None,
     world_size: Annotated[int, typer.Option(help="Number of ranks (worker processes).")] = 4,
     seed: Annotated[int, typer.Option(help="Chooses the document and the facts.")] = 0,
     file: Annotated[Path | None, typer.Option(help="Plant the facts in this text.", show_default="built-in")] = None,

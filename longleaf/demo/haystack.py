@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -82,9 +83,16 @@ def library_text(rng: random.Random, size: int, split: Split = "all") -> str:
     raise AssertionError("library_texts never ends")
 
 
-def line_starts(text: str) -> list[int]:
-    """Character offsets where a line begins, the text's own beginning included."""
-    return [0, *(i + 1 for i, character in enumerate(text) if character == "\n")]
+def places(text: str, count: int) -> list[int]:
+    """Character offsets where a sentence may stand, the text's own beginning included.
+
+    Beginnings of lines; where the text has fewer than `count`, of words as well; at last, any place.
+    """
+    for pattern in (r"(?<=\n)", r"(?<=\s)(?=\S)"):
+        found = [0, *(match.start() for match in re.finditer(pattern, text))]
+        if len(found) > count:
+            return found
+    return list(range(len(text) + 1))
 
 
 def spread(rng: random.Random, starts: Sequence[int], count: int) -> list[int]:
@@ -95,11 +103,12 @@ def spread(rng: random.Random, starts: Sequence[int], count: int) -> list[int]:
 
 def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
     """The text with each sentence, in the given order, as a line of its own; depths are spread over the whole text."""
-    places = spread(rng, line_starts(text), len(sentences)) if sentences else []
     parts: list[str] = []
     last = 0
-    for place, sentence in zip(places, sentences, strict=True):
-        parts += [text[last:place], sentence, "\n"]
+    chosen = spread(rng, places(text, len(sentences)), len(sentences)) if sentences else []
+    for place, sentence in zip(chosen, sentences, strict=True):
+        before = text[last:place]
+        parts += [before, "" if text[place - 1 : place] in ("", "\n") else "\n", sentence, "\n"]
         last = place
     return "".join([*parts, text[last:]])
 

@@ -15,7 +15,7 @@ import msgspec
 from longleaf.client import Client
 from longleaf.config import EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
-from longleaf.demo.haystack import Haystack, distinct_facts, make_haystack, plant
+from longleaf.demo.haystack import Haystack, cut, distinct_facts, make_haystack, plant
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster, Context, Delta, Finished, IngestProgress
@@ -25,22 +25,26 @@ NUM_FACTS = 5
 MAX_ANSWER_TOKENS = 96
 PASS_ACCURACY = 0.8
 MIN_TOKENS = 1000
+DEFAULT_TOKENS = 16000
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `file` is a text to plant the facts in, instead of the Python library's sources."""
+    """What to run. `file` is a text to plant the facts in, instead of the Python library's sources.
+
+    `tokens` None: the whole file, or DEFAULT_TOKENS of the library.
+    """
 
     model: Path | None = None
     world_size: int = 4
     launcher: Launcher = "ray"
-    tokens: int = 16000
+    tokens: int | None = None
     seed: int = 0
     file: Path | None = None
     start_timeout: float = 300.0
 
     def check(self) -> None:
         """Raises InvalidArgument naming the option."""
-        if self.tokens < MIN_TOKENS:
+        if self.tokens is not None and self.tokens < MIN_TOKENS:
             raise InvalidArgument("tokens", f"{self.tokens} is less than {MIN_TOKENS}")
 
 
@@ -121,7 +125,7 @@ def count_ranks(number: int) -> str:
 def build(settings: DemoSettings) -> Haystack:
     """The document and its questions. Raises InvalidArgument for a file that is no text."""
     if settings.file is None:
-        return make_haystack(settings.seed, settings.tokens, facts=NUM_FACTS, absent=0)
+        return make_haystack(settings.seed, settings.tokens or DEFAULT_TOKENS, facts=NUM_FACTS, absent=0)
     try:
         text = settings.file.read_text(encoding="utf-8")
     except OSError as error:
@@ -130,6 +134,8 @@ def build(settings: DemoSettings) -> Haystack:
         raise InvalidArgument("file", f"{settings.file} is not UTF-8 at byte {error.start}") from error
     rng = random.Random(settings.seed)
     facts = distinct_facts(rng, NUM_FACTS)
+    if settings.tokens is not None:
+        text = cut(text, settings.tokens)
     planted = plant(rng, text, [fact.sentence for fact in facts])
     data = planted.encode()
     return Haystack(planted, tuple(facts), tuple(data.index(fact.sentence.encode()) for fact in facts), ())

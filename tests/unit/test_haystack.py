@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.demo.facts import HELD_OUT_WORDS, TRAIN_WORDS, Fact, absent_fact, held_out_fact, is_correct
-from longleaf.demo.haystack import DISTRACTOR_EVERY, cut, library_files, library_text, make_haystack, plant
+from longleaf.demo.haystack import (
+    DISTRACTOR_EVERY,
+    cut,
+    distinct_facts,
+    library_files,
+    library_text,
+    make_haystack,
+    plant,
+)
 
 
 @pytest.mark.parametrize("tokens", [2_000, 16_000, 100_000])
@@ -70,15 +78,24 @@ def test_cut_keeps_whole_characters(text: str, size: int) -> None:
 
 
 @settings(max_examples=100)
-@given(text=st.text(min_size=1), count=st.integers(0, 5), seed=st.integers(0, 1000))
+@given(text=st.text(), count=st.integers(0, 5), seed=st.integers(0, 1000))
 def test_planting_only_adds_whole_lines(text: str, count: int, seed: int) -> None:
     rng = random.Random(seed)
     sentences = [held_out_fact(rng).sentence for _ in range(count)]
     planted = plant(rng, text, sentences)
     for sentence in sentences:
-        assert sentence + "\n" in planted
+        assert sentence in planted.split("\n")
         planted = planted.replace(sentence + "\n", "", 1)
-    assert planted == text
+    assert planted.replace("\n", "") == text.replace("\n", "")
+
+
+@pytest.mark.parametrize("text", ["word " * 2000, "x" * 10_000, "one line\n" * 1000])
+def test_facts_are_spread_whatever_the_text_is_made_of(text: str) -> None:
+    rng = random.Random(0)
+    sentences = [fact.sentence for fact in distinct_facts(rng, 5)]
+    planted = plant(rng, text, sentences)
+    depths = [planted.index(sentence) / len(planted) for sentence in sentences]
+    assert all(i / 5 - 0.05 < depth < (i + 1) / 5 + 0.05 for i, depth in enumerate(depths))
 
 
 @pytest.mark.parametrize(
