@@ -3,7 +3,8 @@
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
 The composition root: the one place that knows both roles, and that hands the fleet its worker class.
-Prints `listening on HOST:PORT` once requests are welcome. Exit code 2: the settings cannot work; 1: the service failed.
+Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome.
+Exit code 2: the settings cannot work; 1: the service failed.
 """
 
 import argparse
@@ -55,7 +56,9 @@ def parse(arguments: list[str]) -> ServiceConfig:
 
 
 def announce(config: ServiceConfig, port: int) -> None:
-    print(f"listening on {config.host}:{port}", flush=True)
+    address = f"{config.host}:{port}"
+    told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"listening on {address}"
+    print(told, flush=True)
 
 
 def report(outcome: Outcome) -> int:

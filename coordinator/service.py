@@ -30,6 +30,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher: Launcher = "ray"
     ray_address: str | None = None
     """A Ray cluster to join; None starts one."""
+    as_json: bool = False
+    """Tell the address as a JSON object instead of a line for people."""
 
 
 class HostedFleet(Fleet, Protocol):

@@ -26,7 +26,13 @@ SHOWN_LINES = 5
 
 
 def coordinator_command(
-    config: EngineConfig, *, host: str, port: int, launcher: Launcher, ray_address: str | None = None
+    config: EngineConfig,
+    *,
+    host: str,
+    port: int,
+    launcher: Launcher,
+    ray_address: str | None = None,
+    as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
     config.check()
@@ -34,7 +40,8 @@ def coordinator_command(
         raise InvalidArgument("model", f"{config.model} is not a folder")
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
-    options: dict[str, object] = {"host": host, "port": port, "launcher": launcher, "ray-address": ray_address}
+    options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
+    options |= {"ray-address": ray_address, "as-json": as_json or None}
     options |= {name.replace("_", "-"): getattr(config, name) for name in EngineConfig.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from longleaf.commands.options import AsJson
 from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeName, embedded_model
 from longleaf.launch import coordinator_command
 
@@ -36,10 +37,11 @@ def serve(
     step_timeout: Annotated[
         float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")
     ] = _DEFAULTS.step_timeout,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a model until interrupted.
 
-    Prints `listening on HOST:PORT` once it is ready.
+    Prints `listening on HOST:PORT` once it is ready; with --json, {"address": "HOST:PORT"}.
 
     Example: longleaf serve --model ./Qwen3-0.6B --world-size 4
     """
@@ -54,6 +56,8 @@ def serve(
         threads_per_rank=threads,
         step_timeout=step_timeout,
     )
-    command = coordinator_command(config, host=host, port=port, launcher=launcher, ray_address=ray_address)
+    command = coordinator_command(
+        config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json
+    )
     sys.stdout.flush()
     os.execv(command[0], command)

@@ -35,6 +35,9 @@ class Served:
             if line.startswith("listening on "):
                 self.address = line.removeprefix("listening on ").strip()
                 return
+            if line.startswith("{"):
+                self.address = json.loads(line)["address"]
+                return
         raise AssertionError(f"exit code {self.process.wait()}: {self.output}")
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -77,6 +80,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(checkpoint: Path) -> Iterator[Served]:
     """One service of two ranks for all tests that do not hurt it."""
     os.environ.setdefault("COLUMNS", "100")
-    service = Served("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
+    service = Served(
+        "--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--json"
+    )
     yield service
     assert service.stop() == 0

@@ -1,6 +1,9 @@
 """The commands of the README against a real service of two ranks."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,17 @@ def test_contexts_are_listed_shown_and_deleted(served: Served, book):
     assert shown["tokens"] == sum(share["tokens"] for share in shown["shares"])
     assert all(share["tokens"] > 0 for share in shown["shares"])
     assert served.run("contexts", "delete", "book").returncode == 0
+    assert served.json("contexts", "list")["contexts"] == []
+
+
+def test_the_example_runs(served: Served, tmp_path: Path):
+    book, example = tmp_path / "book.txt", Path(__file__).parents[2] / "examples" / "ask.py"
+    book.write_text(TEXT, encoding="utf-8")
+    command = [sys.executable, str(example), str(book), "Who wrote?", "And what?"]
+    environment = os.environ | {"LONGLEAF_SERVER": served.address}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("of the prompt were held]") == 2
     assert served.json("contexts", "list")["contexts"] == []
 
 

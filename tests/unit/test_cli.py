@@ -204,10 +204,11 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
     from coordinator.__main__ import parse
 
     config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
-    command = coordinator_command(config, host="::1", port=5, launcher="local", ray_address="auto")
+    command = coordinator_command(config, host="::1", port=5, launcher="local", ray_address="auto", as_json=True)
     parsed = parse(command[4:])
     assert parsed.engine == config
     assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "local", "auto")
+    assert parsed.as_json
 
 
 @pytest.mark.parametrize(
