@@ -20,7 +20,7 @@ WARM_UP = 2048
 
 
 def main() -> None:
-    arguments = parse(__doc__, contexts=(4000, 16000), tokens=0, repeats=3)
+    arguments = parse(__doc__, contexts=(4000, 8000, 16000), tokens=0, repeats=3)
     rows: list[dict[str, object]] = []
     for name in filter(is_there, arguments.models):
         with subject(name) as measured:

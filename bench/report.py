@@ -12,7 +12,13 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 BENCHES = ("decode", "ingest")
-TARGETS = {("decode", 8000): 1.5, ("decode", 64000): 3.0, ("ingest", 4000): 0.9, ("ingest", 16000): 0.9}
+TARGETS = {
+    ("decode", 8000): 1.5,
+    ("decode", 64000): 3.0,
+    ("ingest", 4000): 0.9,
+    ("ingest", 8000): 0.9,
+    ("ingest", 16000): 0.9,
+}
 """Smallest ratio wanted for the random Llama."""
 
 WHAT = {
@@ -49,7 +55,7 @@ def page(found: dict[str, list[Row]]) -> str:
     """The results as markdown."""
     lines = ["# Results", "", "Written by `python -m bench.report`; the rows are in the JSON files beside this page."]
     lines += ["Service (world size 1, over gRPC) and transformers take turns on one thread each; medians."]
-    lines += ["`load` is the machine's load average in the end: above 1, other work ran beside.", ""]
+    lines += ["`load` is the machine's load average in the end: well above 1, other work ran beside.", ""]
     for name, rows in found.items():
         lines += [f"## {name}", "", WHAT[name], "", *table(rows), ""]
         lines += [f"- {text}" for text in sorted({machine(row) for row in rows})] + [""]
