@@ -23,7 +23,7 @@ help: ## Show this text
 	@echo "  make demo TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\""
 
 demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answers
-	$(BIN)/longleaf demo $(ARGS)
+	@$(BIN)/longleaf demo $(ARGS)
 
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 	$(BIN)/python -m pytest $(ARGS)

@@ -7,9 +7,16 @@ Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are 
 Exit code 2: the settings cannot work; 1: the service failed.
 """
 
+import os
+import signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+if __name__ == "__main__":
+    for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
+        signal.signal(_number, lambda *_: os._exit(0))
+
 import argparse
 import asyncio
-import signal
 import sys
 import threading
 from contextlib import suppress
@@ -29,7 +36,6 @@ from workers.actor import WorkerActor
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +109,6 @@ def _ray() -> Any:
 
 def serve_on_ray(config: ServiceConfig) -> Outcome:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
-    connection = connect(config.ray_address, config.engine.world_size)
     stop = threading.Event()
 
     def on_signal(*_: object) -> None:
@@ -111,8 +116,9 @@ def serve_on_ray(config: ServiceConfig) -> Outcome:
 
     for number in SIGNALS:
         signal.signal(number, on_signal)
+    connection = connect(config.ray_address, config.engine.world_size)
     try:
-        return _serve_actor(config, stop)
+        return Outcome() if stop.is_set() else _serve_actor(config, stop)
     finally:
         connection.close()
 

@@ -239,10 +239,14 @@ class Engine:
         for job_id in list(self._streams):
             self._close_stream(job_id, error)
 
-    async def close(self) -> None:
-        """Ends every stream with Unavailable and tells the ranks to leave."""
-        self._is_closing = True
+    def end_streams(self) -> None:
+        """Ends every stream with Unavailable, or with what ended the service, and refuses what comes later."""
         self._fail(self._failure or Unavailable("the service is stopping"))
+
+    async def close(self) -> None:
+        """Ends every stream and tells the ranks to leave."""
+        self._is_closing = True
+        self.end_streams()
         if self._loop_task is not None and self._loop_task is not asyncio.current_task():
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError, Exception):

@@ -3,19 +3,21 @@
 import asyncio
 import logging
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from longleaf.config import EngineConfig, apply_environment, rank_environment, ray_environment
+from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment, ray_environment
 from longleaf.errors import StartError
 from longleaf.step import RankSpec
 
 OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
+ANSWER_SECONDS = 10.0
 NODE_DIGITS = 12
 """Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
 
@@ -49,9 +51,11 @@ def connect(address: str | None, world_size: int) -> Connection:
     Raises StartError when the cluster cannot be reached.
     """
     apply_environment(ray_environment())
+    _check_answers(address)
     directory = None
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if address is None:
+        check_slots_here(world_size)
         # Loopback only, and a short path: the sockets of Ray lie in it, and their names have a limit.
         directory = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
         settings |= {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
@@ -61,6 +65,17 @@ def connect(address: str | None, world_size: int) -> Connection:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error
     return Connection(directory)
+
+
+def _check_answers(address: str | None) -> None:
+    """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # started here, or found by Ray (`auto`, `local`)
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise StartError(f"ray_address: no Ray cluster answers at {address}: {error}") from error
 
 
 class RayFleet:

@@ -2,28 +2,38 @@
 
 import asyncio
 import multiprocessing
-import os
 import pickle
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
-from longleaf.config import EngineConfig, apply_environment, rank_environment
-from longleaf.errors import StartError
+from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.step import RankSpec
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
-RANKS_PER_CPU = 8
-"""More processes on a CPU only wait for each other."""
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 
 OnDeath = Callable[[int, str], None]
+
+
+@contextmanager
+def _interrupts_blocked() -> Generator[None, None, None]:
+    """A process started in here never sees SIGINT: Ctrl-C reaches the whole terminal, also while it imports."""
+    resource_tracker.ensure_running()  # starting it would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _enter(variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
@@ -56,15 +66,14 @@ class LocalFleet:
         context = multiprocessing.get_context("spawn")
         variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
         node = socket.gethostname()
-        slots = RANKS_PER_CPU * (os.cpu_count() or 1)
-        if config.world_size > slots:
-            raise StartError(f"world size {config.world_size} needs as many slots, this machine has {slots}")
+        check_slots_here(config.world_size)
         for rank in range(config.world_size):
             if self._is_stopping.is_set():
                 return
             spec = RankSpec(rank=rank, config=config, control_address=control_address, host=HOST, node=node)
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
-            process.start()
+            with _interrupts_blocked():
+                process.start()
             self._processes.append(process)
 
     def _watch(self, on_death: OnDeath) -> None:

@@ -41,6 +41,19 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def check_address(host: str, port: int) -> None:
+    """Raises StartError with the reason when nobody could listen on `host`:`port`; gRPC only writes it to the log."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise StartError(f"cannot listen on {_address(host, port)}: {reason}") from error
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
     """All that the services ask of the engine."""
 
@@ -71,16 +84,11 @@ class Server:
 
         Raises StartError when the address cannot be had.
         """
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        check_address(host, port)
         try:
-            # Tried here first, for a reason in words: gRPC only writes it to the log.
-            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-            bound = self._server.add_insecure_port(address)
-        except OSError as error:
-            reason = str(error.strerror).partition(" (while")[0]
-            raise StartError(f"cannot listen on {address}: {reason}") from error
+            bound = self._server.add_insecure_port(_address(host, port))
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
+            raise StartError(f"cannot listen on {_address(host, port)}: port {port} was taken just now") from error
         await self._server.start()
         await self.set_serving(True)
         return bound

@@ -8,7 +8,7 @@ import msgspec
 
 from coordinator.control import Control
 from coordinator.engine import Engine
-from coordinator.server import Server
+from coordinator.server import Server, check_address
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
 from longleaf.config import EngineConfig, Launcher
@@ -55,6 +55,7 @@ class Service:
         """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
         config = self._config.engine
         config.check()
+        check_address(self._config.host, self._config.port)
         tokenizer = Tokenizer.load(Path(config.model))
         control = Control(config, self._fleet.host)
         # without a limit of its own the model is bounded by the pool alone
@@ -84,6 +85,8 @@ class Service:
 
     async def stop(self) -> None:
         """Tells open calls, then ranks, then reaps all processes."""
+        if self._engine is not None:
+            self._engine.end_streams()
         if self._server is not None:
             await self._server.stop(GRACE_SECONDS)
         if self._engine is not None:

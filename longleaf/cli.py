@@ -1,12 +1,14 @@
 """The `longleaf` command."""
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from longleaf.commands import contexts, demo, generate, ingest, serve
 from longleaf.commands.cluster import cluster
-from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
 app = typer.Typer(
     name="longleaf",
@@ -17,6 +19,23 @@ app = typer.Typer(
     "Try `longleaf demo`, or `longleaf serve` in one terminal and in another:\n\n"
     "`longleaf ingest book.txt --name book && longleaf ask book 'Who did it?'`",
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"longleaf {metadata.version('longleaf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options before the command's name."""
+
+
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(ingest.ingest)
@@ -24,6 +43,25 @@ app.command()(generate.ask)
 app.command()(generate.generate)
 app.add_typer(contexts.app, name="contexts")
 app.command()(cluster)
+
+
+OPTIONS = {
+    "sampling.max_token_count": "--max-tokens",
+    "sampling.temperature": "--temperature",
+    "sampling.top_k": "--top-k",
+    "sampling.top_p": "--top-p",
+    "sampling.seed": "--seed",
+    "sampling.stop": "--stop",
+    "threads_per_rank": "--threads",
+}
+"""What fields of requests and settings are called on the command line, where that is not their own name."""
+
+
+def describe(error: LongleafError) -> str:
+    """The error in the words of the command line."""
+    if isinstance(error, InvalidArgument) and error.field in OPTIONS:
+        return f"{OPTIONS[error.field]}: {error.description}"
+    return str(error)
 
 
 def exit_code(error: LongleafError) -> int:
@@ -36,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except LongleafError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {describe(error)}", file=sys.stderr)
         raise SystemExit(exit_code(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

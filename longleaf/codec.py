@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import get_args
+from typing import Any, get_args
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -73,15 +73,18 @@ def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
     values: Mapping[str, object] = options
     for name, value in values.items():
         if value is not None and name != "stop":
-            _set(message, _WIRE_NAMES.get(name, name), value)
+            _set(message, name, value)
     message.stop.extend(encodable(stop, "sampling.stop") for stop in options.get("stop") or ())
     return message
 
 
-def _set(message: generation_pb.SamplingParams, field: str, value: object) -> None:
+def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
+    field = _WIRE_NAMES.get(name, name)
     try:
         setattr(message, field, value)
     except (ValueError, TypeError) as error:
+        if isinstance(error, ValueError):
+            Sampling(**{name: value}).check()  # tells the limit
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
 
 

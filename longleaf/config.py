@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StartError
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["gather", "paper"]
@@ -14,6 +14,8 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_PORT = 50051
 MAX_SECONDS = 1e6
+RANKS_PER_CPU = 8
+"""More processes on a CPU only wait for each other."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_server() -> str:
     """Address that client commands use: LONGLEAF_SERVER, else the local default port."""
-    return os.environ.get("LONGLEAF_SERVER", f"localhost:{DEFAULT_PORT}")
+    return os.environ.get("LONGLEAF_SERVER") or f"localhost:{DEFAULT_PORT}"
 
 
 def embedded_model() -> Path:
@@ -82,6 +84,13 @@ def embedded_model() -> Path:
 def cache_folder() -> Path:
     """Where compiled kernels are kept between starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longleaf"
+
+
+def check_slots_here(world_size: int) -> None:
+    """Raises StartError when this machine is too small for so many ranks."""
+    slots = RANKS_PER_CPU * (os.cpu_count() or 1)
+    if world_size > slots:
+        raise StartError(f"world size {world_size} needs as many slots, this machine has {slots}")
 
 
 def ray_environment() -> dict[str, str]:

@@ -38,6 +38,10 @@ def coordinator_command(
     config.check()
     if not Path(config.model).is_dir():
         raise InvalidArgument("model", f"{config.model} is not a folder")
+    if not (Path(config.model) / "config.json").is_file():
+        raise InvalidArgument("model", f"{config.model} has no config.json")
+    if ray_address is not None and launcher != "ray":
+        raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}

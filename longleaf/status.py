@@ -177,7 +177,7 @@ def _decode_exhausted(status: status_pb2.Status) -> ResourceExhausted:
 def _decode_unavailable(status: status_pb2.Status, server: str) -> Unavailable:
     info = _find(status, error_details_pb2.ErrorInfo)
     if info is None:
-        return Unavailable(f"no server answers at {server} ({status.message})")
+        return Unavailable(f"the server at {server} does not answer ({status.message})")
     if info.reason == "WORKER_LOST":
         return WorkerLost(int(info.metadata["rank"]), info.metadata["reason"])
     return Unavailable(status.message)

@@ -27,6 +27,9 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"contexts": contexts})
         return
+    if not contexts:
+        print("no contexts; `longleaf ingest FILE --name NAME` makes one")
+        return
     table = Table("name", "tokens", "keys and values", "created", "updated")
     for context in contexts:
         times = (_date(context.created), _date(context.updated))

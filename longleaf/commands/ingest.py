@@ -14,6 +14,7 @@ from longleaf.client import Client
 from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, human_bytes, print_json
+from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestProgress
 
 
@@ -30,8 +31,13 @@ def ingest(
     """
     document = sys.stdin.buffer if file == "-" else Path(file)
     total = size_of(document)
-    with Client(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
-        context = client.ingest(name, document, append=append, on_progress=on_progress)
+    try:
+        with Client(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
+            context = client.ingest(name, document, append=append, on_progress=on_progress)
+    except InvalidArgument as error:
+        if error.field == "text":
+            raise InvalidArgument("standard input" if file == "-" else file, error.description) from None
+        raise
     if as_json:
         print_json(context)
     else:
@@ -65,8 +71,12 @@ def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[On
 
     try:
         yield show
+    except BaseException:
+        progress.live.transient = True  # an error is not told below a bar that stands still
+        raise
     finally:
-        progress.stop()
+        if progress.live.is_started:
+            progress.stop()
 
 
 def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:

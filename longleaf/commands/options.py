@@ -8,7 +8,14 @@ import typer
 from longleaf.config import default_server
 
 Server = Annotated[
-    str, typer.Option("--server", metavar="HOST:PORT", default_factory=default_server, help="The service to talk to.")
+    str,
+    typer.Option(
+        "--server",
+        metavar="HOST:PORT",
+        default_factory=default_server,
+        help="The service to talk to.",
+        show_default="LONGLEAF_SERVER, else localhost:50051",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 

@@ -59,5 +59,6 @@ def serve(
     command = coordinator_command(
         config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json
     )
-    sys.stdout.flush()
+    ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+    print(f"starting {ranks} ({launcher}) …", file=sys.stderr, flush=True)
     os.execv(command[0], command)

@@ -44,6 +44,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument naming the option."""
+        if self.world_size < 1:
+            raise InvalidArgument("world_size", f"{self.world_size} is less than 1")
         if self.tokens is not None and self.tokens < MIN_TOKENS:
             raise InvalidArgument("tokens", f"{self.tokens} is less than {MIN_TOKENS}")
 

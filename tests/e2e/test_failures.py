@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -119,6 +120,45 @@ def test_a_world_larger_than_the_cluster_is_refused(checkpoint: Path, ray_cluste
     address = ray.get_runtime_context().gcs_address
     errors = serve_fails("--model", str(checkpoint), "--world-size", "8", "--ray-address", address)
     assert f"world size 8 needs 8 slots, the cluster has {ray_cluster}" in errors
+
+
+def test_a_ray_that_does_not_answer_is_said_at_once(checkpoint: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    errors = serve_fails("--model", str(checkpoint), "--ray-address", f"127.0.0.1:{port}")
+    assert f"error: ray_address: no Ray cluster answers at 127.0.0.1:{port}" in errors
+    assert "does not use Ray" in serve_fails("--launcher", "local", "--ray-address", "auto")
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
+def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, launcher: str, seconds: float):
+    command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2", "--launcher", launcher]
+    process = subprocess.Popen(
+        [*command, "--kv-bytes", "8000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        process.wait(timeout=seconds)  # lets it come to some point of its start, whichever that is
+    except subprocess.TimeoutExpired:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert errors.strip() in ("", f"starting 2 ranks ({launcher}) …")
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path):
+    service = Served("--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "80000000")
+    stream = start_stream(service)
+    assert service.stop() == 0
+    _, errors = stream.communicate(timeout=60)
+    assert stream.returncode == 1
+    assert errors == "error: the service is stopping\n"
 
 
 def test_nobody_there_is_one_clear_line():

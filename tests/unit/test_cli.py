@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from longleaf import cli
-from longleaf.config import EngineConfig
+from longleaf.config import EngineConfig, default_server
 from longleaf.demo.haystack import make_haystack
 from longleaf.demo.run import DemoSettings, build
 from longleaf.errors import (
@@ -132,11 +133,11 @@ async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
         (["ask", "none", "who?"], "contexts/none does not exist"),
         (["ask", "No Name", "who?"], "context: "),
         (["ask", "moby", ""], "text: the question is empty"),
-        (["generate", "--prompt", "x", "--temperature", "-1"], "sampling.temperature"),
-        (["generate", "--prompt", "x", "--max-tokens", "0"], "sampling.max_token_count"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: must be"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens: must be"),
         (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
         (["ingest", "/", "--name", "x"], "file: / cannot be read: Is a directory"),
-        (["ingest", "/dev/null", "--name", "x"], "text: the document is empty"),
+        (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),
         (["contexts", "show", "none"], "contexts/none"),
     ],
 )
@@ -153,14 +154,42 @@ async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Termina
     (tmp_path / "bad").write_bytes(b"ab\xff")
     code, _, err = await terminal.run("ingest", str(tmp_path / "bad"), "--name", "x")
     assert code == 2
-    assert err.endswith("error: text: is not UTF-8 at byte 2: invalid start byte\n")
+    assert err.strip() == f"error: {tmp_path / 'bad'}: is not UTF-8 at byte 2: invalid start byte"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--max-tokens", "0"), "--max-tokens: must be between 1 and 1048576"),
+        (("--max-tokens", str(10**14)), "--max-tokens: must be between 1 and 1048576"),
+        (("--seed", "-1"), "--seed: must be between 0 and 2^64 - 1"),
+        (("--temperature", "-1"), "--temperature: must be between 0 and 100"),
+    ],
+)
+async def test_wrong_options_are_told_by_their_names_and_limits(
+    terminal: Terminal, options: tuple[str, str], told: str
+) -> None:
+    code, _, err = await terminal.run("generate", "--prompt", "x", *options)
+    assert (code, err) == (2, f"error: {told}\n")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"longleaf \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_an_empty_server_variable_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGLEAF_SERVER", "")
+    assert default_server() == "localhost:50051"
 
 
 def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["cluster", "--server", "127.0.0.1:1"])
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("error: no server answers at 127.0.0.1:1")
+    assert capsys.readouterr().err.startswith("error: the server at 127.0.0.1:1 does not answer")
 
 
 @pytest.mark.parametrize(
@@ -191,6 +220,7 @@ def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: py
 def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda path, arguments: run.append(arguments))
+    (tmp_path / "config.json").touch()
     with pytest.raises(SystemExit):
         cli.main(["serve", "--model", str(tmp_path), "--world-size", "3", "--threads", "2", "--merge", "paper"])
     [command] = run
@@ -203,11 +233,12 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
 def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
     from coordinator.__main__ import parse
 
+    (tmp_path / "config.json").touch()
     config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
-    command = coordinator_command(config, host="::1", port=5, launcher="local", ray_address="auto", as_json=True)
+    command = coordinator_command(config, host="::1", port=5, launcher="ray", ray_address="auto", as_json=True)
     parsed = parse(command[4:])
     assert parsed.engine == config
-    assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "local", "auto")
+    assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "ray", "auto")
     assert parsed.as_json
 
 
