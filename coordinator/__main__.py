@@ -11,9 +11,15 @@ import os
 import signal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def leave(*_: object) -> None:
+    os._exit(0)
+
+
 if __name__ == "__main__":
     for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
-        signal.signal(_number, lambda *_: os._exit(0))
+        signal.signal(_number, leave)
 
 import argparse
 import asyncio
