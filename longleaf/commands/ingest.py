@@ -73,6 +73,7 @@ def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[On
         yield show
     except BaseException:
         progress.live.transient = True  # an error is not told below a bar that stands still
+        progress.live.stop()
         raise
     finally:
         if progress.live.is_started:

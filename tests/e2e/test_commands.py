@@ -119,12 +119,13 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(served: Served, command, wo
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"", "text"), (b"abc \xff\xfe", "UTF-8")])
+@pytest.mark.parametrize(("content", "words"), [(b"", "the document is empty"), (b"abc \xff\xfe", "UTF-8")])
 def test_bad_documents_leave_nothing_behind(served: Served, book, tmp_path: Path, content, words):
     file = tmp_path / "bad"
     file.write_bytes(content)
     found = served.run("ingest", str(file), "--name", "bad")
     assert (found.returncode, words in found.stderr) == (2, True), found.stderr
+    assert found.stderr.startswith(f"error: {file}: "), "nothing of a progress bar stands above"
     assert [context["id"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
     appended = served.run("ingest", str(file), "--name", "book", "--append")
     assert appended.returncode == 2
