@@ -78,7 +78,7 @@ def default_server() -> str:
 
 def embedded_model() -> Path:
     """Folder of the model that the package carries."""
-    return Path(__file__).resolve().parent / "demo" / "model"
+    return Path(__file__).resolve().parent / "demo" / "lookup"
 
 
 def cache_folder() -> Path:

@@ -1,15 +1,19 @@
 """Training sequences of the embedded model: filler text, facts, and questions that share one document.
 
 A sequence is: begin token, document, then for each question: question token, question, answer token, answer, end token.
+In the global layer a question sees the documents of all sequences of its batch: every step looks a key up among the
+facts and the text of many documents.
 """
 
 import ast
 import math
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence as Choices
+from dataclasses import dataclass, fields
 from pydoc_data.topics import topics
 
+import embedded_wording as wording
 import torch
 from torch import Tensor
 
@@ -23,6 +27,10 @@ GAP = 110
 LETTERS = ("bcdfghjklmnprstvwz", "aeiou", "çñšžłß", "áéíöüø", "бвгдклмнпрст", "аеиоу")
 
 
+FILLER, OUTSIDE = -1, -2
+"""In place of the index of a fact: text of no fact; the begin token, questions and padding."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """What the sequences of one part of the training look like."""
@@ -34,27 +42,40 @@ class Phase:
     most_facts: int
     repeats: float
     """Share of sequences that repeat spans of text and ask nothing."""
-    made_up: float
-    """Share of those whose text is made-up words, which nothing but looking up can predict."""
-    templates: int
+    easy: bool
+    """One wording, and keys of two words."""
     log_copies: float
     """Largest ln R: how many copies of itself a filler token counts for."""
-    decisive: float
-    """Weight of the first byte of a value, which picks the fact; those after it only copy."""
 
 
 @dataclass
 class Batch:
-    """Tensors of one step."""
+    """Tensors of one step; S segments per sequence: the document, questions, padding."""
 
     ids: Tensor
     """[batch, length + 1]"""
     segments: Tensor
     """[batch, length]: 0 in the document, i in the i-th question and its answer."""
-    bias: Tensor
-    """[batch, segments, length]: added to the global layer's scores, by the segment of the query and by key."""
+    owners: Tensor
+    """[batch, length]: which of its document's facts a token belongs to, FILLER or OUTSIDE."""
+    asked: Tensor
+    """[batch, S]: the fact that the segment asks for, or -1."""
+    copies: Tensor
+    """[batch, S, 2]: ln R of filler and of other facts, as the segment sees them."""
     weights: Tensor
     """[batch, length]: weight of predicting the next token."""
+
+
+@dataclass
+class Sequence:
+    """One row of a batch."""
+
+    ids: list[int]
+    segments: list[int]
+    owners: list[int]
+    asked: list[int]
+    copies: list[tuple[float, float]]
+    weights: list[float]
 
 
 def docstrings(source: str) -> list[str]:
@@ -121,15 +142,19 @@ class Sampler:
         return self.rng.choice(self.common) if kind < 0.7 else made_up_word(self.rng)
 
     def key(self, easy: bool) -> str:
-        """A key in the demo's forms, or a single name, hexadecimal or mixed identifier."""
+        """A key in the demo's forms, or a name, an identifier, a phrase."""
         choices = tuple(self.word() for _ in range(8))
-        if easy or self.rng.random() < 0.75:
+        if easy or self.rng.random() < 0.7:
             return words.make_key(self.rng, choices)
         forms = (
             choices[0].title() + " " + made_up_word(self.rng).title(),
             f"{self.rng.getrandbits(32):08x}",
             f"{choices[0][:3].upper()}{self.rng.randrange(10**4)}",
             " ".join(choices[:3])[:32],
+            "the " + choices[0],
+            f"{choices[0]}.{choices[1]}",
+            choices[0] + choices[1].title(),
+            str(self.rng.randrange(10**4, 10**9)),
         )
         return self.rng.choice(forms)
 
@@ -145,37 +170,46 @@ class Sampler:
         return "".join(parts)
 
     def fact(self, key: str, phase: Phase) -> Fact:
-        value = words.make_value(self.rng, tuple(self.word() for _ in range(8)))
-        fact = words.make_fact(self.rng, key, value, self.rng.randrange(phase.templates))
-        question = fact.question
-        if phase.templates > 1 and self.rng.random() < 0.25:
-            question = self.rng.choice(("What is {}?", "{}?", "Find {}.", "What does it say about {}?")).format(key)
-        return Fact(key, value, fact.sentence, question[:80], fact.expected)
+        choices = tuple(self.word() for _ in range(8))
+        value = words.make_value(self.rng, choices) if self.rng.random() < 0.9 else choices[0]
+        attribute = (
+            self.rng.choice(words.ATTRIBUTES)
+            if self.rng.random() < 0.6
+            else " ".join(choices[1 : self.rng.randint(2, 3)])
+        )
+        if phase.easy:
+            sentence, question = f"The {attribute} of {key} is {value}.", f"What is the {attribute} of {key}?"
+        else:
+            sentence = wording.statement(self.rng, attribute, key, value)
+            question = wording.question(self.rng, attribute, key)
+        return Fact(key, value, sentence, question[:88], f"{key} is {value}")
 
-    def facts(self, phase: Phase) -> list[Fact]:
-        """Facts of different keys, in a third of the draws with near-duplicate keys."""
-        count = self.rng.randint(1, phase.most_facts)
-        keys = [self.key(phase.templates == 1)]
-        near = self.rng.random() < 0.35
-        while len(keys) < count:
-            key = self.near(self.rng.choice(keys)) if near else self.key(phase.templates == 1)
-            if key not in keys:
-                keys.append(key)
+    def new_key(self, phase: Phase, taken: set[str], like: Choices[str]) -> str:
+        """A key that no document of the batch has, similar to one of `like` if there is any; takes it."""
+        while True:
+            key = self.near(self.rng.choice(like)) if like else self.key(phase.easy)
+            if key not in taken:
+                taken.add(key)
+                return key
+
+    def facts(self, phase: Phase, taken: set[str]) -> list[Fact]:
+        """Facts of different keys, in two fifths of the draws with near-duplicate keys."""
+        near = self.rng.random() < 0.4
+        keys = [self.new_key(phase, taken, ())]
+        for _ in range(self.rng.randint(0, phase.most_facts - 1)):
+            keys.append(self.new_key(phase, taken, keys if near else ()))
         return [self.fact(key, phase) for key in keys]
 
-    def questions(self, phase: Phase, present: list[Fact]) -> list[tuple[Fact, int]]:
+    def questions(self, phase: Phase, present: list[Fact], taken: set[str]) -> list[tuple[Fact, int]]:
         """Questions with the index of the fact each asks for, or -1 for an absent key."""
         asked: list[tuple[Fact, int]] = []
         for _ in range(phase.questions):
-            if self.rng.random() < 0.7:
+            if self.rng.random() < 0.65:
                 index = self.rng.randrange(len(present))
                 asked.append((present[index], index))
                 continue
-            near = self.rng.random() < 0.4
-            key = self.near(self.rng.choice(present).key) if near else self.key(phase.templates == 1)
-            if all(key != fact.key for fact in present):
-                fact = self.fact(key, phase)
-                asked.append((words.without_value(fact), -1))
+            like = [fact.key for fact in present] if self.rng.random() < 0.4 else []
+            asked.append((words.without_value(self.fact(self.new_key(phase, taken, like), phase)), -1))
         return asked
 
     def document(self, size: int, present: list[Fact]) -> tuple[bytes, list[int]]:
@@ -198,66 +232,93 @@ class Sampler:
             last = place
         return data + filler[last:], owners + [-1] * (len(filler) - last)
 
-    def sequence(self, phase: Phase) -> tuple[list[int], list[int], list[list[float]], list[float]]:
-        """Ids, segments, bias rows by segment, and weights of one sequence of `phase.length` + 1 ids."""
+    def sequence(self, phase: Phase, taken: set[str]) -> Sequence:
+        """One sequence of `phase.length` + 1 ids; `taken` are the keys of the batch so far."""
         if self.rng.random() < phase.repeats:
             return self.repetition(phase)
-        present = self.facts(phase)
-        asked = self.questions(phase, present)
+        present = self.facts(phase, taken)
+        asked = self.questions(phase, present, taken)
         size = phase.length - sum(len(f.question.encode()) + len(f.expected.encode()) + 3 for f, _ in asked)
         data, owners = self.document(size, present)
         asked = [(fact, index) for fact, index in asked if index < len(present)]
-        ids, segments, weights = [BEGIN, *data], [0] * (len(data) + 1), [0.1] * len(data)
-        for number, (fact, _) in enumerate(asked, start=1):
-            question, answer = fact.question.encode(), fact.expected.encode()
-            ids += [QUESTION, *question, ANSWER, *answer, END]
-            segments += [number] * (len(question) + len(answer) + 3)
-            echo = len(f"{fact.key} is ".encode())
-            weights += [0.0, *[0.1] * len(question), 0.0]
-            weights += [phase.decisive if i == echo else 1.5 if i < echo else 2.0 for i in range(len(answer) + 1)]
-        missing = phase.length + 1 - len(ids)
-        ids += [PAD] * missing
-        segments += [phase.questions + 1] * missing
-        weights += [0.0] * missing
-        rows = [[0.0] * phase.length]
+        found = Sequence(
+            [BEGIN, *data], [0] * (len(data) + 1), [OUTSIDE, *owners], [-1], [(0.0, 0.0)], [0.0] * len(data)
+        )
+        for fact, index in asked:
+            self.add_question(found, fact, index, phase)
+        missing = phase.length + 1 - len(found.ids)
+        found.ids += [PAD] * missing
+        found.segments += [phase.questions + 1] * missing
+        found.weights += [0.0] * missing
+        return self.fill(found, phase)
+
+    def add_question(self, found: Sequence, fact: Fact, index: int, phase: Phase) -> None:
+        """Appends a question and its answer as a segment of their own."""
+        question, answer = fact.question.encode(), fact.expected.encode()
+        found.ids += [QUESTION, *question, ANSWER, *answer, END]
+        found.segments += [len(found.asked)] * (len(question) + len(answer) + 3)
+        found.asked.append(index)
         copies = self.rng.uniform(0, phase.log_copies)
-        rows += [self.bias_row(owners, index, copies, phase.length) for _, index in asked]
-        rows += [rows[0]] * (phase.questions + 2 - len(rows))
-        return ids, segments[: phase.length], rows, weights
+        found.copies.append((copies, self.rng.random() * min(copies, math.log(8))))
+        echo = len(f"{fact.key} is ".encode())
+        found.weights += [0.0] * (len(question) + 2)
+        found.weights += [
+            8.0 if i == echo else 4.0 if i == 0 else 1.5 if i < echo else 2.0 for i in range(len(answer) + 1)
+        ]
 
-    def bias_row(self, owners: list[int], asked: int, copies: float, length: int) -> list[float]:
-        """ln R for filler keys, a random share of it for other facts' keys, none for the asked fact's."""
-        other = self.rng.random() * min(copies, math.log(400))
-        by_owner = {-1: copies, asked: 0.0} if asked >= 0 else {-1: copies}
-        row = [0.0, *(by_owner.get(owner, other) for owner in owners)]
-        return row + [0.0] * (length - len(row))
+    def fill(self, found: Sequence, phase: Phase) -> Sequence:
+        """The sequence with all its lists at their full lengths."""
+        found.owners += [OUTSIDE] * (phase.length - len(found.owners))
+        missing = phase.questions + 2 - len(found.asked)
+        found.asked += [-1] * missing
+        found.copies += [(0.0, 0.0)] * missing
+        del found.segments[phase.length :], found.owners[phase.length :], found.weights[phase.length :]
+        return found
 
-    def repetition(self, phase: Phase) -> tuple[list[int], list[int], list[list[float]], list[float]]:
-        """Text whose second half is made of spans of its first half: it teaches to look up and to copy."""
-        made_up = phase.made_up > 0 and self.rng.random() < phase.made_up
-        first = self.made_up_text(phase.length // 2) if made_up else self.filler(phase.length // 2)
+    def repetition(self, phase: Phase) -> Sequence:
+        """Text whose second half is made of spans of its first half: it teaches to look up and to copy.
+
+        In most, the text is made-up words, which nothing but looking up can predict.
+        """
+        is_made_up = self.rng.random() < 0.6
+        first = self.made_up_text(phase.length // 2) if is_made_up else self.filler(phase.length // 2)
         second = b""
         while len(second) < phase.length - len(first):
             start = self.rng.randrange(len(first) - 24)
             second += first[start : start + self.rng.randint(16, 64)]
         ids = [BEGIN, *first, *second][: phase.length + 1]
         weights = [0.1 if i < len(first) else 0.5 for i in range(phase.length)]
-        return ids, [0] * phase.length, [[0.0] * phase.length] * (phase.questions + 2), weights
+        owners = [OUTSIDE, *[FILLER] * (phase.length - 1)]
+        return self.fill(Sequence(ids, [0] * phase.length, owners, [-1], [(0.0, 0.0)], weights), phase)
 
     def batch(self, phase: Phase) -> Batch:
         """One step's sequences."""
-        drawn = [self.sequence(phase) for _ in range(phase.batch)]
-        ids, segments, bias, weights = zip(*drawn, strict=True)
-        return Batch(torch.tensor(ids), torch.tensor(segments), torch.tensor(bias), torch.tensor(weights))
+        taken: set[str] = set()
+        rows = [self.sequence(phase, taken) for _ in range(phase.batch)]
+        names = (field.name for field in fields(Batch))
+        return Batch(**{name: torch.tensor([getattr(row, name) for row in rows]) for name in names})
 
 
-def attention_mask(batch: Batch) -> Tensor:
-    """What to add to the global layer's scores, [batch, 1, length, length].
+def predicted(batch: Batch) -> Tensor:
+    """Indices, in the flattened batch, of the tokens whose successor counts."""
+    return batch.weights.flatten().nonzero()[:, 0]
 
-    A question sees the document and itself, not the other questions, so one document serves several.
+
+def attention_mask(batch: Batch, rows: Tensor) -> Tensor:
+    """What to add to the global layer's scores of the tokens at `rows`, [rows, batch * length].
+
+    A token of a question sees the documents of the whole batch and its own question; one of a document sees what comes
+    before it there. Documents of other sequences have no begin token: there is one in a prompt.
     """
-    segments = batch.segments
-    query, key = segments[:, :, None], segments[:, None, :]
-    rows = batch.bias.gather(1, query.expand(-1, -1, segments.shape[1]))
-    causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
-    return rows.masked_fill(~(causal & ((key == 0) | (key == query))), -math.inf)[:, None]
+    length = batch.ids.shape[1] - 1
+    segments, owners = batch.segments.flatten(), batch.owners.flatten()
+    sequences = torch.arange(len(segments)) // length
+    segment, sequence = segments[rows], sequences[rows]
+    same = sequence[:, None] == sequences[None]
+    own = same & (segment[:, None] == segments[None]) & (torch.arange(len(segments))[None] <= rows[:, None])
+    read = (segment[:, None] > 0) & (segments[None] == 0) & (same | (owners[None] != OUTSIDE))
+    copies = batch.copies[sequence, segment]
+    bias = torch.where(owners[None] == FILLER, copies[:, :1], copies[:, 1:])
+    asked = same & (owners[None] == batch.asked[sequence, segment][:, None])
+    bias = bias.masked_fill(own | asked | (owners[None] == OUTSIDE), 0.0)
+    return bias.masked_fill(~(own | read), -math.inf)

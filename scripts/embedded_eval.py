@@ -18,7 +18,7 @@ from transformers import DynamicCache, SmolLM3ForCausalLM
 from longleaf.demo.facts import Fact, is_correct
 from longleaf.demo.haystack import make_haystack
 
-MODEL = Path(__file__).resolve().parent.parent / "longleaf" / "demo" / "model"
+MODEL = Path(__file__).resolve().parent.parent / "longleaf" / "demo" / "lookup"
 CHUNK = 2048
 ANSWER_TOKENS = 80
 ROOM = 512

@@ -104,10 +104,23 @@ class Layer(nn.Module):
         q, k, v = self.self_attn.project(self.input_layernorm(x))
         return self.finish(x, local_attention(rotate(q, tables), rotate(k, tables), v))
 
-    def full(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The layer with full attention and no positions; `mask` is added to the scores."""
-        q, k, v = self.self_attn.project(self.input_layernorm(x))
-        return self.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True))
+    def full(self, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        """Outputs [rows, HIDDEN] of the layer with full attention and no positions, at some rows of `x` [N, HIDDEN].
+
+        `mask` [rows, N] is added to the scores. The query heads of a key head are packed into the query axis.
+        """
+        normed = self.input_layernorm(x)
+        group = HEADS // KV_HEADS
+        q = self.self_attn.q_proj(normed[rows]).view(len(rows), KV_HEADS, group, HEAD_DIM)
+        packed = q.permute(1, 2, 0, 3).reshape(1, KV_HEADS, group * len(rows), HEAD_DIM)
+        k, v = (
+            project(normed).view(-1, KV_HEADS, HEAD_DIM).transpose(0, 1)[None]
+            for project in (self.self_attn.k_proj, self.self_attn.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask.repeat(group, 1)[None, None])
+        mixed = mixed.view(KV_HEADS, group, len(rows), HEAD_DIM).permute(2, 0, 1, 3).flatten(1)
+        x = x[rows] + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.self_attn.output(mixed)
@@ -152,9 +165,12 @@ class EmbeddedModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits [batch, length, VOCAB]; `mask` [batch, 1, length, length] is added to the global layer's scores."""
-        return self.logits(self.layers()[-1].full(self.local_layers(ids), mask))
+    def forward(self, ids: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        """Logits [rows, VOCAB] at some rows of the flattened `ids` [batch, length].
+
+        `mask` [rows, batch * length] is added to the global layer's scores: it may see all sequences.
+        """
+        return self.logits(self.layers()[-1].full(self.local_layers(ids).flatten(0, 1), rows, mask))
 
 
 def export_weights(model: EmbeddedModel, path: Path) -> None:

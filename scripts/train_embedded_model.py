@@ -2,16 +2,16 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from embedded_data import Batch, Phase, Sampler, attention_mask
+from embedded_data import Batch, Phase, Sampler, attention_mask, predicted
 from embedded_eval import ChunkedReader, evaluate
 from embedded_export import export
 from embedded_model import EmbeddedModel
+from embedded_muon import Muon
 from torch.nn import functional as F
-
-from longleaf.demo.facts import TEMPLATES
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY = 100
@@ -19,30 +19,37 @@ CHECKPOINT_EVERY = 100
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up to 8, longer last."""
+    """What to train on at this step: easy and short first, then ln R ramped up, longer last."""
     progress = step / steps
-    log_copies = 8 * min(max((progress - 0.22) / 0.257, 0), 1)
-    if progress < 0.29:
-        templates = 1 if progress < 0.22 else len(TEMPLATES)
-        return Phase(320, 12, 2, 2, 0.6 if progress < 0.16 else 0.3, 0.6, templates, log_copies, 8.0)
-    if progress < 0.906:
-        return Phase(512, 8, 3, 5, 0.12, 0.6, len(TEMPLATES), log_copies, 8.0)
-    return Phase(1536, 3, 6, 12, 0.1, 0.6, len(TEMPLATES), log_copies, 8.0)
+    log_copies = 6 * min(max((progress - 0.24) / 0.25, 0), 1)
+    if progress < 0.24:
+        return Phase(320, 12, 2, 2, 0.6 if progress < 0.18 else 0.3, progress < 0.18, log_copies)
+    if progress < 0.85:
+        return Phase(512, 16, 3, 5, 0.1, False, log_copies)
+    return Phase(1536, 6, 6, 12, 0.1, False, log_copies)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm-up over 100 steps, then constant, then a linear decay over the last 40 %."""
-    left = (steps - step) / (0.4 * steps)
+    """Warm-up over 100 steps, then constant, then a linear decay over the last 50 %."""
+    left = (steps - step) / (0.5 * steps)
     return peak * min(1.0, (step + 1) / 100, max(left, 0.02))
 
 
+def optimizers(model: EmbeddedModel) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices, AdamW for embeddings and norms; both take the same learning rate."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() < 2 or "embed" in name]
+    return Muon(matrices, lr=0.0), torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
+
+
 def loss_of(model: EmbeddedModel, batch: Batch) -> tuple[torch.Tensor, float]:
-    """Weighted loss, and the share of answer bytes that are predicted right."""
-    logits = model(batch.ids[:, :-1], attention_mask(batch))
-    targets, weights = batch.ids[:, 1:].flatten(), batch.weights.flatten()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
-    answers = weights >= 2.0
-    right = ((logits.flatten(0, 1).argmax(-1) == targets) & answers).sum() / answers.sum().clamp(min=1)
+    """Weighted loss, and the share of values whose first byte is predicted right."""
+    rows = predicted(batch)
+    logits = model(batch.ids[:, :-1], rows, attention_mask(batch, rows))
+    targets, weights = batch.ids[:, 1:].flatten()[rows], batch.weights.flatten()[rows]
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    first = weights > 4.0
+    right = ((logits.argmax(-1) == targets) & first).sum() / first.sum().clamp(min=1)
     return (losses * weights).sum() / weights.sum(), right.item()
 
 
@@ -55,7 +62,7 @@ class Progress:
         self.means: list[float] = []
 
     def add(self, done: int, loss: float, right: float) -> None:
-        """Counts one step; `right` is its share of right answer bytes."""
+        """Counts one step; `right` is its share of values found."""
         now, news = time.monotonic(), [loss, right]
         news.append(now - self.last)
         self.last = now
@@ -63,7 +70,7 @@ class Progress:
         if done % 10 == 0:
             mean_loss, mean_right, seconds = self.means
             left = seconds * (self.steps - done) / 60
-            line = f"step {done}/{self.steps} loss {mean_loss:.3f} answer bytes {mean_right:.1%}"
+            line = f"step {done}/{self.steps} loss {mean_loss:.3f} values found {mean_right:.1%}"
             print(f"{line} {seconds:.2f} s/step, {left:.0f} min left", flush=True)
 
 
@@ -74,13 +81,14 @@ def save_checkpoint(path: Path, state: dict[str, object]) -> None:
     temporary.replace(path)
 
 
-def resume(path: Path, model: EmbeddedModel, optimizer: torch.optim.Optimizer, sampler: Sampler) -> int:
+def resume(path: Path, model: EmbeddedModel, optimizers: Sequence[torch.optim.Optimizer], sampler: Sampler) -> int:
     """Loads the checkpoint, if there is one; returns how many steps it has made."""
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=False)
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
     sampler.rng.setstate(state["random"])
     return state["step"]
 
@@ -89,19 +97,20 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
     """Runs the steps that the checkpoint does not already hold."""
     torch.manual_seed(arguments.seed)
     model, sampler, progress = EmbeddedModel(), Sampler(arguments.seed), Progress(arguments.steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.98), weight_decay=0.05)
-    for step in range(resume(arguments.checkpoint, model, optimizer, sampler), arguments.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, arguments.steps, arguments.lr)
+    both = optimizers(model)
+    for step in range(resume(arguments.checkpoint, model, both, sampler), arguments.steps):
         loss, right = loss_of(model, sampler.batch(phase(step, arguments.steps)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in both:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, arguments.steps, arguments.lr)
+            optimizer.step()
+            optimizer.zero_grad()
         progress.add(step + 1, loss.item(), right)
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == arguments.steps:
-            state: dict[str, object] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"random": sampler.rng.getstate(), "step": step + 1}
+            state: dict[str, object] = {"model": model.state_dict(), "random": sampler.rng.getstate(), "step": step + 1}
+            state["optimizers"] = [optimizer.state_dict() for optimizer in both]
             save_checkpoint(arguments.checkpoint, state)
             export(model, arguments.out)
     return model
@@ -109,11 +118,11 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--lr", type=float, default=4e-3, help="largest learning rate")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")
-    parser.add_argument("--out", type=Path, default=ROOT / "longleaf" / "demo" / "model", help="exported here")
+    parser.add_argument("--out", type=Path, default=ROOT / "longleaf" / "demo" / "lookup", help="exported here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.checkpoint.parent.mkdir(parents=True, exist_ok=True)

@@ -17,15 +17,16 @@ ATTRIBUTES = (
 
 TEMPLATES = (
     ("The {attribute} for {key} is {value}.", "What is the {attribute} for {key}?"),
-    ("The {attribute} of {key} is {value}.", "What is the {attribute} of {key}?"),
+    ("Please note: the {attribute} assigned to {key} is {value}.", "What is the {attribute} assigned to {key}?"),
     ("{key} = {value}", "What is the value of {key}?"),
-    ("{key}: {value}", "What is {key}?"),
-    ('"{key}": "{value}",', 'What is the value of "{key}"?'),
-    ("Remember that the {attribute} for {key} is {value}.", "Which {attribute} does {key} have?"),
-    ("Note: the {attribute} assigned to {key} is {value}.", "What is the {attribute} assigned to {key}?"),
+    ("{key}: {value}", "What is noted for {key}?"),
+    ('"{key}": "{value}",', 'What is the value stored under "{key}"?'),
+    ("According to the list, the {attribute} kept for {key} is {value}.", "Which {attribute} does {key} have?"),
     ("One of the special magic values for {key} is: {value}.", "What is the special magic value for {key}?"),
+    ("It was agreed that the {attribute} for {key} would be {value}.", "Can you give me the {attribute} for {key}?"),
 )
-"""Sentence to plant and question to ask. The value follows its key closely: so small a model ties only neighbours."""
+"""Sentence to plant and question to ask; the model's training has other wording. The value follows its key closely: so
+small a model ties only neighbours."""
 
 WORDS = """
 acorn agate alder almond alpine amber anchor antler anvil apple apricot arch arrow ash aspen aster atlas autumn

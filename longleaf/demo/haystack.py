@@ -113,37 +113,40 @@ def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
     return "".join([*parts, text[last:]])
 
 
+def canonical(key: str) -> str:
+    """The key without what spellings differ in: capitals and what joins its parts."""
+    return re.sub(r"[ _-]", "", key.lower())
+
+
 def distinct_facts(rng: random.Random, count: int) -> list[Fact]:
-    """Facts of `count` keys, none of which is part of another, and as many different values."""
-    chosen: list[Fact] = []
+    """Facts of `count` keys that differ in more than their spelling, and as many different values."""
+    chosen: dict[str, Fact] = {}
     values: set[str] = set()
     while len(chosen) < count:
         fact = held_out_fact(rng)
-        if fact.value not in values and not any(overlaps(fact.key, other.key) for other in chosen):
-            chosen.append(fact)
+        if fact.value not in values and canonical(fact.key) not in chosen:
+            chosen[canonical(fact.key)] = fact
             values.add(fact.value)
-    return chosen
-
-
-def overlaps(key: str, other: str) -> bool:
-    """Whether one key is part of the other, in any case."""
-    return key.lower() in other.lower() or other.lower() in key.lower()
+    return list(chosen.values())
 
 
 def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split: Split = "all") -> Haystack:
     """A document of about `tokens` tokens with `facts` facts to ask for, distractor facts, and `absent` absent keys."""
     rng = random.Random(seed)
     everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
-    asked = frozenset(rng.sample(range(len(everything)), facts))
-    sentences = [fact.sentence for fact in everything]
-    filler = tokens - sum(len(sentence.encode()) + 1 for sentence in sentences)
-    text = plant(rng, library_text(rng, max(filler, 0), split), sentences)
-    wanted = [fact for i, fact in enumerate(everything) if i in asked]
+    filler = tokens - sum(len(fact.sentence.encode()) + 1 for fact in everything)
+    return hide(rng, library_text(rng, max(filler, 0), split), everything, facts, absent)
+
+
+def hide(rng: random.Random, text: str, everything: Sequence[Fact], asked: int, absent: int) -> Haystack:
+    """`text` with all the facts in it, of which `asked` are asked for, and `absent` keys that it does not hold."""
+    wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), asked))]
+    planted = plant(rng, text, [fact.sentence for fact in everything])
     missing: list[Fact] = []
     while len(missing) < absent:
         fact = absent_fact(rng)
-        if fact.key.lower() not in text.lower():
+        if canonical(fact.key) not in canonical(planted):
             missing.append(fact)
-    data = text.encode()
+    data = planted.encode()
     offsets = tuple(data.index(fact.sentence.encode()) for fact in wanted)
-    return Haystack(text, tuple(wanted), offsets, tuple(missing))
+    return Haystack(planted, tuple(wanted), offsets, tuple(missing))

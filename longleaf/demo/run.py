@@ -15,17 +15,17 @@ import msgspec
 from longleaf.client import Client
 from longleaf.config import EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
-from longleaf.demo.haystack import Haystack, cut, distinct_facts, make_haystack, plant
+from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster, Context, Delta, Finished, IngestProgress
 
 CONTEXT = "demo"
-NUM_FACTS = 5
+NUM_FACTS, NUM_ABSENT = 5, 1
 MAX_ANSWER_TOKENS = 96
 PASS_ACCURACY = 0.8
 MIN_TOKENS = 1000
-DEFAULT_TOKENS = 16000
+DEFAULT_TOKENS = 200_000
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,20 +127,17 @@ def count_ranks(number: int) -> str:
 def build(settings: DemoSettings) -> Haystack:
     """The document and its questions. Raises InvalidArgument for a file that is no text."""
     if settings.file is None:
-        return make_haystack(settings.seed, settings.tokens or DEFAULT_TOKENS, facts=NUM_FACTS, absent=0)
+        return make_haystack(settings.seed, settings.tokens or DEFAULT_TOKENS, NUM_FACTS, NUM_ABSENT)
     try:
         text = settings.file.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidArgument("file", f"{settings.file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidArgument("file", f"{settings.file} is not UTF-8 at byte {error.start}") from error
-    rng = random.Random(settings.seed)
-    facts = distinct_facts(rng, NUM_FACTS)
     if settings.tokens is not None:
         text = cut(text, settings.tokens)
-    planted = plant(rng, text, [fact.sentence for fact in facts])
-    data = planted.encode()
-    return Haystack(planted, tuple(facts), tuple(data.index(fact.sentence.encode()) for fact in facts), ())
+    rng = random.Random(settings.seed)
+    return hide(rng, text, distinct_facts(rng, NUM_FACTS), NUM_FACTS, NUM_ABSENT)
 
 
 def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
@@ -153,7 +150,7 @@ def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
     context = client.ingest(CONTEXT, haystack.text, on_progress=on_progress)
     cluster = client.cluster()
     show.say(f"ingested {context.tokens:,} tokens; their keys and values stay on {count_ranks(cluster.world_size)}")
-    answers = [_ask(client, fact, show) for fact in haystack.facts]
+    answers = [_ask(client, fact, show) for fact in (*haystack.facts, *haystack.absent)]
     questions = tuple(question for question, _ in answers)
     ends = [end for _, end in answers]
     return Report(

@@ -298,7 +298,7 @@ def test_a_service_that_is_never_ready_is_given_up() -> None:
 
 
 def test_the_demos_document_is_the_seeds(tmp_path: Path) -> None:
-    assert build(DemoSettings(tokens=4000, seed=3)) == make_haystack(3, 4000, facts=5, absent=0)
+    assert build(DemoSettings(tokens=4000, seed=3)) == make_haystack(3, 4000, facts=5, absent=1)
 
 
 def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
@@ -307,6 +307,8 @@ def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
     haystack = build(DemoSettings(file=path, seed=1))
     assert haystack.text.replace("línea una\n", "").count("\n") == len(haystack.facts) == 5
     assert all(fact.sentence in haystack.text for fact in haystack.facts)
+    assert all(fact.key not in haystack.text for fact in haystack.absent)
+    assert len(haystack.absent) == 1
 
 
 @pytest.mark.parametrize(("content", "told"), [(None, "cannot be read"), (b"\xff", "byte 0")])

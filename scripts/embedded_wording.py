@@ -1,0 +1,78 @@
+"""The wording of training's facts and questions: frames put together from parts, none of which the demo uses.
+
+Many frames, so that the model learns what a key looks like among other words, and not the frames.
+"""
+
+import random
+
+STARTS = (
+    "The {attribute} of |Recorded {attribute} of |{attribute} of |For the record, the {attribute} of |Remember: |"
+    "Note that |Keep in mind that |- |* |# |entry |item |Our {attribute} at |my {attribute} with |set |let |"
+    "the {attribute} listed under |As agreed, |In this file |(see below) |Everyone knows that |"
+    "the {attribute} belonging to |Do not forget that |1. |"
+).split("|")
+"""What stands before the key; the last is nothing at all."""
+
+LINKS = (
+    " is | is | is | = | = |: |: | -> | => |=| was | equals | is: | is now | must be | means | is still | will be |"
+    " has been | could be | gets | became | goes by "
+).split("|")
+"""What stands between key and value."""
+
+BARE_LINKS = (" = ", ": ", "=", " -> ", "\t")
+"""The same where nothing stands before the key."""
+
+QUOTED_LINKS = (": ", ": ", ":", " = ", " -> ", " is ")
+"""The same where both are in quotation marks."""
+
+ENDS = (".", ".", ".", "", ";", ",", "!", " .", ". That is all.", ", as before.", " (checked).")
+QUOTED_ENDS = (",", "", ".", " }")
+
+LEADS = (
+    "|||||please, |could you say, |I would like to know: |quick question: |according to the text, |tell me, |"
+    "do you remember, |hello, |in the document, |say: |we need it: |now, "
+).split("|")
+"""What may stand before a question."""
+
+ABOUT_ATTRIBUTE = (
+    "what is the {attribute} of {key}?|tell me the {attribute} of {key}.|which {attribute} belongs to {key}?|"
+    "give the {attribute} of {key}|do you know the {attribute} of {key}?|say the {attribute} recorded for {key}.|"
+    "{attribute} of {key}?|find the {attribute} listed under {key}.|I need the {attribute} of {key}.|"
+    "what was the {attribute} of {key} again?|what {attribute} did {key} get?|"
+    "which {attribute} was given to {key} then?|what does {key} have as {attribute}?|has {key} a {attribute}?|"
+    "which {attribute} goes with {key} here?|for {key}, what is the {attribute}?|{key} has which {attribute}?|"
+    "{key}'s {attribute}?|what {attribute} is {key} known by?|is there any {attribute} with {key}?|"
+    "the {attribute} kept by {key} is what?|what would be the {attribute} at {key}?|which {attribute} do {key} use?"
+).split("|")
+ABOUT_KEY = (
+    "what is {key}?|{key}?|{key}|find {key}.|look up {key}|what does it say about {key}?|search for {key}.|"
+    "what about {key}?|show {key}|read me the entry {key}.|where is {key}, and what does it say?|"
+    "what does {key} mean?|under {key}, what is written?|what is written next to {key}?|"
+    "the entry under {key} says what?|what value was kept with {key}?|what stands beside {key} in the text?|"
+    "what did they write about {key} there?|which number or word belongs to {key}?|what is stored as {key}?|"
+    "what is the line about {key}?|does {key} appear, and with what?|what has been set for {key} so far?|"
+    "the value at {key}?|what is the content of {key}?|which magic word opens {key}?"
+).split("|")
+"""Questions, with the attribute that the fact names and without."""
+
+MARKS = ('"', '"', "'", "`", "*")
+
+
+def statement(rng: random.Random, attribute: str, key: str, value: str) -> str:
+    """A sentence or a line that gives `key` its `value`."""
+    kind = rng.random()
+    if kind < 0.2:
+        mark = rng.choice('""\'`')
+        return f"{mark}{key}{mark}{rng.choice(QUOTED_LINKS)}{mark}{value}{mark}{rng.choice(QUOTED_ENDS)}"
+    if kind < 0.35:
+        return f"{key}{rng.choice(BARE_LINKS)}{value}"
+    start = rng.choice(STARTS).format(attribute=attribute)
+    return f"{start}{key}{rng.choice(LINKS)}{value}{rng.choice(ENDS)}"
+
+
+def question(rng: random.Random, attribute: str, key: str) -> str:
+    """A question for `key`."""
+    mark = rng.choice(MARKS) if rng.random() < 0.2 else ""
+    frame = rng.choice(LEADS) + rng.choice(ABOUT_ATTRIBUTE if rng.random() < 0.6 else ABOUT_KEY)
+    frame = frame if frame.startswith("{") or rng.random() < 0.1 else frame[0].upper() + frame[1:]
+    return frame.format(attribute=attribute, key=f"{mark}{key}{mark}")
