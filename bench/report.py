@@ -1,4 +1,6 @@
-"""Runs all measurements, and writes their rows to bench/results/*.json and a page to bench/results/README.md. Usage:
+"""Runs the measurements of speed, and writes their rows to bench/results/*.json and a page to bench/results/README.md.
+
+What `bench.needle` measured (it takes hours, and goes on where it stopped) is shown on the page as well. Usage:
 
 python -m bench.report              # runs and writes
 python -m bench.report --page       # writes the page from the rows that are there
@@ -37,7 +39,10 @@ def main() -> None:
         for name in BENCHES:
             run(name)
     found = {name: json.loads(file(name).read_text()) for name in BENCHES if file(name).is_file()}
-    (RESULTS / "README.md").write_text(page(found))
+    lines = page(found)
+    if file("needle").is_file():
+        lines += needles(json.loads(file("needle").read_text()))
+    (RESULTS / "README.md").write_text("\n".join(lines))
 
 
 def file(name: str) -> Path:
@@ -51,15 +56,40 @@ def run(name: str) -> None:
     file(name).write_text(output)
 
 
-def page(found: dict[str, list[Row]]) -> str:
-    """The results as markdown."""
+def page(found: dict[str, list[Row]]) -> list[str]:
+    """The rows of speed as lines of markdown."""
     lines = ["# Results", "", "Written by `python -m bench.report`; the rows are in the JSON files beside this page."]
     lines += ["Service (world size 1, over gRPC) and transformers take turns on one thread each; medians."]
     lines += ["`load` is the machine's load average in the end: well above 1, other work ran beside.", ""]
     for name, rows in found.items():
         lines += [f"## {name}", "", WHAT[name], "", *table(rows), ""]
-        lines += [f"- {text}" for text in sorted({machine(row) for row in rows})] + [""]
-    return "\n".join(lines)
+        lines += [f"- {text}" for text in sorted({machine(row["machine"]) for row in rows})] + [""]
+    return lines
+
+
+def needles(found: Row) -> list[str]:
+    """What was found in long documents, as lines of markdown: a row per task, a column per length."""
+    rows = [row for row in found["rows"] if row["depth"] is None]
+    lengths = sorted({row["context_tokens"] for row in rows})
+    by_cell = {(row["task"], row["context_tokens"]): row for row in rows}
+    lines = [
+        "## needle",
+        "",
+        "Right answers of the embedded model over the service, in percent (95 % interval) and of how",
+    ]
+    lines += ["many, by task and tokens of context. `python -m bench.needle`", ""]
+    lines += [f"| task | {' | '.join(f'{n:,}' for n in lengths)} |", "|" + " --- |" * (len(lengths) + 1)]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        lines.append(f"| {task} | {' | '.join(needle_cell(by_cell.get((task, n))) for n in lengths)} |")
+    speeds = {n: max(row["ingest_tokens_per_s"] for row in rows if row["context_tokens"] == n) for n in lengths}
+    lines.append(f"| ingest, tokens/s | {' | '.join(f'{speeds[n]:,}' for n in lengths)} |")
+    return [*lines, "", "![length by depth](needle.png)", "", f"- {machine(found['machine'])}", ""]
+
+
+def needle_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['accuracy']:.0%} ({row['low']:.0%} - {row['high']:.0%}) of {row['asked']}"
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -94,9 +124,8 @@ def cells(row: Row) -> list[object]:
     ]
 
 
-def machine(row: Row) -> str:
+def machine(info: Row) -> str:
     """Hardware and versions in one line."""
-    info = row["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
     return f"{info['cpu']}, {info['logical_cores']} logical cores, Python {info['python']}, {versions}; {info['date']}"
 

@@ -1,0 +1,1 @@
+"""Finding facts in long documents: own generators of the usual synthetic tasks, their scores and a chart."""
