@@ -1,0 +1,79 @@
+"""The embedded model's training sequences: who sees what, and that the demo's wording is not among them."""
+
+import math
+import random
+
+import embedded_data as data
+import embedded_wording as wording
+import pytest
+import torch
+
+from longleaf.demo.facts import HELD_OUT_WORDS, TEMPLATES
+
+PHASE = data.Phase(length=512, batch=4, questions=3, most_facts=4, repeats=0.25, easy=False, log_copies=5.0)
+
+
+@pytest.fixture(scope="module")
+def sampler() -> data.Sampler:
+    """One for all tests: it reads the whole standard library."""
+    return data.Sampler(3)
+
+
+def draw(sampler: data.Sampler, seed: int) -> data.Batch:
+    sampler.rng.seed(seed)
+    return sampler.batch(PHASE)
+
+
+@pytest.fixture(scope="module")
+def batch(sampler: data.Sampler) -> data.Batch:
+    return draw(sampler, 3)
+
+
+def test_a_batch_follows_from_its_seed(sampler: data.Sampler, batch: data.Batch) -> None:
+    assert torch.equal(draw(sampler, 3).ids, batch.ids)
+    assert not torch.equal(draw(sampler, 4).ids, batch.ids)
+    assert batch.ids.shape == (4, 513)
+    assert batch.weights.shape == batch.segments.shape == batch.owners.shape == (4, 512)
+
+
+def test_a_question_sees_all_documents_and_itself(batch: data.Batch) -> None:
+    rows = data.predicted(batch)
+    mask = data.attention_mask(batch, rows).view(len(rows), 4, 512)
+    for row, seen in zip(rows.tolist(), mask > -math.inf, strict=True):
+        sequence, place = divmod(row, 512)
+        segment = batch.segments[sequence, place]
+        if segment == 0:
+            assert seen.sum() == place + 1, "a document's token sees what is before it"
+            continue
+        own = seen[sequence]
+        assert torch.equal(own[batch.segments[sequence] == 0], torch.ones_like(own[batch.segments[sequence] == 0]))
+        assert (
+            own[batch.segments[sequence] == segment].sum() == (batch.segments[sequence, : place + 1] == segment).sum()
+        )
+        others = (batch.segments[sequence] != 0) & (batch.segments[sequence] != segment)
+        assert not own[others].any()
+        for other in set(range(4)) - {sequence}:
+            assert torch.equal(seen[other], (batch.segments[other] == 0) & (batch.owners[other] != data.OUTSIDE))
+
+
+def test_the_asked_fact_never_counts_for_more_than_it_is(batch: data.Batch) -> None:
+    rows = data.predicted(batch)
+    mask = data.attention_mask(batch, rows).view(len(rows), 4, 512)
+    for row, bias in zip(rows.tolist(), mask, strict=True):
+        sequence, place = divmod(row, 512)
+        segment = batch.segments[sequence, place]
+        asked = batch.asked[sequence, segment]
+        visible = bias[bias > -math.inf]
+        assert ((visible >= 0) & (visible <= PHASE.log_copies)).all()
+        if segment > 0 and asked >= 0:
+            assert (bias[sequence][batch.owners[sequence] == asked] == 0).all()
+
+
+def test_the_demos_questions_and_words_are_held_out(sampler: data.Sampler) -> None:
+    frames = {frame.lower() for frame in (*wording.ABOUT_ATTRIBUTE, *wording.ABOUT_KEY)}
+    assert not {question.replace('"', "").lower() for _, question in TEMPLATES} & frames
+    rng = random.Random(0)
+    sentences = [wording.statement(rng, "{attribute}", "{key}", "{value}") for _ in range(5000)]
+    worded = {sentence for sentence, _ in TEMPLATES if "{attribute}" in sentence or "magic" in sentence}
+    assert not worded & set(sentences)
+    assert not {sampler.word() for _ in range(5000)} & set(HELD_OUT_WORDS)
