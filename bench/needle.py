@@ -55,9 +55,10 @@ class Asker:
         """All documents of one kind at one length."""
         documents = min(MANY_DOCUMENTS if tokens < LONG else FEW_DOCUMENTS, self._options.questions)
         count = self._options.questions // documents
+        size = int(tokens * self._bytes_per_token(kind))
         for number in range(documents):
             rng = random.Random(f"{self._options.seed} {kind} {tokens} {number}")
-            document = MAKERS[kind](rng, int(tokens * self._bytes_per_token(kind)), count)
+            document = MAKERS[kind](rng, size, count)
             self._examine(
                 f"{kind}, {tokens:,} tokens, document {number + 1} of {documents}", document, tokens, number, count
             )

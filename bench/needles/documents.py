@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from longleaf.demo.facts import HELD_OUT_WORDS, Fact, is_correct, make_fact, make_value, without_value
-from longleaf.demo.haystack import DISTRACTOR_EVERY, canonical, cut, distinct_facts, library_text, plant
+from longleaf.demo.haystack import DISTRACTOR_EVERY, canonical, cut, distinct_facts, library_text, plant, room
 
 NOISE = "The wind went over the field. The river ran on. Nobody was there to see it. The day was long.\n"
 TWINS = 2
@@ -54,9 +54,9 @@ def prose(rng: random.Random, size: int, count: int) -> Document:
     """Source text of the Python library with single keys, near duplicates, many values, and appended facts."""
     facts = distinct_facts(rng, 5 * count + size // DISTRACTOR_EVERY)
     single, base, multiple, later, absent, rest = _deal(facts, *[count] * 5)
-    twins = _twins(rng, base, facts)
+    doubles = twins(rng, base, facts)
     many = [[_with_value(rng, fact) for _ in range(VALUES)] for fact in multiple]
-    planted = [*single, *base, *twins, *(fact for values in many for fact in values), *rest]
+    planted = [*single, *base, *doubles, *(fact for values in many for fact in values), *rest]
     rng.shuffle(planted)
     text = _fill(rng, size, planted)
     addition = _fill(rng, max(int(size * APPENDED), 60 * count), later)
@@ -76,8 +76,8 @@ def noise(rng: random.Random, size: int, count: int) -> Document:
     facts = [passkey, *distinct_facts(rng, count)]
     rng.shuffle(facts)
     sentences = [fact.sentence for fact in facts]
-    filler = size - sum(len(sentence.encode()) + 1 for sentence in sentences)
-    text = plant(rng, cut(NOISE * (filler // len(NOISE) + 1), max(filler, 0)), sentences)
+    filler = room(sentences, size)
+    text = plant(rng, cut(NOISE * (filler // len(NOISE) + 1), filler), sentences)
     needles = [fact for fact in facts if fact is not passkey]
     return Document(text, (*_ask("passkey", [passkey], text), *_ask("single_noise", needles, text)))
 
@@ -114,7 +114,7 @@ def _deal(facts: Sequence[Fact], *counts: int) -> list[list[Fact]]:
     return [*dealt, list(facts[start:])]
 
 
-def _twins(rng: random.Random, facts: Iterable[Fact], taken: Iterable[Fact]) -> list[Fact]:
+def twins(rng: random.Random, facts: Iterable[Fact], taken: Iterable[Fact]) -> list[Fact]:
     """TWINS facts for each whose keys differ from its key in one word or number only."""
     keys = {canonical(fact.key) for fact in taken}
     values = {fact.value for fact in taken}
@@ -122,7 +122,7 @@ def _twins(rng: random.Random, facts: Iterable[Fact], taken: Iterable[Fact]) -> 
     for fact in facts:
         mine = 0
         while mine < TWINS:
-            twin = _with_value(rng, make_fact(rng, _near(rng, fact.key), "", None))
+            twin = _with_value(rng, make_fact(rng, _near(rng, fact.key), ""))
             if canonical(twin.key) not in keys and twin.value not in values:
                 keys.add(canonical(twin.key))
                 values.add(twin.value)
@@ -150,8 +150,7 @@ def _with_value(rng: random.Random, fact: Fact) -> Fact:
 def _fill(rng: random.Random, size: int, facts: Sequence[Fact]) -> str:
     """Library text of about `size` bytes in all, with the facts in it."""
     sentences = [fact.sentence for fact in facts]
-    filler = size - sum(len(sentence.encode()) + 1 for sentence in sentences)
-    return plant(rng, library_text(rng, max(filler, 0), "held_out"), sentences)
+    return plant(rng, library_text(rng, room(sentences, size), "held_out"), sentences)
 
 
 def _ask(task: str, facts: Iterable[Fact], text: str) -> Iterable[Question]:

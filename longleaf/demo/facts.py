@@ -102,9 +102,9 @@ def make_key(rng: random.Random, words: tuple[str, ...]) -> str:
     return rng.choice(forms)
 
 
-def make_fact(rng: random.Random, key: str, value: str, template: int | None = None) -> Fact:
-    """A fact in one of the templates' wording, chosen at random when `template` is None."""
-    sentence, question = TEMPLATES[rng.randrange(len(TEMPLATES)) if template is None else template]
+def make_fact(rng: random.Random, key: str, value: str) -> Fact:
+    """A fact in one of the templates' wording."""
+    sentence, question = TEMPLATES[rng.randrange(len(TEMPLATES))]
     names = {"attribute": rng.choice(ATTRIBUTES), "key": key, "value": value}
     return Fact(key, value, sentence.format(**names), question.format(**names), f"{key} is {value}")
 

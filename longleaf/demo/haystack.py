@@ -5,7 +5,7 @@ import random
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -113,6 +113,11 @@ def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
     return "".join([*parts, text[last:]])
 
 
+def room(sentences: Iterable[str], size: int) -> int:
+    """Bytes that `sentences`, planted as lines, leave of `size`."""
+    return max(0, size - sum(len(sentence.encode()) + 1 for sentence in sentences))
+
+
 def canonical(key: str) -> str:
     """The key without what spellings differ in: capitals and what joins its parts."""
     return re.sub(r"[ _-]", "", key.lower())
@@ -134,8 +139,8 @@ def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split
     """A document of about `tokens` tokens with `facts` facts to ask for, distractor facts, and `absent` absent keys."""
     rng = random.Random(seed)
     everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
-    filler = tokens - sum(len(fact.sentence.encode()) + 1 for fact in everything)
-    return hide(rng, library_text(rng, max(filler, 0), split), everything, facts, absent)
+    filler = room([fact.sentence for fact in everything], tokens)
+    return hide(rng, library_text(rng, filler, split), everything, facts, absent)
 
 
 def hide(rng: random.Random, text: str, everything: Sequence[Fact], asked: int, absent: int) -> Haystack:

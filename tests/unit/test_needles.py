@@ -1,14 +1,15 @@
 """The needles: documents that follow from a seed, questions with known answers, answers that survive a break."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from bench.needles.answers import Answer, Answers, Place, rows, wilson
 from bench.needles.chart import draw
-from bench.needles.documents import MAKERS, TASKS, TWINS, Question, prose
-from longleaf.demo.haystack import canonical
+from bench.needles.documents import MAKERS, TASKS, TWINS, Question, prose, twins
+from longleaf.demo.haystack import canonical, distinct_facts
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -35,7 +36,13 @@ def test_near_duplicates_differ_in_one_part_only() -> None:
     for question in made.questions:
         if question.task == "near_duplicate":
             assert made.text.count(question.values[0]) == 1
-    assert TWINS * 4 + 4 <= made.text.count("\n")
+    rng = random.Random(5)
+    facts = distinct_facts(rng, 8)
+    for number, twin in enumerate(doubles := twins(rng, facts[:4], facts)):
+        parts, others = (re.split("[ _-]", fact.key) for fact in (twin, facts[number // TWINS]))
+        assert sum(a == b for a, b in zip(parts, others, strict=True)) == 1
+    assert len(doubles) == 4 * TWINS
+    assert len({canonical(fact.key) for fact in (*facts, *doubles)}) == 8 + 4 * TWINS
     assert canonical("Amber-Fox") == canonical("amber fox") != canonical("amber foxes")
 
 
