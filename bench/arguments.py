@@ -20,9 +20,14 @@ class Arguments:
     json: bool
 
 
-def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int) -> Arguments:
-    """Reads the command line; the keywords are the defaults. From here on a SIGTERM unwinds, so that services end."""
+def unwind_on_terminate() -> None:
+    """From here on a SIGTERM unwinds like an exit, so that services end."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int) -> Arguments:
+    """Reads the command line; the keywords are the defaults."""
+    unwind_on_terminate()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=NAMES)

@@ -14,8 +14,6 @@ found" for a key that the document does not hold.
 import argparse
 import json
 import random
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.arguments import tell
+from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.needles.answers import Answer, Answers, Place, rows
 from bench.needles.chart import draw
@@ -146,7 +144,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    unwind_on_terminate()
     options = parse()
     answers = Answers(options.out / "needle.jsonl")
     try:

@@ -34,3 +34,8 @@ class Topology(msgspec.Struct, frozen=True):
         """The ranks that have the same index on their machines; uneven machines give shorter rails."""
         groups = self.node_groups
         return tuple(tuple(g[i] for g in groups if i < len(g)) for i in range(max(map(len, groups))))
+
+
+def count_ranks(number: int) -> str:
+    """So many ranks, for people."""
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -16,6 +16,7 @@ from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, human_bytes, print_json
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestProgress
+from longleaf.topology import count_ranks
 
 
 def ingest(
@@ -46,8 +47,7 @@ def ingest(
 
 def summary(context: Context) -> str:
     held = human_bytes(context.kv_bytes)
-    num_ranks = sum(share.tokens > 0 for share in context.shares)
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = count_ranks(sum(share.tokens > 0 for share in context.shares))
     return f"{context.id}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
 
 

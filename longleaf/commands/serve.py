@@ -10,6 +10,7 @@ import typer
 from longleaf.commands.options import AsJson
 from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeName, embedded_model
 from longleaf.launch import coordinator_command
+from longleaf.topology import count_ranks
 
 _DEFAULTS = EngineConfig(model="")
 
@@ -59,6 +60,5 @@ def serve(
     command = coordinator_command(
         config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json
     )
-    ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
-    print(f"starting {ranks} ({launcher}) …", file=sys.stderr, flush=True)
+    print(f"starting {count_ranks(world_size)} ({launcher}) …", file=sys.stderr, flush=True)
     os.execv(command[0], command)

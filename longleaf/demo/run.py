@@ -19,6 +19,7 @@ from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_hay
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster, Context, Delta, Finished, IngestProgress
+from longleaf.topology import count_ranks
 
 CONTEXT = "demo"
 NUM_FACTS, NUM_ABSENT = 5, 1
@@ -118,10 +119,6 @@ def run(settings: DemoSettings, show: Show) -> Report:
         show.say(f"serving on {address}")
         with Client(address) as client:
             return _examine(client, haystack, show)
-
-
-def count_ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def build(settings: DemoSettings) -> Haystack:
