@@ -97,7 +97,7 @@ class Control:
     def _join(self) -> Join:
         first = self._hellos[0]
         topology = Topology(tuple(hello.node for hello in self.hellos))
-        topology.check()
+        topology.check(self._config.world_size)
         return Join(self._epoch, first.host, first.store_port, topology.nodes)
 
     async def _wait_for(self, reports: dict[int, Hello] | dict[int, Ready]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from longleaf.errors import InvalidArgument, StartError
 
 Launcher = Literal["ray", "local"]
-MergeName = Literal["gather", "paper"]
+MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_PORT = 50051

@@ -10,8 +10,10 @@ class Topology(msgspec.Struct, frozen=True):
 
     nodes: tuple[str, ...]
 
-    def check(self) -> None:
-        """Raises InvalidArgument unless the ranks of each node are consecutive."""
+    def check(self, world_size: int) -> None:
+        """Raises InvalidArgument unless the ranks of each node are consecutive and make up the world size."""
+        if self.world_size != world_size:
+            raise InvalidArgument("nodes", f"{self}, and the world size is {world_size}")
         seen: list[str] = []
         for node in self.nodes:
             if not seen or node != seen[-1]:
@@ -34,6 +36,25 @@ class Topology(msgspec.Struct, frozen=True):
         """The ranks that have the same index on their machines; uneven machines give shorter rails."""
         groups = self.node_groups
         return tuple(tuple(g[i] for g in groups if i < len(g)) for i in range(max(map(len, groups))))
+
+    @property
+    def full_rails(self) -> tuple[tuple[int, ...], ...]:
+        """The rails that reach every machine; none when there is only one machine."""
+        num_nodes = len(self.node_groups)
+        return tuple(rail for rail in self.rails if len(rail) == num_nodes) if num_nodes > 1 else ()
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all machines have equally many ranks."""
+        return len({len(group) for group in self.node_groups}) == 1
+
+    def __str__(self) -> str:
+        """The equation of nodes and ranks: `2 nodes x 4 ranks = 8`, or `3 + 1 = 4` for uneven machines."""
+        sizes = [len(group) for group in self.node_groups]
+        nodes = "1 node" if len(sizes) == 1 else f"{len(sizes)} nodes"
+        if self.is_even:
+            return f"{nodes} x {count_ranks(sizes[0])} = {self.world_size}"
+        return f"{nodes}: {' + '.join(map(str, sizes))} ranks = {self.world_size}"
 
 
 def count_ranks(number: int) -> str:

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from longleaf.comm.loopback import LoopbackComm, loopback
+from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
 from longleaf.step import Hello, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
+from longleaf.topology import Topology
 from workers.rank import Rank
 
 Spoil = Callable[[int, Rank], None]
@@ -24,7 +25,7 @@ class ThreadRanks:
 
     def __init__(self, config: EngineConfig, spoil: Spoil | None = None) -> None:
         self._ranks = [Rank(make_spec(rank, config)) for rank in range(config.world_size)]
-        self._comms: list[LoopbackComm] = loopback(config.world_size)
+        self._groups = loopback_groups(Topology(("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[StepResult | Exception] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
@@ -33,11 +34,11 @@ class ThreadRanks:
 
     async def start(self) -> tuple[Ready, ...]:
         readies = tuple(rank.load() for rank in self._ranks)
-        for rank, comm in zip(self._ranks, self._comms, strict=True):
+        for index, (rank, groups) in enumerate(zip(self._ranks, self._groups, strict=True)):
             if len(self._ranks) > 1:
-                rank.connect(comm)
+                rank.connect(groups)
             if self._spoil:
-                self._spoil(comm.rank, rank)
+                self._spoil(index, rank)
         for thread in self._threads:
             thread.start()
         return readies
@@ -67,7 +68,9 @@ class ThreadRanks:
                 assert isinstance(plan, StepPlan)
                 result = self._ranks[index].execute(plan)
             except Exception as error:
-                self._comms[index].abort()
+                world = self._groups[index].world
+                assert isinstance(world, LoopbackComm)
+                world.abort()
                 self._results.put(error)
                 return
             if result is not None:

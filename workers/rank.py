@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.kernels import kernel_for
-from longleaf.comm import Comm
-from longleaf.comm.process_group import ProcessGroupComm, Store, connect_store, open_store
+from longleaf.comm import Groups
+from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
 from longleaf.errors import StartError
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
-from longleaf.tree import make_merge
+from longleaf.topology import Topology
+from longleaf.tree import Wire, make_merge
 from workers import model as models
 from workers.cache import Pool, Segments
 from workers.forward import DecodeStep, Exchange, PrefillDone, PrefillStep
@@ -30,7 +31,7 @@ class Rank:
         self._config = spec.config
         self._device = choose_device(self._config.device, spec.rank)
         self._exchange: Exchange | None = None
-        self._comm: ProcessGroupComm | None = None
+        self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
 
@@ -67,19 +68,19 @@ class Rank:
             return
         store = self._store or connect_store(join.host, join.port)
         self._store = store
-        self._comm = ProcessGroupComm(
+        self._process_groups = ProcessGroups(
             self._spec.rank,
-            self._config.world_size,
+            Topology(join.nodes),
             store,
             epoch=join.epoch,
             device=self._device,
             timeout=self._config.longest_wait,
         )
-        self.connect(self._comm)
+        self.connect(self._process_groups.groups)
 
-    def connect(self, comm: Comm) -> None:
-        """Uses `comm` for the exchanges of the steps."""
-        self._exchange = Exchange(comm, make_merge(self._config.merge, comm))
+    def connect(self, groups: Groups) -> None:
+        """Uses an epoch's groups for the exchanges of the steps."""
+        self._exchange = Exchange(groups.world, make_merge(self._config.merge, groups, Wire()))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -92,8 +93,8 @@ class Rank:
 
     def close(self) -> None:
         """Leaves the group."""
-        if self._comm is not None:
-            self._comm.close()
+        if self._process_groups is not None:
+            self._process_groups.close()
 
     def _prefill(self, work: Prefill) -> dict[int, int]:
         inputs = self._inputs.prefill(work)

@@ -1,5 +1,5 @@
 """How ranks exchange tensors. Knows no attention and no Ray."""
 
-from longleaf.comm.base import Comm
+from longleaf.comm.base import Comm, Groups
 
-__all__ = ["Comm"]
+__all__ = ["Comm", "Groups"]

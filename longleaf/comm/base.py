@@ -1,14 +1,21 @@
-"""The collective operations that merges are made of."""
+"""The collective operations that merges are made of, and the groups of ranks that they run in."""
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from longleaf.topology import Topology
 
 ReduceOp = Literal["max", "sum"]
 
 
 class Comm(Protocol):
-    """One rank's end of a group. Every rank calls the same operations in the same order, with equal shapes."""
+    """One rank's end of a group. Every rank calls the same operations in the same order, with equal shapes.
+
+    `rank` and `world_size` count within the group. A result may lie in memory that the transport uses again: it is
+    valid until this rank's next operation on the same Comm.
+    """
 
     rank: int
     world_size: int
@@ -28,3 +35,23 @@ class Comm(Protocol):
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor on every rank."""
         ...
+
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        """Sends the tensor to rank `to` and returns what rank `source` sends here.
+
+        The ranks' choices must match. A rank that names itself sends nothing, or gets its own tensor back.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """One rank's ends of the groups of an epoch."""
+
+    topology: Topology
+    world: Comm
+    node: Comm
+    """The ranks of this rank's machine."""
+    rail: Comm | None
+    """The ranks with this rank's index on their machines; None where some machine has no such rank, and where there is
+    one machine only."""

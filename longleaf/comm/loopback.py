@@ -1,12 +1,13 @@
 """Ranks as threads of one process: the Comm of tests and of programs without torch.distributed."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from longleaf.comm.base import ReduceOp
+from longleaf.comm.base import Groups, ReduceOp
+from longleaf.topology import Topology
 
 
 class Meeting:
@@ -38,6 +39,9 @@ class LoopbackComm:
     def broadcast(self, tensor: Tensor) -> Tensor:
         return self._exchange(tensor, lambda tensors: tensors[0].clone())
 
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        return self._exchange(tensor, lambda tensors: tensors[source].clone())
+
     def _exchange(self, tensor: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
         meeting = self._meeting
         meeting.tensors[self.rank] = tensor
@@ -55,3 +59,18 @@ def loopback(world_size: int) -> list[LoopbackComm]:
     """The ends of a new group, one per thread."""
     meeting = Meeting(world_size)
     return [LoopbackComm(rank, world_size, meeting) for rank in range(world_size)]
+
+
+def loopback_groups(topology: Topology) -> list[Groups]:
+    """The groups of each thread, as if the ranks ran on the machines of `topology`."""
+    worlds = loopback(topology.world_size)
+    if len(topology.node_groups) == 1:
+        return [Groups(topology, world, world, None) for world in worlds]
+    nodes = _ends(topology.node_groups)
+    rails = _ends(topology.full_rails)
+    return [Groups(topology, world, nodes[rank], rails.get(rank)) for rank, world in enumerate(worlds)]
+
+
+def _ends(groups: Sequence[Sequence[int]]) -> dict[int, LoopbackComm]:
+    """By world rank, its end in the one of the groups that it belongs to."""
+    return {rank: end for group in groups for rank, end in zip(group, loopback(len(group)), strict=True)}

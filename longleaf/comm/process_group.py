@@ -1,5 +1,6 @@
 """Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -7,30 +8,24 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from longleaf.comm.base import ReduceOp
+from longleaf.comm.base import Groups, ReduceOp
+from longleaf.topology import Topology
 
 dist: Any = torch.distributed  # torch annotates these functions only in part
 Store = Any  # torch.distributed.Store
+ProcessGroup = Any  # torch.distributed.ProcessGroup
 
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
 class ProcessGroupComm:
-    """One rank's end of the process group of one epoch."""
+    """One rank's end of a process group."""
 
-    def __init__(self, rank: int, world_size: int, store: Store, *, epoch: int, device: str, timeout: float) -> None:
-        """Joins the group; blocks until all ranks have. `timeout` in seconds bounds every operation."""
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"epoch-{epoch}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        self.rank = rank
-        self.world_size = world_size
-        self._is_gloo = backend == "gloo"
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self._group = group
+        self._is_gloo = dist.get_backend(group) == "gloo"
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -38,28 +33,68 @@ class ProcessGroupComm:
             # measured on two cores with four ranks: gloo's all-to-all of copies is 3 times faster than its all-gather
             return self.all_to_all(tensor[None].expand(self.world_size, *tensor.shape))
         out = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather_into_tensor(out, tensor)
+        dist.all_gather_into_tensor(out, tensor, group=self._group)
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
-        dist.all_to_all_single(out, tensor)
+        dist.all_to_all_single(out, tensor, group=self._group)
         return out
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         out = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, op=OPS[op])
+        dist.all_reduce(out, op=OPS[op], group=self._group)
         return out
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         out = tensor.contiguous()
-        dist.broadcast(out, src=0)
+        dist.broadcast(out, group_src=0, group=self._group)
         return out
 
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        tensor = tensor.contiguous()
+        out = tensor if source == self.rank else torch.empty_like(tensor)
+        operations: list[Any] = []
+        if to != self.rank:
+            operations.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=to))
+        if source != self.rank:
+            operations.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=source))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return out
+
+
+class ProcessGroups:
+    """Owns the process groups of one epoch: world, nodes and rails, made in the same order on every rank."""
+
+    def __init__(self, rank: int, topology: Topology, store: Store, *, epoch: int, device: str, timeout: float) -> None:
+        """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation."""
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"epoch-{epoch}", store),
+            rank=rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        world = ProcessGroupComm(dist.group.WORLD)
+        if len(topology.node_groups) == 1:
+            self.groups = Groups(topology, world, world, None)
+        else:
+            node, rail = _own(rank, topology.node_groups), _own(rank, topology.full_rails)
+            assert node is not None, "every rank has a machine"
+            self.groups = Groups(topology, world, node, rail)
+
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the groups."""
         dist.destroy_process_group()
+
+
+def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
+    """Makes process groups of these ranks; the one that `rank` belongs to."""
+    made = [dist.new_group(list(group)) for group in groups]
+    return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 
 def open_store(host: str) -> Store:

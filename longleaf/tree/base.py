@@ -1,18 +1,19 @@
 """The contract of a merge, and the packed form in which partials travel.
 
-Shape letters: N ranks, T rows, P rows per rank, H heads, D dim.
+Shape letters: N ranks, T rows, P rows per rank, H heads, D dim, C columns of a packed row.
 """
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from longleaf.attention import Partial
+from longleaf.attention import Partial, merge_all
 
 
 class Merge(Protocol):
-    """Joins the partials of all ranks, always folding in rank order. Partials are float32, on the wire as well."""
+    """Joins the partials of all ranks. Partials are float32; on the wire, too, unless a Wire says otherwise."""
 
     def merge(self, partial: Partial) -> Partial:
         """Every rank gives T rows over its own keys and gets all T rows over all keys."""
@@ -23,6 +24,49 @@ class Merge(Protocol):
         ...
 
 
-def pack(partial: Partial) -> Tensor:
-    """out and lse as one tensor [T, H, D + 1], so that one exchange carries both."""
-    return torch.cat([partial.out_THD, partial.lse_TH.unsqueeze(-1)], dim=-1)
+class Wire:
+    """The packed form of partials: out and lse as one tensor, so that one exchange carries both.
+
+    float32: [..., D + 1]. bfloat16: [..., D + 2], the lse keeps its 32 bits, as two columns; each hop rounds the
+    values to 8 bits of mantissa, a relative error of at most 2^-8.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"partials travel as float32 or bfloat16, not as {dtype}")
+        self.dtype = dtype
+
+    def pack(self, partial: Partial) -> Tensor:
+        lse = partial.lse_TH.unsqueeze(-1)
+        if self.dtype == torch.float32:
+            return torch.cat([partial.out_THD, lse], dim=-1)
+        return torch.cat([partial.out_THD.to(self.dtype), lse.view(self.dtype)], dim=-1)
+
+    def unpack(self, packed: Tensor) -> Partial:
+        """The partial, or several of them along leading dimensions."""
+        if self.dtype == torch.float32:
+            return Partial(packed[..., :-1], packed[..., -1])
+        lse = packed[..., -2:].contiguous().view(torch.float32).squeeze(-1)
+        return Partial(packed[..., :-2].float(), lse)
+
+    def fold(self, packed_NTHC: Tensor) -> Partial:
+        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits."""
+        stacked = self.unpack(packed_NTHC)
+        return merge_all(stacked.out_THD, stacked.lse_TH)
+
+
+def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:
+    """The packed partial cut by heads, [parts, T, heads, C]; the identity fills the last part where H does not divide.
+
+    `join_heads` is the inverse.
+    """
+    missing = -partial.lse_TH.shape[1] % num_parts
+    if missing:
+        out = F.pad(partial.out_THD, (0, 0, 0, missing))
+        partial = Partial(out, F.pad(partial.lse_TH, (0, missing), value=float("-inf")))
+    return wire.pack(partial).unflatten(1, (num_parts, -1)).transpose(0, 1)
+
+
+def join_heads(parts_NThC: Tensor, num_heads: int, wire: Wire) -> Partial:
+    """The partial of `num_heads` heads whose parts lie along the first dimension."""
+    return wire.unpack(parts_NThC.transpose(0, 1).flatten(1, 2)[:, :num_heads])

@@ -1,21 +1,24 @@
 """Merge by one packed exchange and a local fold: all-gather for rows everybody needs, all-to-all for owned rows."""
 
-from longleaf.attention import Partial, merge_all
-from longleaf.comm import Comm
-from longleaf.tree.base import pack
+from longleaf.attention import Partial
+from longleaf.comm import Comm, Groups
+from longleaf.tree.base import Wire
 
 
 class Gather:
     """One collective per merge. Every rank folds the same tensors in the same order, so all get the same bits."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, groups: Groups, wire: Wire) -> None:
+        self._comm = groups.world
+        self._wire = wire
 
     def merge(self, partial: Partial) -> Partial:
-        packed_NTHD = self._comm.all_gather(pack(partial))
-        return merge_all(packed_NTHD[..., :-1], packed_NTHD[..., -1])
+        return self._wire.fold(self._comm.all_gather(self._wire.pack(partial)))
 
     def merge_to_owner(self, partial: Partial) -> Partial:
-        packed_THD = pack(partial)
-        packed_NPHD = self._comm.all_to_all(packed_THD.view(self._comm.world_size, -1, *packed_THD.shape[1:]))
-        return merge_all(packed_NPHD[..., :-1], packed_NPHD[..., -1])
+        return send_to_owners(partial, self._comm, self._wire)
+
+
+def send_to_owners(partial: Partial, comm: Comm, wire: Wire) -> Partial:
+    """Each rank's rows, of as many groups of rows as there are ranks, sent to it in one all-to-all and folded there."""
+    return wire.fold(comm.all_to_all(wire.pack(partial).unflatten(0, (comm.world_size, -1))))

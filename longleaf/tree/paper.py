@@ -1,10 +1,10 @@
 """Merge as in the paper: Tree Attention (arXiv 2408.04093), Algorithm 3, three dependent all-reduces. The baseline."""
 
-import torch
-
 from longleaf.attention import Partial
 from longleaf.attention.partial import weight
-from longleaf.comm import Comm
+from longleaf.comm import Groups
+from longleaf.tree.base import Wire
+from longleaf.tree.packed import own_rows, quotient
 
 
 class Paper:
@@ -13,19 +13,15 @@ class Paper:
     The order of the sums belongs to the collective library, so equal bits are not promised, only tolerance.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, groups: Groups, wire: Wire) -> None:
+        del wire  # sums are float32
+        self._comm = groups.world
 
     def merge(self, partial: Partial) -> Partial:
-        max_TH = self._comm.all_reduce(partial.lse_TH, "max")
+        max_TH = self._comm.all_reduce(partial.lse_TH, "max").clone()
         share_TH1 = weight(partial.lse_TH, max_TH)
-        numerator_THD = self._comm.all_reduce(partial.out_THD * share_TH1, "sum")
-        denominator_TH1 = self._comm.all_reduce(share_TH1, "sum")
-        # all ranks empty: 0 / 0 would be NaN, and log 0 + -inf is the identity's lse already
-        out_THD = numerator_THD / denominator_TH1.clamp_min(torch.finfo(torch.float32).tiny)
-        return Partial(out_THD, max_TH + denominator_TH1.squeeze(-1).log())
+        numerator_THD = self._comm.all_reduce(partial.out_THD * share_TH1, "sum").clone()
+        return quotient(numerator_THD, self._comm.all_reduce(share_TH1, "sum"), max_TH)
 
     def merge_to_owner(self, partial: Partial) -> Partial:
-        num_rows = partial.lse_TH.shape[0] // self._comm.world_size
-        start = self._comm.rank * num_rows
-        return self.merge(partial).rows(start, start + num_rows)
+        return own_rows(self.merge(partial), self._comm)

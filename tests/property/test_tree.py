@@ -5,13 +5,20 @@ import threading
 import pytest
 import torch
 import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
-from longleaf.comm.loopback import LoopbackComm, loopback
-from longleaf.comm.process_group import ProcessGroupComm, connect_store, open_store
-from longleaf.tree import make_merge
+from longleaf.comm.loopback import loopback_groups
+from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
+from longleaf.topology import Topology
+from longleaf.tree import MERGES, Wire, make_merge
+from longleaf.tree.base import join_heads, split_heads
+from longleaf.tree.butterfly import Then, rounds
 
-MERGES = ("gather", "paper")
+SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
+CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
+"""One letter per rank: the machine it runs on."""
 
 
 def partials(world_size, rows, heads=3, dim=5, empty=()):
@@ -27,18 +34,19 @@ def expected(parts):
     return merge_all(torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts]))
 
 
-def assert_close(found, wanted):
-    torch.testing.assert_close(found.out_THD.double(), wanted.out_THD, atol=2e-6, rtol=2e-6)
+def assert_close(found, wanted, tolerance=2e-6):
+    torch.testing.assert_close(found.out_THD.double(), wanted.out_THD, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(found.lse_TH.double(), wanted.lse_TH, atol=2e-6, rtol=2e-6)
 
 
-def on_threads(comms: list[LoopbackComm], work):
-    results = [None] * len(comms)
+def on_threads(topology, work):
+    groups = loopback_groups(topology)
+    results = [None] * len(groups)
 
     def run(rank):
-        results[rank] = work(comms[rank])
+        results[rank] = work(rank, groups[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(comms))]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(groups))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -46,52 +54,113 @@ def on_threads(comms: list[LoopbackComm], work):
     return results
 
 
+def merged(name, topology, parts, dtype=torch.float32):
+    return on_threads(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).merge(parts[rank]))
+
+
 @pytest.mark.parametrize("name", MERGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("machines", CLUSTERS)
 @pytest.mark.parametrize("empty", [(), (0,), "all"])
-def test_merges_on_loopback(name, world_size, empty):
+def test_merges_on_loopback(name, machines, empty):
+    topology, world_size = Topology(tuple(machines)), len(machines)
     empty = tuple(range(world_size)) if empty == "all" else empty
     parts = partials(world_size, rows=2 * world_size, empty=empty)
     wanted = expected(parts)
-    for found in on_threads(loopback(world_size), lambda comm: make_merge(name, comm).merge(parts[comm.rank])):
+    for found in merged(name, topology, parts):
         assert_close(found, wanted)
-    owned = on_threads(loopback(world_size), lambda comm: make_merge(name, comm).merge_to_owner(parts[comm.rank]))
-    for rank, found in enumerate(owned):
+
+    def own(rank, groups):
+        return make_merge(name, groups, Wire()).merge_to_owner(parts[rank])
+
+    for rank, found in enumerate(on_threads(topology, own)):
         assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
 
 
-def test_gather_gives_every_rank_the_same_bits():
-    parts = partials(4, rows=8)
-    found = on_threads(loopback(4), lambda comm: make_merge("gather", comm).merge(parts[comm.rank]))
-    again = on_threads(loopback(4), lambda comm: make_merge("gather", comm).merge(parts[comm.rank]))
-    assert all(torch.equal(found[0].out_THD, other.out_THD) for other in found[1:] + again)
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("name", MERGES)
+def test_heads_need_not_divide_by_ranks(name, heads):
+    parts = partials(6, rows=1, heads=heads)
+    for found in merged(name, Topology(tuple("aaabbb")), parts):
+        assert_close(found, expected(parts))
 
 
-def gloo_rank(rank, world_size, port, queue):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("machines", CLUSTERS)
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_every_rank_gets_the_same_bits_every_time(name, machines, dtype):
+    topology, parts = Topology(tuple(machines)), partials(len(machines), rows=8)
+    found = merged(name, topology, parts, dtype) + merged(name, topology, parts, dtype)
+    assert all(torch.equal(found[0].out_THD, other.out_THD) for other in found[1:])
+    assert all(torch.equal(found[0].lse_TH, other.lse_TH) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_bfloat16_partials_are_off_by_their_rounding_only(name):
+    topology, parts = Topology(tuple("aabbccd")), partials(7, rows=8)
+    largest = max(part.out_THD.abs().max().item() for part in parts)
+    for found in merged(name, topology, parts, torch.bfloat16):
+        assert_close(found, expected(parts), tolerance=4 * largest * 2**-8)
+    assert not torch.equal(found.out_THD, merged(name, topology, parts)[0].out_THD)
+
+
+def test_partials_travel_in_two_types_only():
+    with pytest.raises(ValueError, match="float16"):
+        Wire(torch.float16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_joining_heads_undoes_splitting_them(heads, num_parts, dtype):
+    part, wire = partials(1, rows=3, heads=heads)[0], Wire(dtype)
+    found = join_heads(split_heads(part, num_parts, wire), heads, wire)
+    assert torch.equal(found.out_THD, part.out_THD.to(dtype).float())
+    assert torch.equal(found.lse_TH, part.lse_TH)
+
+
+@given(st.integers(1, 70))
+def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
+    plans = [list(rounds(rank, world_size)) for rank in range(world_size)]
+    assert len({len(plan) for plan in plans}) == 1
+    seen = [[rank] for rank in range(world_size)]
+    for step in zip(*plans, strict=True):
+        assert all(step[to].source == rank for rank, (to, _, _) in enumerate(step) if to != rank)
+        before = [list(ranks) for ranks in seen]
+        for rank, (_, source, then) in enumerate(step):
+            assert then is Then.KEEP_OWN or step[source].to == rank, "who receives is sent to"
+            if then is Then.TAKE:
+                seen[rank] = before[source]
+            elif then is not Then.KEEP_OWN:
+                seen[rank] = before[rank] + before[source]
+    assert all(sorted(ranks) == list(range(world_size)) for ranks in seen)
+
+
+def gloo_rank(rank, machines, port, queue):
     torch.set_num_threads(1)
+    world_size = len(machines)
     store = connect_store("127.0.0.1", port)
-    comm = ProcessGroupComm(rank, world_size, store, epoch=1, device="cpu", timeout=60)
+    owner = ProcessGroups(rank, Topology(tuple(machines)), store, epoch=1, device="cpu", timeout=60)
     parts = partials(world_size, rows=2 * world_size, empty=(1,))
     wanted = expected(parts)
     for name in MERGES:
-        merge = make_merge(name, comm)
+        merge = make_merge(name, owner.groups, Wire())
         assert_close(merge.merge(parts[rank]), wanted)
         assert_close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
-    queue.put((rank, comm.broadcast(torch.tensor([rank + 40])).item()))
-    comm.close()
+    queue.put((rank, owner.groups.world.broadcast(torch.tensor([rank + 40])).item()))
+    owner.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_merges_over_gloo_processes(world_size, monkeypatch):
+@pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
+def test_merges_over_gloo_processes(machines, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = open_store("127.0.0.1")
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=gloo_rank, args=(r, world_size, store.port, queue)) for r in range(world_size)]
+    ranks = range(len(machines))
+    processes = [context.Process(target=gloo_rank, args=(r, machines, store.port, queue)) for r in ranks]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0] * world_size
-    assert sorted(queue.get(timeout=5) for _ in processes) == [(rank, 40) for rank in range(world_size)]
+    assert [process.exitcode for process in processes] == [0] * len(machines)
+    assert sorted(queue.get(timeout=5) for _ in processes) == [(rank, 40) for rank in ranks]
