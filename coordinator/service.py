@@ -76,7 +76,7 @@ class Service:
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,
         )
-        return Description(engine, model, self._config)
+        return Description(engine, model, self._config, readies[0])
 
     async def wait(self) -> None:
         """Returns when the service was stopped; raises what ended it, for instance WorkerLost."""
@@ -99,10 +99,12 @@ class Service:
 class Description:
     """Answers GetCluster."""
 
-    def __init__(self, engine: Engine, model: ModelInfo, config: ServiceConfig) -> None:
+    def __init__(self, engine: Engine, model: ModelInfo, config: ServiceConfig, ready: Ready) -> None:
         self._engine = engine
         self._model = model
         self._config = config
+        self._ready = ready
 
     def __call__(self) -> Cluster:
-        return cluster_of(self._engine.cluster(), self._model, self._config.engine, self._config.launcher)
+        view, config = self._engine.cluster(), self._config
+        return cluster_of(view, self._model, config.engine, config.launcher, self._ready)

@@ -3,6 +3,7 @@
 from coordinator import events
 from longleaf.config import EngineConfig, Launcher
 from longleaf.messages import Cluster, Context, Finished, ModelInfo, RankShare, Timings, Usage, Worker
+from longleaf.step import Ready
 
 
 def context_of(view: events.ContextView) -> Context:
@@ -11,7 +12,9 @@ def context_of(view: events.ContextView) -> Context:
     return Context(view.id, view.tokens, view.kv_bytes, view.created, view.updated, tuple(shares))
 
 
-def cluster_of(view: events.ClusterView, model: ModelInfo, config: EngineConfig, launcher: Launcher) -> Cluster:
+def cluster_of(
+    view: events.ClusterView, model: ModelInfo, config: EngineConfig, launcher: Launcher, ready: Ready
+) -> Cluster:
     return Cluster(
         model=model,
         workers=tuple(
@@ -22,6 +25,8 @@ def cluster_of(view: events.ClusterView, model: ModelInfo, config: EngineConfig,
         epoch=view.epoch,
         launcher=launcher,
         merge=config.merge,
+        transport=ready.transport,
+        merge_timings=ready.merges,
         waiting=view.waiting,
         running=view.running,
     )

@@ -35,6 +35,7 @@ from longleaf.messages import (
     Worker,
 )
 from longleaf.sampling import Sampling
+from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -318,6 +319,11 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         epoch=cluster.epoch,
         launcher=cluster.launcher,
         merge=cluster.merge,
+        transport=cluster.transport,
+        merge_timings=[
+            cluster_pb.MergeTiming(row_count=timing.rows, merge=timing.merge, latency_us=timing.microseconds)
+            for timing in cluster.merge_timings
+        ],
         waiting_count=cluster.waiting,
         running_count=cluster.running,
     )
@@ -341,6 +347,8 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         epoch=message.epoch,
         launcher=message.launcher,
         merge=message.merge,
+        transport=message.transport,
+        merge_timings=tuple(MergeTiming(t.row_count, t.merge, dict(t.latency_us)) for t in message.merge_timings),
         waiting=message.waiting_count,
         running=message.running_count,
     )

@@ -10,6 +10,9 @@ from longleaf.errors import InvalidArgument, StartError
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
+MergeChoice = Literal["auto", MergeName]
+PartialDtype = Literal["float32", "bfloat16"]
+PartialDtype = Literal["float32", "bfloat16"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_PORT = 50051
@@ -25,8 +28,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the checkpoint."""
     world_size: int = 1
     """Number of ranks."""
-    merge: MergeName = "gather"
-    """How partials are merged."""
+    merge: MergeChoice = "auto"
+    """How partials are merged; auto measures at the start and takes the fastest."""
+    partials: PartialDtype = "float32"
+    """Numeric type in which partials travel; bfloat16 halves the bytes and rounds each to 8 bits of mantissa."""
     chunk_size: int = 4096
     """Prompt tokens read per step."""
     block_size: int = 128

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from longleaf.sampling import Sampling
+from longleaf.step import MergeTiming
 
 FinishReason = Literal["end_token", "stop", "length"]
 IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
@@ -158,5 +159,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     launcher: str
     merge: str
+    transport: str = ""
+    merge_timings: tuple[MergeTiming, ...] = ()
     waiting: int = 0
     running: int = 0

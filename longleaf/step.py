@@ -91,6 +91,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     store_port: int = 0
 
 
+class MergeTiming(msgspec.Struct, frozen=True):
+    """How long each merge takes over these ranks, and which of them was therefore chosen."""
+
+    rows: int
+    """For up to so many rows."""
+    merge: str
+    """The choice."""
+    microseconds: dict[str, float]
+    """Median per call, on the slowest rank, by merge."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Rank to coordinator: the model is loaded and the pool is laid out."""
 
@@ -101,6 +112,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Blocks of the pool that runs may use."""
     bytes_per_token: int
     """Bytes of keys and values per token, over all layers."""
+    transport: str = ""
+    """What carries partials between the ranks; empty at world size 1."""
+    merges: tuple[MergeTiming, ...] = ()
+    """What was measured when the merge was to be chosen."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):

@@ -18,6 +18,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.messages import Cluster, Delta, Event, Finished, ModelInfo
+from longleaf.step import Ready
 
 END = "<|end|>"
 TEMPLATE = (
@@ -147,7 +148,9 @@ class FakeEngine:
 
     def describe(self) -> Cluster:
         model = ModelInfo(name="fake", architecture="LlamaForCausalLM", dtype="float32", max_context_tokens=4096)
-        return cluster_of(self.cluster(), model, EngineConfig(model="fake"), "local")
+        return cluster_of(
+            self.cluster(), model, EngineConfig(model="fake"), "local", Ready(0, "cpu", "float32", 8192, 64)
+        )
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.step import Hello, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
+from longleaf.step import Hello, Join, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
 from longleaf.topology import Topology
 from workers.rank import Rank
 
@@ -28,20 +28,17 @@ class ThreadRanks:
         self._groups = loopback_groups(Topology(("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[StepResult | Exception] = queue.Queue()
+        self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
         self._spoil = spoil
         self.hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(config.world_size))
 
     async def start(self) -> tuple[Ready, ...]:
-        readies = tuple(rank.load() for rank in self._ranks)
-        for index, (rank, groups) in enumerate(zip(self._ranks, self._groups, strict=True)):
-            if len(self._ranks) > 1:
-                rank.connect(groups)
-            if self._spoil:
-                self._spoil(index, rank)
-        for thread in self._threads:
-            thread.start()
-        return readies
+        for index, rank in enumerate(self._ranks):
+            rank.load()
+            self._threads[index].start()
+        readies = [await asyncio.to_thread(self._readies.get, timeout=120) for _ in self._ranks]
+        return tuple(sorted(readies, key=lambda ready: ready.rank))
 
     async def step(self, plan: StepPlan) -> StepResult:
         for plans in self._plans:
@@ -62,11 +59,15 @@ class ThreadRanks:
                 thread.join(timeout=60)
 
     def _run(self, index: int) -> None:
+        rank, alone = self._ranks[index], Join(1, "", 0, ("here",))
+        self._readies.put(rank.connect(self._groups[index]) if len(self._ranks) > 1 else rank.join(alone))
+        if self._spoil:
+            self._spoil(index, rank)
         while (data := self._plans[index].get()) is not None:
             try:
                 plan = decode_to_rank(data)
                 assert isinstance(plan, StepPlan)
-                result = self._ranks[index].execute(plan)
+                result = rank.execute(plan)
             except Exception as error:
                 world = self._groups[index].world
                 assert isinstance(world, LoopbackComm)

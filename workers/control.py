@@ -39,12 +39,12 @@ class Rank(Protocol):
         """Rank 0 only: opens the store where the process group meets; its port, or 0 at world size 1."""
         ...
 
-    def load(self) -> Ready:
+    def load(self) -> None:
         """Loads the model and lays out the pool. Raises ModelRefused."""
         ...
 
-    def join(self, join: Join) -> None:
-        """Joins the process group of an epoch."""
+    def join(self, join: Join) -> Ready:
+        """Joins the process groups of an epoch."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -145,11 +145,10 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
     try:
         port = rank.open_store() if spec.rank == 0 else 0
         channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
-        ready = rank.load()
+        rank.load()
         if (join := channel.receive(Join)) is None:
             return
-        rank.join(join)
-        channel.send(ready)
+        channel.send(rank.join(join))
         while (plan := channel.receive(StepPlan)) is not None:
             result = rank.execute(plan)
             if spec.rank == 0 and result is not None:

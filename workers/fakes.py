@@ -106,13 +106,13 @@ class EchoRank:
     def open_store(self) -> int:
         return 0
 
-    def load(self) -> Ready:
+    def load(self) -> None:
         if self._fault and self._fault.step == 0:
             self._fault.strike()
-        return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
 
-    def join(self, join: Join) -> None:
+    def join(self, join: Join) -> Ready:
         assert len(join.nodes) == self._spec.config.world_size
+        return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         if self._fault and self._fault.step == plan.step:

@@ -16,8 +16,9 @@ from workers import hook
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What an attention layer stores and sees: key heads, their dim, and its window (None: everything)."""
+    """What an attention layer computes, stores and sees: heads, key heads, their dim, its window (None: everything)."""
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None
@@ -61,7 +62,7 @@ class Probe:
             raise ModelRefused(f"attention layer {layer} has keys and values of different sizes, not supported yet")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
-        self.layers[layer] = LayerSpec(k_KTD.shape[0], k_KTD.shape[2], call.window)
+        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], call.window)
         return torch.zeros_like(q_THD)
 
 

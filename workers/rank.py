@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import psutil
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from longleaf.comm.process_group import ProcessGroups, Store, connect_store, ope
 from longleaf.errors import StartError
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
 from longleaf.topology import Topology
-from longleaf.tree import Wire, make_merge
+from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models
 from workers.cache import Pool, Segments
 from workers.forward import DecodeStep, Exchange, PrefillDone, PrefillStep
@@ -43,7 +44,7 @@ class Rank:
         self._store = store
         return store.port
 
-    def load(self) -> Ready:
+    def load(self) -> None:
         """Loads the model and lays out the pool. Raises ModelRefused or StartError."""
         if self._device == "cpu":
             torch.set_num_threads(self._config.threads_per_rank)
@@ -60,12 +61,12 @@ class Rank:
         self._inputs = InputBuilder(self._spec.rank, config.world_size, pool, self._segments, windows, self._device)
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
+        self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
 
-    def join(self, join: Join) -> None:
-        """Enters the process group of an epoch; nothing to do at world size 1."""
+    def join(self, join: Join) -> Ready:
+        """Enters the process groups of an epoch; nothing to do at world size 1."""
         if self._config.world_size == 1:
-            return
+            return self._ready
         store = self._store or connect_store(join.host, join.port)
         self._store = store
         self._process_groups = ProcessGroups(
@@ -76,11 +77,20 @@ class Rank:
             device=self._device,
             timeout=self._config.longest_wait,
         )
-        self.connect(self._process_groups.groups)
+        return self.connect(self._process_groups.groups)
 
-    def connect(self, groups: Groups) -> None:
-        """Uses an epoch's groups for the exchanges of the steps."""
-        self._exchange = Exchange(groups.world, make_merge(self._config.merge, groups, Wire()))
+    def connect(self, groups: Groups) -> Ready:
+        """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
+        ready = msgspec.structs.replace(self._ready, transport=groups.transport)
+        wire = Wire(getattr(torch, self._config.partials))
+        if self._config.merge == "auto":
+            widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
+            merge = choose_merge(groups, wire, widest.num_heads, widest.head_dim, self._device)
+            ready = msgspec.structs.replace(ready, merges=merge.timings)
+        else:
+            merge = make_merge(self._config.merge, groups, wire)
+        self._exchange = Exchange(groups.world, merge)
+        return ready
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:

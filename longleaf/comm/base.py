@@ -19,6 +19,8 @@ class Comm(Protocol):
 
     rank: int
     world_size: int
+    transport: str
+    """What carries the tensors: `loopback`, `gloo`, `nccl`, `shared_memory`."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor, stacked in rank order: [N, *shape]."""
@@ -55,3 +57,8 @@ class Groups:
     rail: Comm | None
     """The ranks with this rank's index on their machines; None where some machine has no such rank, and where there is
     one machine only."""
+
+    @property
+    def transport(self) -> str:
+        """What carries tensors, inside the machines first."""
+        return " + ".join(dict.fromkeys((self.node.transport, self.world.transport)))

@@ -21,6 +21,8 @@ class Meeting:
 class LoopbackComm:
     """One thread's end of a Meeting."""
 
+    transport = "loopback"
+
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.world_size = world_size

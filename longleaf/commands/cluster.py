@@ -1,5 +1,7 @@
 """`longleaf cluster`."""
 
+from operator import itemgetter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -20,9 +22,22 @@ def cluster(server: Server, as_json: AsJson = False) -> None:
         return
     model = found.model
     print(f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context")
-    print(f"world size {found.world_size} by {found.launcher}, merge {found.merge}, epoch {found.epoch}")
+    print(f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}")
+    for line in merge_lines(found):
+        print(line)
     print(f"{found.running} running, {found.waiting} waiting")
     Console().print(workers_table(found))
+
+
+def merge_lines(found: Cluster) -> list[str]:
+    """How partials are merged, and why so."""
+    if found.world_size == 1:
+        return []
+    lines = [f"merge {found.merge} over {found.transport}"]
+    for timing in found.merge_timings:
+        times = ", ".join(f"{name} {us:,.0f}" for name, us in sorted(timing.microseconds.items(), key=itemgetter(1)))
+        lines.append(f"  up to {timing.rows} rows: {timing.merge} (microseconds: {times})")
+    return lines
 
 
 def workers_table(found: Cluster) -> Table:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from longleaf.commands.options import AsJson
-from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeName, embedded_model
+from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeChoice, PartialDtype, embedded_model
 from longleaf.launch import coordinator_command
 from longleaf.topology import count_ranks
 
@@ -26,7 +26,12 @@ def serve(
     ray_address: Annotated[
         str | None, typer.Option(help="A running Ray cluster to join, such as auto.", show_default="start one here")
     ] = None,
-    merge: Annotated[MergeName, typer.Option(help="How partial attention is merged.")] = _DEFAULTS.merge,
+    merge: Annotated[
+        MergeChoice, typer.Option(help="How partial attention is merged; auto measures at the start.")
+    ] = _DEFAULTS.merge,
+    partials: Annotated[
+        PartialDtype, typer.Option(help="Type in which partials travel; bfloat16 rounds each to 8 bits of mantissa.")
+    ] = _DEFAULTS.partials,
     chunk_size: Annotated[int, typer.Option(help="Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     kv_bytes: Annotated[
@@ -50,6 +55,7 @@ def serve(
         model=str(model or embedded_model()),
         world_size=world_size,
         merge=merge,
+        partials=partials,
         chunk_size=chunk_size,
         block_size=block_size,
         kv_bytes=kv_bytes,

@@ -45,7 +45,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,8 @@ class Cluster(_message.Message):
     MERGE_FIELD_NUMBER: _ClassVar[int]
     WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUNNING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MERGE_TIMINGS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -62,4 +64,23 @@ class Cluster(_message.Message):
     merge: str
     waiting_count: int
     running_count: int
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ...) -> None: ...
+    transport: str
+    merge_timings: _containers.RepeatedCompositeFieldContainer[MergeTiming]
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ...) -> None: ...
+
+class MergeTiming(_message.Message):
+    __slots__ = ("row_count", "merge", "latency_us")
+    class LatencyUsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_US_FIELD_NUMBER: _ClassVar[int]
+    row_count: int
+    merge: str
+    latency_us: _containers.ScalarMap[str, float]
+    def __init__(self, row_count: _Optional[int] = ..., merge: _Optional[str] = ..., latency_us: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -12,9 +12,10 @@ from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.topology import Topology
-from longleaf.tree import MERGES, Wire, make_merge
+from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 from longleaf.tree.base import join_heads, split_heads
 from longleaf.tree.butterfly import Then, rounds
+from longleaf.tree.choose import describe
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
 CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
@@ -132,6 +133,26 @@ def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
             elif then is not Then.KEEP_OWN:
                 seen[rank] = before[rank] + before[source]
     assert all(sorted(ranks) == list(range(world_size)) for ranks in seen)
+
+
+@pytest.mark.parametrize("machines", ["aa", "aabb", "aaab"])
+def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
+    topology, world_size = Topology(tuple(machines)), len(machines)
+    parts = {rows: partials(world_size, rows) for rows in (1, 5, 64, 65)}
+
+    def work(rank, groups):
+        chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
+        return chosen.timings, {rows: chosen.merge(part[rank]) for rows, part in parts.items()}
+
+    found = on_threads(topology, work)
+    assert all(timings == found[0][0] for timings, _ in found)
+    for _, results in found:
+        for rows, result in results.items():
+            assert_close(result, expected(parts[rows]))
+    for timing in found[0][0]:
+        assert set(timing.microseconds) == set(MERGES) - ({"hierarchy"} if machines == "aa" else set())
+        assert timing.merge in timing.microseconds
+        assert describe(timing).startswith(f"{timing.merge}, ")
 
 
 def gloo_rank(rank, machines, port, queue):

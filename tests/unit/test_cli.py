@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from longleaf import cli
+from longleaf.commands.cluster import merge_lines
 from longleaf.config import EngineConfig, default_server
 from longleaf.demo.haystack import make_haystack
 from longleaf.demo.run import DemoSettings, build
@@ -28,6 +29,8 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.messages import Cluster, ModelInfo
+from longleaf.step import MergeTiming
 from tests.service import FakeEngine, byte_tokenizer, serving
 
 ANSWER = tuple((i,) for i in byte_tokenizer().encode("Grüße").ids)
@@ -124,7 +127,25 @@ async def test_standard_input_is_a_document_too(terminal: Terminal, monkeypatch:
 
 async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
     _, out, _ = await terminal.run("cluster")
-    assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576", "merge gather"))
+    assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576"))
+    assert "merge" not in out, "one rank has nothing to merge"
+
+
+def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
+    cluster = Cluster(
+        model=ModelInfo(name="m"),
+        workers=(),
+        world_size=2,
+        epoch=1,
+        launcher="ray",
+        merge="auto",
+        transport="gloo",
+        merge_timings=(MergeTiming(8, "gather", {"paper": 1234.5, "gather": 71.2}),),
+    )
+    assert merge_lines(cluster) == [
+        "merge auto over gloo",
+        "  up to 8 rows: gather (microseconds: gather 71, paper 1,234)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from longleaf.messages import (
 )
 from longleaf.sampling import Sampling
 from longleaf.status import MAX_TEXT, encode_error
+from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -99,7 +100,12 @@ def test_clusters_survive() -> None:
         world_size=2,
         epoch=1,
         launcher="ray",
-        merge="gather",
+        merge="auto",
+        transport="gloo",
+        merge_timings=(
+            MergeTiming(1, "gather", {"gather": 1.5, "paper": 3.0}),
+            MergeTiming(8, "paper", {"paper": 2.0}),
+        ),
         waiting=8,
         running=9,
     )

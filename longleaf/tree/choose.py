@@ -1,0 +1,95 @@
+"""Which merge is the fastest here: measured at start-up, on the real groups, for the sizes that decode will use."""
+
+import logging
+import time
+from collections.abc import Mapping
+from statistics import median
+
+import torch
+
+from longleaf.attention import Partial
+from longleaf.comm import Groups
+from longleaf.step import MergeTiming
+from longleaf.tree.base import Merge
+
+BATCHES = (1, 8, 64)
+"""Rows that are measured; between two of them counts what was measured for the larger one."""
+SECONDS = 2.0
+"""What measuring may take in all."""
+CALLS = 4
+"""Calls per turn: one alone would be lost in the clock's and the scheduler's noise."""
+MAX_TURNS = 16
+HOPELESS = 1.5
+"""A merge whose best turn took so many times the best of all is not measured further."""
+
+log = logging.getLogger(__name__)
+
+
+class Chosen:
+    """Merges with the fastest for the number of rows at hand."""
+
+    def __init__(self, merges: Mapping[str, Merge], timings: tuple[MergeTiming, ...], to_owner: Merge) -> None:
+        self._by_rows = [(timing.rows, merges[timing.merge]) for timing in timings]
+        self._to_owner = to_owner
+        self.timings = timings
+
+    def merge(self, partial: Partial) -> Partial:
+        num_rows = partial.lse_TH.shape[0]
+        fitting = (merge for rows, merge in self._by_rows if num_rows <= rows)
+        return next(fitting, self._by_rows[-1][1]).merge(partial)
+
+    def merge_to_owner(self, partial: Partial) -> Partial:
+        return self._to_owner.merge_to_owner(partial)
+
+
+def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> Chosen:
+    """Lets the merges take turns for each of BATCHES. Every rank sees the slowest rank's times, so all choose alike.
+
+    Owned rows go the one way that spares the slow links: node first where several machines have equally many ranks.
+    """
+    timings: list[MergeTiming] = []
+    for num_rows in BATCHES:
+        partial = Partial(torch.randn(num_rows, num_heads, dim).to(device), torch.randn(num_rows, num_heads).to(device))
+        timings.append(_race(merges, groups, partial))
+    if groups.world.rank == 0:
+        for timing in timings:
+            log.info("merge for up to %d rows: %s", timing.rows, describe(timing))
+    is_tiered = groups.rail is not None and groups.topology.is_even
+    return Chosen(merges, tuple(timings), merges["hierarchy" if is_tiered else "gather"])
+
+
+def describe(timing: MergeTiming) -> str:
+    """The choice and why, for people."""
+    others = sorted((us, name) for name, us in timing.microseconds.items() if name != timing.merge)
+    why = ", ".join(f"{name} {us:,.0f}" for us, name in others)
+    return f"{timing.merge}, {timing.microseconds[timing.merge]:,.0f} us" + (f" ({why})" if why else "")
+
+
+def _race(merges: Mapping[str, Merge], groups: Groups, partial: Partial) -> MergeTiming:
+    """Alternating turns until time is up; the merge with the smallest median wins."""
+    begin = time.perf_counter()
+    for merge in merges.values():
+        merge.merge(partial)
+    turns: dict[str, list[float]] = {name: [] for name in merges}
+    running = list(merges)
+    for _ in range(MAX_TURNS):
+        taken = [_turn(merges[name], partial) for name in running]
+        agreed = groups.world.all_reduce(torch.tensor([*taken, time.perf_counter() - begin]), "max").tolist()
+        for name, turn in zip(running, agreed, strict=False):
+            turns[name].append(turn)
+        best = min(map(min, turns.values()))
+        running = [name for name in running if min(turns[name]) <= HOPELESS * best]
+        if agreed[-1] > SECONDS / len(BATCHES) or len(running) == 1:
+            break
+    medians = {name: median(found) * 1e6 for name, found in turns.items()}
+    return MergeTiming(len(partial.lse_TH), min(running, key=medians.__getitem__), medians)
+
+
+def _turn(merge: Merge, partial: Partial) -> float:
+    """Seconds of one call."""
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        merge.merge(partial)
+    if partial.lse_TH.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / CALLS
