@@ -4,8 +4,8 @@
    keys. Here every block of keys and values is read once into the first-level cache and used by all rows.
 
    Shapes: q [heads, rows, dim], out the same, lse [heads, rows], all contiguous; keys and values [heads, num_keys, dim]
-   with `head_stride` floats between heads. num_keys >= 1, rows <= MAX_ROWS. lse is the natural log of the sum of
-   exponentials. */
+   with `head_stride` floats between heads. num_keys >= 1, rows <= MAX_ROWS. Scores s become cap * tanh(s / cap), unless
+   cap is 0. lse is the natural log of the sum of exponentials. */
 
 #include <float.h>
 #include <math.h>
@@ -20,7 +20,7 @@
 
 static inline __attribute__((always_inline)) void head(
     const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
-    float *restrict lse, long rows, long dim, long num_keys, float scale)
+    float *restrict lse, long rows, long dim, long num_keys, float scale, float cap)
 {
     float score[MAX_ROWS][BLOCK], peak[MAX_ROWS], sum[MAX_ROWS];
     for (long r = 0; r < rows; r++) {
@@ -38,6 +38,10 @@ static inline __attribute__((always_inline)) void head(
                     dot += q[r * dim + d] * k[j * dim + d];
                 score[r][j] = dot * scale;
             }
+        if (cap > 0.0f)
+            for (long r = 0; r < rows; r++)
+                for (long j = 0; j < count; j++)
+                    score[r][j] = cap * tanhf(score[r][j] / cap);
         for (long r = 0; r < rows; r++) {
             float top = peak[r], total = 0.0f;
             for (long j = 0; j < count; j++)
@@ -70,10 +74,10 @@ static inline __attribute__((always_inline)) void head(
 
 /* dims that models use get loops of known length, which the compiler unrolls into registers */
 #define CASE(DIM) \
-    case DIM: head(q, keys, values, out, lse, rows, DIM, num_keys, scale); break
+    case DIM: head(q, keys, values, out, lse, rows, DIM, num_keys, scale, cap); break
 
 void longleaf_decode(const float *q, const float *keys, const float *values, float *out, float *lse, long heads,
-                     long rows, long dim, long num_keys, long head_stride, float scale)
+                     long rows, long dim, long num_keys, long head_stride, float scale, float cap)
 {
     for (long h = 0; h < heads; h++) {
         switch (dim) {
@@ -81,7 +85,7 @@ void longleaf_decode(const float *q, const float *keys, const float *values, flo
             CASE(64);
             CASE(96);
             CASE(128);
-            default: head(q, keys, values, out, lse, rows, dim, num_keys, scale);
+            default: head(q, keys, values, out, lse, rows, dim, num_keys, scale, cap);
         }
         q += rows * dim;
         out += rows * dim;

@@ -1,12 +1,13 @@
 """Local attention kernels: queries over one rank's keys, as a list of reads, to one partial.
 
 `kernel_for` gives the one of a device type. A kernel receives queries `q_THD`, the layer's pool `k_KSD`, `v_KSD` (K key
-heads, S slots, D dim; T rows, H = K * G query heads, G queries per key head), the reads and the scale, and returns a
-float32 Partial with natural-log lse. The grouped queries of a key head are packed into the query axis: keys are never
-repeated.
+heads, S slots, D dim; T rows, H = K * G query heads, G queries per key head), the reads, the scale and the soft cap,
+and returns a float32 Partial with natural-log lse. With a cap, scores s become cap * tanh(s / cap), as in Gemma 2
+(arXiv 2408.00118). The grouped queries of a key head are packed into the query axis: keys are never repeated.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +16,38 @@ from longleaf.attention.masks import Read, band
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.partial import Partial, merge
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Sequence[Read], float], Partial]
-ReadKernel = Callable[[Tensor, Tensor, Tensor, Read, float], tuple[Tensor, Tensor]]
+ReadKernel = Callable[[Tensor, Tensor, Tensor, Read, float, float | None], tuple[Tensor, Tensor]]
 
 EMPTY_LSE = -1e30
 """A logsumexp below this comes from a row that saw masked keys only."""
+TILE_KEYS = 1024
+TILE_SCORES = 1 << 22
+"""Scores that the dense kernel writes out at once: 16 MiB."""
+
+
+class Kernel(Protocol):
+    """The local attention of a device."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+        /,
+    ) -> Partial: ...
 
 
 def attend(
-    q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, kernel: ReadKernel
+    q_THD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    reads: Sequence[Read],
+    scale: float,
+    kernel: ReadKernel,
+    softcap: float | None = None,
 ) -> Partial:
     """Runs `kernel` on each read and merges the results row by row. Rows without a read give the identity."""
     (num_rows, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
@@ -37,7 +61,7 @@ def attend(
         if read.row_start >= read.row_end or read.slot_start >= read.slot_end:
             continue  # torch's kernel divides by the number of keys: an empty call ends the process
         keys, values = (t[:, read.slot_start : read.slot_end] for t in (k_KSD, v_KSD))
-        part = Partial(*kernel(q_KTGD[:, read.row_start : read.row_end], keys, values, read, scale))
+        part = Partial(*kernel(q_KTGD[:, read.row_start : read.row_end], keys, values, read, scale, softcap))
         total = _add(total, part, read, num_rows)
     if total is None:
         return Partial.identity(num_rows, num_heads, dim, device=str(q_THD.device))
@@ -61,12 +85,16 @@ def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Par
     return total
 
 
-def cpu_flash(q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
-    """One read on torch's own CPU flash kernel, which returns (out, lse).
+def cpu_flash(
+    q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """One read on torch's own CPU flash kernel, which returns (out, lse) but knows no cap.
 
     Full reads pack the group into the query axis, so that keys are read once for all heads of a group. Masked reads
     put the group into the batch with keys expanded by stride, because the kernel's causal flag needs square shapes.
     """
+    if softcap is not None:
+        return dense(q_KTGD, k_KSD, v_KSD, read, scale, softcap)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     kv_heads, num_rows, group, dim = q_KTGD.shape
     if read.offset is None:
@@ -83,15 +111,54 @@ def cpu_flash(q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: f
     return _sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0))
 
 
-def dense(q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
-    """One read with the scores written out, float32, on any device: correct everywhere, fast nowhere."""
+def dense(
+    q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """One read with the scores written out, float32, on any device: correct everywhere, fast nowhere.
+
+    Written out tile by tile, so that memory grows neither with the rows nor with the keys.
+    """
+    (kv_heads, num_rows, group, dim), num_keys = q_KTGD.shape, k_KSD.shape[1]
+    height = max(1, TILE_SCORES // (kv_heads * group * min(num_keys, TILE_KEYS)))
+    out = torch.zeros(kv_heads, num_rows, group, dim, device=q_KTGD.device)
+    lse = out.new_full((kv_heads, num_rows, group), float("-inf"))
+    for first in range(0, num_rows, height):
+        rows = slice(first, min(first + height, num_rows))
+        low, high = _seen(read, rows, num_keys)
+        for start in range(low, high, TILE_KEYS):
+            keys = slice(start, min(start + TILE_KEYS, high))
+            part = _dense_tile(q_KTGD[:, rows], k_KSD[:, keys], v_KSD[:, keys], _tile(read, rows, keys), scale, softcap)
+            joined = merge(Partial(out[:, rows], lse[:, rows]), part)
+            out[:, rows], lse[:, rows] = joined.out_THD, joined.lse_TH
+    return out, lse
+
+
+def _seen(read: Read, rows: slice, num_keys: int) -> tuple[int, int]:
+    """Range of the keys of a read that any of some rows sees."""
+    if read.offset is None:
+        return 0, num_keys
+    low = 0 if read.window is None else max(0, read.offset + rows.start - read.window + 1)
+    return low, min(num_keys, read.offset + rows.stop)
+
+
+def _tile(read: Read, rows: slice, keys: slice) -> Read:
+    """The part of a read that some of its rows and keys make up."""
+    offset = None if read.offset is None else read.offset + rows.start - keys.start
+    return Read(rows.start, rows.stop, keys.start, keys.stop, offset, read.window)
+
+
+def _dense_tile(
+    q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float, softcap: float | None
+) -> Partial:
     scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD.float(), k_KSD.float()) * scale
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if read.offset is not None:
         mask = band(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, torch.float32)
-        scores = scores + mask.to(scores.device)[None, :, None, :]
+        scores += mask.to(scores.device)[None, :, None, :]
     lse = torch.logsumexp(scores, dim=-1)
-    out = torch.einsum("ktgs,ksd->ktgd", torch.exp(scores - lse[..., None]), v_KSD.float())
-    return _sanitise(out, lse)
+    out = torch.einsum("ktgs,ksd->ktgd", scores.sub_(lse[..., None]).exp_(), v_KSD.float())
+    return Partial(*_sanitise(out, lse))
 
 
 def _sanitise(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,17 +173,21 @@ class CpuKernel:
     def __init__(self, native: NativeDecode | None) -> None:
         self._native = native
 
-    def __call__(self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float) -> tuple[Tensor, Tensor]:
-        if self._native is not None and read.offset is None and self._native.can_run(q_KTGD, k_KSD):
-            return self._native(q_KTGD, k_KSD, v_KSD, scale)
-        return cpu_flash(q_KTGD, k_KSD, v_KSD, read, scale)
+    def __call__(
+        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self._native is not None and read.offset is None and self._native.can_run(q_KTGD, k_KSD, v_KSD):
+            return self._native(q_KTGD, k_KSD, v_KSD, scale, softcap)
+        return cpu_flash(q_KTGD, k_KSD, v_KSD, read, scale, softcap)
 
 
 def kernel_for(device_type: str) -> Kernel:
     """The kernel of a device type (`cpu`, `cuda`). On CPUs the decode kernel is compiled at the first start."""
     read_kernel: ReadKernel = CpuKernel(NativeDecode.load()) if device_type == "cpu" else dense
 
-    def kernel(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float) -> Partial:
-        return attend(q_THD, k_KSD, v_KSD, reads, scale, read_kernel)
+    def kernel(
+        q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None = None
+    ) -> Partial:
+        return attend(q_THD, k_KSD, v_KSD, reads, scale, read_kernel, softcap)
 
     return kernel

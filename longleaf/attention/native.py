@@ -30,7 +30,7 @@ class NativeDecode:
 
     def __init__(self, library: Path) -> None:
         self._run = ctypes.CDLL(str(library)).longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 5 + [ctypes.c_float]
+        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 5 + [ctypes.c_float] * 2
         self._run.restype = None
 
     @staticmethod
@@ -42,12 +42,15 @@ class NativeDecode:
             log.warning("no compiled decode kernel, torch's own is used instead (slower): %s", error)
             return None
 
-    def can_run(self, q_KTGD: Tensor, k_KSD: Tensor) -> bool:
-        """Whether rows are few, numbers float32, and the heads and keys lie as the kernel expects."""
+    def can_run(self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
+        """Whether rows are few, numbers float32, and the heads, keys and values lie as the kernel expects."""
         rows, dim = q_KTGD.shape[1] * q_KTGD.shape[2], k_KSD.shape[2]
-        return rows <= MAX_ROWS and k_KSD.dtype == torch.float32 and k_KSD.stride()[1:] == (dim, 1)
+        is_in_place = k_KSD.stride()[1:] == (dim, 1) and k_KSD.stride() == v_KSD.stride()
+        return rows <= MAX_ROWS and k_KSD.dtype == torch.float32 and is_in_place
 
-    def __call__(self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out [K, T, G, D] and natural-log lse [K, T, G], like the queries; S >= 1."""
         heads, num_rows, group, dim = q_KTGD.shape
         q_KTGD = q_KTGD.contiguous()
@@ -55,7 +58,7 @@ class NativeDecode:
         lse = q_KTGD.new_empty(heads, num_rows, group)
         tensors = (q_KTGD, k_KSD, v_KSD, out, lse)
         sizes = (heads, num_rows * group, dim, k_KSD.shape[1], k_KSD.stride(0))
-        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale)
+        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
         return out, lse
 
 

@@ -53,6 +53,15 @@ def merge_all(out_NTHD: Tensor, lse_NTH: Tensor) -> Partial:
     return Partial(out_THD, lse_TH)
 
 
+def add_sink(partial: Partial, sink_H: Tensor) -> Partial:
+    """Joins one more partial, of out 0 and lse `sink_H`: logits that take part in the softmax and give no value.
+
+    A sink belongs to no key, so of all the partials of a row exactly one must receive it.
+    """
+    lse_TH = torch.logaddexp(partial.lse_TH, sink_H.to(partial.lse_TH.dtype))
+    return Partial(partial.out_THD * weight(partial.lse_TH, lse_TH), lse_TH)
+
+
 def weight(lse_TH: Tensor, total_TH: Tensor) -> Tensor:
     """Share exp(lse - total) of a partial in a total, trailing axis for the values; 0 where the total is empty."""
     # -inf minus -inf would be NaN: any finite total gives exp(-inf) = 0 instead

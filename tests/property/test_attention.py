@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention import Partial, energy, merge, merge_all, reference
+from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.kernels import CpuKernel, attend, cpu_flash, dense
 from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
 from longleaf.attention.native import NativeDecode
@@ -79,8 +79,11 @@ def test_attention_is_the_gradient_of_the_energy(seed, heads, num_keys, dim, sca
     window=st.one_of(st.none(), st.integers(1, 40), st.integers(100, 200)),
     cuts=st.lists(st.integers(1, 360), max_size=4),
     group=st.integers(1, 4),
+    softcap=st.sampled_from([None, 0.5, 30.0]),
 )
-def test_kernels_agree_with_float64_however_the_keys_are_cut(kernel, seed, past, num_queries, window, cuts, group):
+def test_kernels_agree_with_float64_however_the_keys_are_cut(
+    kernel, seed, past, num_queries, window, cuts, group, softcap
+):
     generator = torch.Generator().manual_seed(seed)
     kv_heads, dim, total = 2, 8, past + num_queries
     q = torch.randn(num_queries, kv_heads * group, dim, generator=generator)
@@ -91,10 +94,39 @@ def test_kernels_agree_with_float64_however_the_keys_are_cut(kernel, seed, past,
     for low, high in zip(bounds[:-1], bounds[1:], strict=True):
         extent = Extent(low, high, low)
         reads += causal_reads(query, extent) if window is None else window_reads(query, extent, window)
-    found = attend(q, k, v, reads, 0.3, kernel)
+    found = attend(q, k, v, reads, 0.3, kernel, softcap)
     distance = torch.arange(past, total)[:, None] - torch.arange(total)[None]
     mask = (distance >= 0) & (distance < (window or total + 1))
-    assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), mask, 0.3))
+    assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), mask, 0.3, softcap=softcap))
+
+
+@pytest.mark.parametrize("tile_keys", [1, 7, 64])
+@pytest.mark.parametrize("tile_scores", [1, 200, 5000])
+@pytest.mark.parametrize("window", [None, 1, 9, 50])
+def test_tiles_of_the_dense_kernel_do_not_show(monkeypatch, tile_keys, tile_scores, window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, generator=generator) for shape in ((40, 4, 8), (2, 70, 8), (2, 70, 8)))
+    reads = [Read(0, 40, 0, 70, offset=30, window=window), Read(3, 17, 5, 61), Read(0, 9, 0, 20, offset=-5)]
+    for read in reads:
+        monkeypatch.undo()
+        whole = attend(q, k, v, [read], 0.3, dense, 2.0)
+        monkeypatch.setattr(kernels, "TILE_KEYS", tile_keys)
+        monkeypatch.setattr(kernels, "TILE_SCORES", tile_scores)
+        assert_same(attend(q, k, v, [read], 0.3, dense, 2.0), whole)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.integers(0, 12), st.integers(0, 12), st.sampled_from([1.0, 100.0]))
+def test_a_sink_is_one_more_key_without_a_value_whoever_adds_it(seed, cut, num_keys, scale):
+    generator = torch.Generator().manual_seed(seed)
+    q, sink_H = torch.randn(3, 4, 8, generator=generator), scale * torch.randn(4, generator=generator)
+    k, v = (torch.randn(num_keys, 4, 8, generator=generator) for _ in range(2))
+    seen, cut = torch.ones(3, num_keys, dtype=torch.bool), min(cut, num_keys)
+    whole = reference.attend(q, k, v, seen, scale, sink_H=sink_H)
+    a = reference.attend(q, k[:cut], v[:cut], seen[:, :cut], scale)
+    b = reference.attend(q, k[cut:], v[cut:], seen[:, cut:], scale)
+    for joined in (merge(add_sink(a, sink_H), b), merge(a, add_sink(b, sink_H)), add_sink(merge(a, b), sink_H)):
+        assert_same(joined, whole, atol=1e-12)
 
 
 @KERNELS
@@ -124,17 +156,26 @@ def test_shapes_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
 @pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 1000])
-def test_the_compiled_kernel_agrees_with_float64(dim, num_keys):
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+def test_the_compiled_kernel_agrees_with_float64(dim, num_keys, softcap):
     native = NativeDecode.load()
     assert native is not None, "a C compiler is part of the development set-up"
     generator = torch.Generator().manual_seed(num_keys)
     q = torch.randn(2, 4, dim, generator=generator)
     k, v = (torch.randn(2, num_keys + 9, dim, generator=generator) for _ in range(2))
     read = Read(0, 2, 5, 5 + num_keys)
-    found = attend(q, k, v, [read], 0.2, CpuKernel(native))
+    found = attend(q, k, v, [read], 0.2, CpuKernel(native), softcap)
     seen = torch.ones(2, num_keys, dtype=torch.bool)
     keys, values = (t[:, 5 : 5 + num_keys].transpose(0, 1) for t in (k, v))
-    assert_same(found, reference.attend(q, keys, values, seen, 0.2))
+    assert_same(found, reference.attend(q, keys, values, seen, 0.2, softcap=softcap))
+
+
+def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
+    native = NativeDecode.load()
+    assert native is not None, "a C compiler is part of the development set-up"
+    q_KTGD, k_KSD, v_SKD = torch.randn(2, 1, 2, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
+    assert native.can_run(q_KTGD, k_KSD, k_KSD)
+    assert not native.can_run(q_KTGD, k_KSD, v_SKD.transpose(0, 1))
 
 
 def test_the_compiled_kernel_is_exact_where_almost_all_weights_vanish():
