@@ -12,7 +12,7 @@ Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
 MergeChoice = Literal["auto", MergeName]
 PartialDtype = Literal["float32", "bfloat16"]
-PartialDtype = Literal["float32", "bfloat16"]
+PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_PORT = 50051
@@ -32,6 +32,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How partials are merged; auto measures at the start and takes the fastest."""
     partials: PartialDtype = "float32"
     """Numeric type in which partials travel; bfloat16 halves the bytes and rounds each to 8 bits of mantissa."""
+    prefill: PrefillName = "auto"
+    """What is gathered when a prompt is read: queries, keys, or per chunk and layer what has fewer bytes."""
     chunk_size: int = 4096
     """Prompt tokens read per step."""
     block_size: int = 128

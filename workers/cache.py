@@ -21,6 +21,8 @@ class Pool:
     def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.dtype = dtype
+        self.device = device
         self.trash_slot = num_blocks * block_size
         num_slots = self.trash_slot + 1
         shapes = {i: (spec.num_kv_heads, num_slots, spec.head_dim) for i, spec in layers.items()}
@@ -34,7 +36,7 @@ class Pool:
 
 
 class Held:
-    """The part of one segment that this rank holds, in position order."""
+    """The part of one segment that one rank holds, in position order."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -48,28 +50,29 @@ class Held:
 
 
 class Segments:
-    """Which runs of which segments this rank holds."""
+    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all."""
 
     def __init__(self, rank: int, block_size: int) -> None:
         self._rank = rank
         self._block_size = block_size
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, dict[int, Held]] = {}
 
     def put(self, segment: int, runs: Sequence[Run]) -> None:
-        """Notes the runs of a step; those of other ranks are left out."""
+        """Notes the runs of a step."""
+        held = self._held.setdefault(segment, {})
         for run in runs:
-            if run.rank == self._rank:
-                self._held.setdefault(segment, Held()).put(run)
+            held.setdefault(run.rank, Held()).put(run)
 
     def release(self, segments: Sequence[int]) -> None:
-        """Forgets segments; unknown ones held nothing here."""
+        """Forgets segments."""
         for segment in segments:
             self._held.pop(segment, None)
 
-    def extents(self, path: Sequence[int], start: int, end: int) -> Iterator[Extent]:
-        """What this rank holds of the positions [start, end) of a path, in position order."""
+    def extents(self, path: Sequence[int], start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
+        """What a rank, by default this one, holds of the positions [start, end) of a path, in position order."""
+        holder = self._rank if rank is None else rank
         for segment in path:
-            runs = self._held[segment].runs if segment in self._held else []
+            runs = self._held.get(segment, {}).get(holder, Held()).runs
             first = bisect.bisect_right(runs, start, key=lambda run: run.end)
             for run in runs[first:]:
                 if run.start >= end:

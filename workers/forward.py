@@ -1,68 +1,103 @@
 """The handles that one step carries through the model: what attention means in prefill and in decode.
 
 Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
-keys it owns, the partials are merged, and the model goes on with the merged output.
+keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
+gathers keys instead: see `workers.past`.
 """
 
 from typing import Never
 
+import torch
 from torch import Tensor
 
+from longleaf.attention import Partial, add_sink, merge
 from longleaf.attention.kernels import Kernel
 from longleaf.comm import Comm
 from longleaf.tree import Merge
 from workers.cache import Pool
 from workers.hook import LayerCall
 from workers.inputs import Inputs
+from workers.past import Past
 
 
 class PrefillDone(Exception):
     """Ends a prefill forward once the last layer's keys are stored: nobody asks for what would follow."""
 
 
-class Exchange:
-    """What ranks of a group say to each other in a forward pass."""
+class Peers:
+    """The other ranks in a forward pass: what can be said to them, and how partials are merged with theirs."""
 
     def __init__(self, comm: Comm, merge: Merge) -> None:
         self.comm = comm
         self.merge = merge
 
 
+class LocalAttention:
+    """Attention of queries over this rank's pool."""
+
+    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None) -> None:
+        self.inputs = inputs
+        self.pool = pool
+        self.kernel = kernel
+        self._has_sink = peers is None or peers.comm.rank == 0
+
+    def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
+        """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
+        keys, values, reads = self.pool.keys[layer], self.pool.values[layer], self.inputs.reads[call.window]
+        partial = self.kernel(q_THD, keys, values, reads, call.scale, call.softcap)
+        return with_sink(partial, call) if self._has_sink else partial
+
+
+def with_sink(partial: Partial, call: LayerCall) -> Partial:
+    return partial if call.sink_H is None else add_sink(partial, call.sink_H)
+
+
 class DecodeStep:
     """Replicated rows: every rank computes the same queries and gets the same merged output."""
 
-    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, exchange: Exchange | None) -> None:
-        self._inputs = inputs
-        self._pool = pool
-        self._kernel = kernel
-        self._exchange = exchange
+    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None) -> None:
+        self._local = LocalAttention(inputs, pool, kernel, peers)
+        self._peers = peers
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: LayerCall) -> Tensor:
-        pool, inputs = self._pool, self._inputs
-        pool.store(layer, inputs.slots_T, k_KTD, v_KTD)
-        partial = self._kernel(q_THD, pool.keys[layer], pool.values[layer], inputs.reads[call.window], call.scale)
-        return (self._exchange.merge.merge(partial) if self._exchange else partial).out_THD
+        local = self._local
+        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTD)
+        partial = local(layer, q_THD, call)
+        return (self._peers.merge.merge(partial) if self._peers else partial).out_THD
 
 
 class PrefillStep:
-    """Own rows: each rank computes its piece, queries are gathered, every row goes back to its owner."""
+    """Own rows: each rank computes its piece. Queries are gathered and every row goes back to its owner, or the keys
+    before the pieces are gathered and nothing goes back."""
 
-    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, exchange: Exchange | None, last_layer: int) -> None:
-        self._inputs = inputs
-        self._pool = pool
-        self._kernel = kernel
-        self._exchange = exchange
+    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None, last_layer: int) -> None:
+        self._local = LocalAttention(inputs, pool, kernel, peers)
+        self._peers = peers
         self._last_layer = last_layer
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: LayerCall) -> Tensor:
-        pool, inputs = self._pool, self._inputs
-        pool.store(layer, inputs.slots_T, k_KTD, v_KTD)
+        local, peers = self._local, self._peers
+        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTD)
         if layer == self._last_layer:
             self._finish()
-        exchange = self._exchange
-        rows_THD = exchange.comm.all_gather(q_THD).flatten(0, 1) if exchange else q_THD
-        partial = self._kernel(rows_THD, pool.keys[layer], pool.values[layer], inputs.reads[call.window], call.scale)
-        return (exchange.merge.merge_to_owner(partial) if exchange else partial).out_THD
+        if peers is None:
+            return local(layer, q_THD, call).out_THD
+        if past := local.inputs.pasts.get(layer):
+            own = local.kernel(q_THD, k_KTD, v_KTD, past.own_reads, call.scale, call.softcap)
+            before = self._before(layer, past, q_THD, call, peers.comm)
+            return with_sink(merge(before, own) if before else own, call).out_THD
+        rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
+        return peers.merge.merge_to_owner(local(layer, rows_THD, call)).out_THD
+
+    def _before(self, layer: int, past: Past, q_THD: Tensor, call: LayerCall, comm: Comm) -> Partial | None:
+        """The own rows over the gathered keys; None when nothing lies before any piece."""
+        if not len(past.slots_L):
+            return None
+        pool = self._local.pool
+        shares = [t[layer].index_select(1, past.slots_L).transpose(0, 1) for t in (pool.keys, pool.values)]
+        gathered_S2KD = comm.all_gather(torch.stack(shares, dim=1)).flatten(0, 1)
+        k_KSD, v_KSD = (gathered_S2KD[:, i].transpose(0, 1) for i in range(2))
+        return self._local.kernel(q_THD, k_KSD, v_KSD, past.reads, call.scale, call.softcap)
 
     def _finish(self) -> Never:
         raise PrefillDone

@@ -5,12 +5,14 @@ argument `step`, so this module holds no state. Nothing is registered for masks:
 who sees whom is decided in `workers.inputs`.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "longleaf"
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
+"""What some families hand to attention and what would change its result."""
 
 
 class Handle(Protocol):
@@ -21,15 +23,16 @@ class Handle(Protocol):
         ...
 
 
-class LayerCall:
+class LayerCall(NamedTuple):
     """What a layer says about its attention."""
 
-    __slots__ = ("scale", "unsupported", "window")
-
-    def __init__(self, scale: float, window: int | None, unsupported: str | None) -> None:
-        self.scale = scale
-        self.window = window
-        self.unsupported = unsupported
+    scale: float
+    window: int | None
+    softcap: float | None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sink_H: Tensor | None
+    """Per head one more score that takes part in the softmax and gives no value."""
+    unsupported: str | None
 
 
 def attention(
@@ -42,12 +45,14 @@ def attention(
     step: Handle,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
-    unsupported = next((name for name in ("softcap", "s_aux") if features.get(name) is not None), None)
+    unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    call = LayerCall(scale, sliding_window, unsupported)
+    call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
     out_THD = step.attend(layer, query[0].transpose(0, 1), key[0], value[0], call)
     return out_THD.unsqueeze(0).to(query.dtype), None

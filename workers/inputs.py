@@ -2,11 +2,12 @@
 
 Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
 rank. In prefill each rank computes its own piece; the gathered queries of all pieces lie one piece after the other,
-each padded to the longest, so the piece of rank r begins at row r * num_tokens.
+each padded to the longest, so the piece of rank r begins at row r * num_tokens. Layers that gather keys instead have
+their own rows only, and a past.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
 from longleaf.runs import Run
 from longleaf.step import Decode, Prefill
 from workers.cache import Pool, Segments
+from workers.model import LayerSpec
+from workers.past import Past, PastBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,9 @@ class Inputs:
     slots_T: Tensor
     """Slot of each token's keys; the trash slot for tokens that another rank owns."""
     reads: dict[int | None, list[Read]]
-    """What the rows read from this rank's pool, by window."""
+    """What the rows read from this rank's pool, by window; windows of layers that gather keys only are left out."""
+    pasts: dict[int, Past] = field(default_factory=dict)
+    """In prefill, by layer: where keys are gathered, not queries."""
     sample_rows: tuple[int, ...] = ()
     """Rows whose logits are wanted, in the order of the plan."""
 
@@ -35,14 +40,20 @@ class InputBuilder:
     """Builds the inputs of one rank."""
 
     def __init__(
-        self, rank: int, world_size: int, pool: Pool, segments: Segments, windows: set[int | None], device: str
-    ):
+        self,
+        rank: int,
+        world_size: int,
+        pool: Pool,
+        segments: Segments,
+        layers: dict[int, LayerSpec],
+        pasts: PastBuilder,
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._pool = pool
         self._segments = segments
-        self._windows = windows
-        self._device = device
+        self._layers = layers
+        self._pasts = pasts
 
     def prefill(self, work: Prefill) -> Inputs:
         """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
@@ -52,11 +63,14 @@ class InputBuilder:
         mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
         ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
         padding = num_tokens - len(mine)
+        pasts = self._pasts.build(work)
+        windows = {spec.window for layer, spec in self._layers.items() if layer not in pasts}
         return Inputs(
             token_ids_T=self._tensor([*ids, *[0] * padding]),
             positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
-            reads=self._reads([(work.path, queries)], past_row=(0, num_tokens * self._world_size)),
+            reads=self._reads([(work.path, queries)], windows, past_row=(0, num_tokens * self._world_size)),
+            pasts=pasts,
         )
 
     def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
@@ -79,18 +93,19 @@ class InputBuilder:
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
-            reads=self._reads(queries),
+            reads=self._reads(queries, {spec.window for spec in self._layers.values()}),
             sample_rows=tuple(sample_rows),
         )
 
     def _reads(
         self,
         queries: Sequence[tuple[tuple[int, ...], list[QueryRun]]],
+        windows: set[int | None],
         past_row: tuple[int, int] | None = None,
     ) -> dict[int | None, list[Read]]:
         """Reads of all query runs, by window. Runs of one path are in position order."""
         reads: dict[int | None, list[Read]] = {}
-        for window in self._windows:
+        for window in windows:
             found = reads.setdefault(window, [])
             for path, runs in queries:
                 found += self._full_reads(path, runs, past_row) if window is None else self._banded(path, runs, window)
@@ -128,4 +143,4 @@ class InputBuilder:
         return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+        return torch.tensor(values, dtype=torch.long, device=self._pool.device)

@@ -60,6 +60,8 @@ class Probe:
             raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported yet")
         if k_KTD.shape != v_KTD.shape:
             raise ModelRefused(f"attention layer {layer} has keys and values of different sizes, not supported yet")
+        if call.sink_H is not None and call.sink_H.shape != q_THD.shape[1:2]:
+            raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
         self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], call.window)

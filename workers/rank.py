@@ -16,8 +16,9 @@ from longleaf.topology import Topology
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models
 from workers.cache import Pool, Segments
-from workers.forward import DecodeStep, Exchange, PrefillDone, PrefillStep
+from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
+from workers.past import PastBuilder
 from workers.sampler import sample
 
 FREE_MEMORY_SHARE = 0.4
@@ -31,7 +32,7 @@ class Rank:
         self._spec = spec
         self._config = spec.config
         self._device = choose_device(self._config.device, spec.rank)
-        self._exchange: Exchange | None = None
+        self._peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
@@ -57,8 +58,9 @@ class Rank:
             raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
         self._pool = pool
         self._segments = Segments(self._spec.rank, config.block_size)
-        windows = {layer.window for layer in self._model.layers.values()}
-        self._inputs = InputBuilder(self._spec.rank, config.world_size, pool, self._segments, windows, self._device)
+        self._wire = Wire(getattr(torch, config.partials))
+        place = (self._spec.rank, config.world_size, pool, self._segments, self._model.layers)
+        self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
         self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
@@ -82,14 +84,13 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
-        wire = Wire(getattr(torch, self._config.partials))
         if self._config.merge == "auto":
             widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
-            merge = choose_merge(groups, wire, widest.num_heads, widest.head_dim, self._device)
+            merge = choose_merge(groups, self._wire, widest.num_heads, widest.head_dim, self._device)
             ready = msgspec.structs.replace(ready, merges=merge.timings)
         else:
-            merge = make_merge(self._config.merge, groups, wire)
-        self._exchange = Exchange(groups.world, merge)
+            merge = make_merge(self._config.merge, groups, self._wire)
+        self._peers = Peers(groups.world, merge)
         return ready
 
     @torch.inference_mode()
@@ -108,14 +109,14 @@ class Rank:
 
     def _prefill(self, work: Prefill) -> dict[int, int]:
         inputs = self._inputs.prefill(work)
-        step = PrefillStep(inputs, self._pool, self._kernel, self._exchange, self._model.last_layer)
+        step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self._model.decoder, inputs, step)
         return {}
 
     def _decode(self, work: Decode) -> dict[int, int]:
         inputs = self._inputs.decode(work, self._last_ids)
-        step = DecodeStep(inputs, self._pool, self._kernel, self._exchange)
+        step = DecodeStep(inputs, self._pool, self._kernel, self._peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
         if self._spec.rank == 0:
@@ -124,8 +125,8 @@ class Rank:
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
-        if self._exchange and rows:
-            ids = self._exchange.comm.broadcast(ids)
+        if self._peers and rows:
+            ids = self._peers.comm.broadcast(ids)
         sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         self._last_ids.update(sampled)
         return sampled

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from longleaf.commands.options import AsJson
-from longleaf.config import DEFAULT_PORT, DtypeName, EngineConfig, Launcher, MergeChoice, PartialDtype, embedded_model
+from longleaf.config import (
+    DEFAULT_PORT,
+    DtypeName,
+    EngineConfig,
+    Launcher,
+    MergeChoice,
+    PartialDtype,
+    PrefillName,
+    embedded_model,
+)
 from longleaf.launch import coordinator_command
 from longleaf.topology import count_ranks
 
@@ -32,6 +41,9 @@ def serve(
     partials: Annotated[
         PartialDtype, typer.Option(help="Type in which partials travel; bfloat16 rounds each to 8 bits of mantissa.")
     ] = _DEFAULTS.partials,
+    prefill: Annotated[
+        PrefillName, typer.Option(help="What ranks gather while they read; auto: what has fewer bytes.")
+    ] = _DEFAULTS.prefill,
     chunk_size: Annotated[int, typer.Option(help="Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     kv_bytes: Annotated[
@@ -56,6 +68,7 @@ def serve(
         world_size=world_size,
         merge=merge,
         partials=partials,
+        prefill=prefill,
         chunk_size=chunk_size,
         block_size=block_size,
         kv_bytes=kv_bytes,
