@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 
 import pytest
@@ -16,14 +17,17 @@ from longleaf.errors import ModelRefused
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
 from tests.threads import ThreadRanks, config_for
+from workers import hook
 from workers import rank as rank_module
+from workers.hook import LayerCall
 
 FACTORS = {
-    "family": ("llama", "qwen3", "mistral", "smollm3"),
+    "family": ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss"),
     "world_size": (1, 2, 3, 4),
     "merge": ("gather", "paper"),
     "chunk_size": (64, 500, 4096),
     "history": ("fresh", "kept", "appended", "questioned"),
+    "prefill": ("auto", "queries", "keys"),
 }
 
 
@@ -43,7 +47,9 @@ def pairwise_cover():
 
 
 COVER = list(pairwise_cover())
-REST = [row for row in itertools.product(*FACTORS.values()) if row not in COVER]
+OTHERS = itertools.product(*(values for name, values in FACTORS.items() if name != "prefill"))
+REST = [(*row, prefill) for row, prefill in zip(OTHERS, itertools.cycle(FACTORS["prefill"]), strict=False)]
+REST = [row for row in REST if row not in COVER]
 
 
 async def answer(engine, prompt, context=None):
@@ -85,22 +91,24 @@ async def running(config, spoil=None):
         await asyncio.gather(loop, return_exceptions=True)
 
 
-async def check_row(golden, world_size, merge, chunk_size, history):
-    config = config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=chunk_size)
+async def check_row(golden, world_size, merge, chunk_size, history, prefill):
+    config = config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=chunk_size, prefill=prefill)
     async with running(config) as engine:
         answers = await ask_with_history(engine, golden.prompt, history)
     assert answers == [golden.tokens] * len(answers)
 
 
-@pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "history"), COVER)
-async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, history):
-    await check_row(goldens(family), world_size, merge, chunk_size, history)
+@pytest.mark.parametrize(tuple(FACTORS), COVER)
+async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, history, prefill):
+    await check_row(goldens(family), world_size, merge, chunk_size, history, prefill)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "history"), REST)
-async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_size, merge, chunk_size, history):
-    await check_row(goldens(family), world_size, merge, chunk_size, history)
+@pytest.mark.parametrize(tuple(FACTORS), REST)
+async def test_tokens_equal_generate_in_the_full_product(
+    goldens, family, world_size, merge, chunk_size, history, prefill
+):
+    await check_row(goldens(family), world_size, merge, chunk_size, history, prefill)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +143,22 @@ async def test_a_dropped_partial_is_noticed(goldens, family):
             rank._kernel = nothing
 
     async with running(config_for(golden.folder, world_size=3, chunk_size=500), spoil) as engine:
+        assert await answer(engine, golden.prompt) != golden.tokens
+
+
+WRONG = {
+    "cap lost": ("gemma2", lambda call: call._replace(softcap=None)),
+    "sink lost": ("gpt_oss", lambda call: call._replace(sink_H=None)),
+    "sink added twice": ("gpt_oss", lambda call: call._replace(sink_H=call.sink_H + math.log(2))),
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
+    family, wrong = WRONG[error]
+    golden = goldens(family)
+    monkeypatch.setattr(hook, "LayerCall", lambda *values: wrong(LayerCall(*values)))
+    async with running(config_for(golden.folder, world_size=2)) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens
 
 
