@@ -1,0 +1,175 @@
+"""Reading one chunk after a past that ranks hold already: gathered queries, gathered keys, and the choice by bytes.
+
+Ranks are processes on this machine's CPUs over gloo, with the parts of the real worker. The past is dealt as the
+coordinator deals it, with random keys: neither bytes nor speed depend on what it holds. Bytes and collectives are
+counted on the tensors that a rank hands over; a turn lasts as long as its slowest rank. Usage:
+
+    python -m bench.prefill --json
+    python -m bench.prefill --world-size 2 --past 0 2000 --chunk 1000 --repeats 1
+"""
+
+import argparse
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import torch
+import torch.multiprocessing as mp
+
+from bench.arguments import tell, unwind_on_terminate
+from bench.counting import CountingComm
+from bench.machine import describe
+from bench.subjects import RANDOM_LLAMA, subject
+from coordinator.blocks import Placer, ceil_div
+from longleaf.attention.kernels import kernel_for
+from longleaf.comm import Groups
+from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
+from longleaf.config import PrefillName, apply_environment, rank_environment
+from longleaf.runs import Run
+from longleaf.step import Prefill
+from longleaf.topology import Topology
+from longleaf.tree import Wire, make_merge
+from workers import model as models
+from workers.cache import Pool, Segments
+from workers.forward import Peers, PrefillDone, PrefillStep
+from workers.inputs import InputBuilder
+from workers.past import PastBuilder
+
+HOST = "127.0.0.1"
+BLOCK_SIZE = 128
+TIMEOUT = 600.0
+"""Seconds that a collective may take."""
+PAST, CHUNK = 0, 1
+"""The two segments of the path."""
+
+Row = dict[str, Any]
+
+
+class Reader:
+    """One rank that reads a chunk after a past, over and over."""
+
+    def __init__(self, rank: int, model: models.Model, groups: Groups, past: int, chunk: int) -> None:
+        self._model = model
+        world_size = groups.world.world_size
+        self._work, held = plan(past, chunk, world_size)
+        num_blocks = 1 + max(block for run in (*held, *self._work.pieces) for block in run.blocks)
+        self._pool = Pool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+        generator = torch.Generator().manual_seed(rank)
+        for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
+            tensor.normal_(generator=generator)
+        self._segments = Segments(rank, BLOCK_SIZE)
+        self._segments.put(PAST, held)
+        self._place = (rank, world_size, self._pool, self._segments, model.layers)
+        self._kernel = kernel_for(model.device)
+        self.comm = CountingComm(groups.world)
+        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire())
+        self._peers = Peers(self.comm, merge)
+
+    @torch.inference_mode()
+    def read(self, way: PrefillName) -> int:
+        """Reads the chunk; the number of layers that gathered keys."""
+        self._segments.release((CHUNK,))
+        inputs = InputBuilder(*self._place, PastBuilder(*self._place, way, Wire())).prefill(self._work)
+        step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
+        ids, positions = inputs.token_ids_T[None], inputs.positions_T[None]
+        with suppress(PrefillDone):
+            self._model.decoder(input_ids=ids, position_ids=positions, use_cache=False, return_dict=False, step=step)
+        return sum(1 for layer in inputs.pasts if layer != self._model.last_layer)
+
+
+def plan(past: int, chunk: int, world_size: int) -> tuple[Prefill, list[Run]]:
+    """The chunk's work, and the runs of the past, read in chunks of the same size."""
+    placer = Placer([ceil_div(past, BLOCK_SIZE) + ceil_div(chunk, BLOCK_SIZE)] * world_size, BLOCK_SIZE)
+    reservation = placer.reserve(placer.num_blocks)
+    assert reservation is not None
+    bounds = [*range(0, past, chunk), past, past + chunk]
+    dealt = [
+        placer.place_chunk(low, high, turn, reservation)
+        for turn, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        if low < high
+    ]
+    ids = tuple(3 + i % 200 for i in range(chunk))
+    return Prefill((PAST, CHUNK), past, ids, dealt[-1]), [run for runs in dealt[:-1] for run in runs]
+
+
+def measure(rank: int, reader: Reader, groups: Groups, repeats: int) -> list[Row]:
+    """One row per way, which take turns; the first turn is a warm-up."""
+    seconds: dict[PrefillName, list[float]] = {way: [] for way in get_args(PrefillName)}
+    rows: dict[PrefillName, Row] = {}
+    for turn in range(repeats + 1):
+        for way, times in seconds.items():
+            comm, bytes_before, before = reader.comm, reader.comm.bytes_sent, reader.comm.collectives
+            groups.world.all_reduce(torch.zeros(1), "sum")  # all ranks begin together
+            begin = time.perf_counter()
+            num_layers = reader.read(way)
+            taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            times.append(groups.world.all_reduce(taken, "max").item())
+            sent, collectives = comm.bytes_sent - bytes_before, comm.collectives - before
+            rows[way] = {"layers_gathering_keys": num_layers, "bytes_sent_per_rank": sent, "collectives": collectives}
+            if rank == 0:
+                tell(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")
+    for way, times in seconds.items():
+        rows[way] |= {"seconds_median": round(median(times[1:]), 4), "seconds_min": round(min(times[1:]), 4)}
+    return [{"way": way, **row} for way, row in rows.items()]
+
+
+def live(rank: int, folder: str, port: int, options: argparse.Namespace, output: str) -> None:
+    """The life of a rank: all measurements; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    topology = Topology(("here",) * options.world_size)
+    owner = ProcessGroups(rank, topology, connect_store(HOST, port), epoch=1, device="cpu", timeout=TIMEOUT)
+    model = models.load(folder, "auto", "cpu")
+    rows: list[Row] = []
+    for chunk in options.chunk:
+        for past in options.past:
+            if rank == 0:
+                tell(f"{options.world_size} ranks, {chunk} tokens after {past}")
+            found = measure(rank, Reader(rank, model, owner.groups, past, chunk), owner.groups, options.repeats)
+            rows += [{"past_tokens": past, "chunk_tokens": chunk, **row} for row in found]
+    if rank == 0:
+        Path(output).write_text(json.dumps(rows))
+    owner.close()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    parser.add_argument("--world-size", type=int, default=4, help="ranks, at least 2")
+    parser.add_argument("--past", nargs="+", type=int, default=[0, 4096, 8192, 16384], metavar="TOKENS")
+    parser.add_argument("--chunk", nargs="+", type=int, default=[1024, 4096], metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=3, help="timed turns of each way")
+    options = parser.parse_args()
+    if options.world_size < 2 or options.repeats < 1 or min(options.chunk) < 1 or min(options.past) < 0:
+        parser.error("too few ranks, repeats or tokens to measure")
+    return options
+
+
+def main() -> None:
+    unwind_on_terminate()
+    options = parse()
+    apply_environment(rank_environment(1, HOST))
+    store = open_store(HOST)
+    with subject(RANDOM_LLAMA) as measured, TemporaryDirectory() as folder:
+        output = os.path.join(folder, "rows.json")
+        arguments = (str(measured.folder), store.port, options, output)
+        mp.spawn(live, arguments, nprocs=options.world_size, daemon=True)  # pyright: ignore[reportPrivateImportUsage]
+        rows: list[Row] = json.loads(Path(output).read_text())
+    head = {"bench": "prefill", "model": RANDOM_LLAMA, "transport": "gloo", "world_size": options.world_size}
+    rows = [{**head, **row, "repeats": options.repeats, "machine": describe()} for row in rows]
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(
+            f"{row['chunk_tokens']:>6} tokens after {row['past_tokens']:>6}  {row['way']:7}"
+            f"  {row['bytes_sent_per_rank'] / 2**20:>8.1f} MiB per rank  {row['seconds_median']:>8.3f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
