@@ -203,3 +203,19 @@ def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="0 of 2 layers"):
         model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"position_bias": torch.zeros(3, 3)}, {"sinks": torch.zeros(2)}, {"s_aux": torch.zeros(3, 2)}],
+    ids=lambda feature: next(iter(feature)),
+)
+def test_attention_that_would_be_wrong_is_refused(feature):
+    from workers.model import Probe
+
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
+    hook.attention(module, q, k, k, None, step=Probe(), softcap=3.0, s_aux=torch.zeros(2))
+    with pytest.raises(ModelRefused, match="not supported"):
+        hook.attention(module, q, k, k, None, step=Probe(), **feature)
