@@ -17,6 +17,7 @@ class CountingComm:
         self._comm = comm
         self.rank = comm.rank
         self.world_size = comm.world_size
+        self.transport = comm.transport
         self.collectives = 0
         self.bytes_sent = 0
 
