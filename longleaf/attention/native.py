@@ -1,24 +1,18 @@
-"""The compiled decode kernel of CPU ranks: built from decode.c with the machine's C compiler, loaded with ctypes."""
+"""The compiled decode kernel of CPU ranks: attention of few query rows, from decode.c."""
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from longleaf.config import cache_folder
+from longleaf import native
 
 SOURCE = Path(__file__).with_name("decode.c")
 # fast-math vectorises dot products and exponentials. It is for the compiler alone: a library that is also *linked* with
 # it flushes denormals to zero in the whole process that loads it.
-COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fPIC")
-LINK = ("-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffast-math")
 MAX_ROWS = 8
 """From here on torch's matrix products are as fast."""
 
@@ -28,8 +22,8 @@ log = logging.getLogger(__name__)
 class NativeDecode:
     """Full reads of at most MAX_ROWS query rows per key head, in float32."""
 
-    def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).longleaf_decode
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.longleaf_decode
         self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 5 + [ctypes.c_float] * 2
         self._run.restype = None
 
@@ -37,8 +31,8 @@ class NativeDecode:
     def load() -> "NativeDecode | None":
         """The kernel, compiled at the first call on this kind of processor; None where there is no C compiler."""
         try:
-            return NativeDecode(build(cache_folder()))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            return NativeDecode(native.load(SOURCE, FLAGS))
+        except OSError as error:
             log.warning("no compiled decode kernel, torch's own is used instead (slower): %s", error)
             return None
 
@@ -60,38 +54,3 @@ class NativeDecode:
         sizes = (heads, num_rows * group, dim, k_KSD.shape[1], k_KSD.stride(0))
         self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
         return out, lse
-
-
-def build(folder: Path) -> Path:
-    """Compiles decode.c into `folder` unless that was done before, and returns the library.
-
-    The name tells source, flags and processor, since machines that share a home need not share instructions.
-    Raises OSError or SubprocessError when there is no compiler or it fails.
-    """
-    processor = platform.machine() + "".join(sorted(set(_processor_features())))
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE + LINK).encode() + processor.encode()).hexdigest()[:16]
-    library = folder / f"decode-{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as workplace:
-            compiled, linked = f"{workplace}/decode.o", f"{workplace}/decode.so"
-            _run("cc", *COMPILE, str(SOURCE), "-o", compiled)
-            _run("cc", *LINK, compiled, "-lm", "-o", linked)
-            os.replace(linked, library)
-    return library
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
-def _processor_features() -> list[str]:
-    """Names of the processor's instruction sets, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            return line.split(":", 1)[1].split()
-    return []
