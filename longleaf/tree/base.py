@@ -3,6 +3,7 @@
 Shape letters: N ranks, T rows, P rows per rank, H heads, D dim, C columns of a packed row.
 """
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longleaf.attention import Partial, merge_all
+from longleaf.attention.fold import NativeFold
 
 
 class Merge(Protocol):
@@ -50,9 +52,20 @@ class Wire:
         return Partial(packed[..., :-2].float(), lse)
 
     def fold(self, packed_NTHC: Tensor) -> Partial:
-        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits."""
+        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits.
+
+        The result has memory of its own, whatever the packed ones lie in.
+        """
+        native = self._native if packed_NTHC.device.type == "cpu" else None
+        if native is not None and native.can_run(packed_NTHC):
+            return native(packed_NTHC)
         stacked = self.unpack(packed_NTHC)
         return merge_all(stacked.out_THD, stacked.lse_TH)
+
+    @cached_property
+    def _native(self) -> NativeFold | None:
+        """Compiled only where partials lie on a CPU."""
+        return NativeFold.load()
 
 
 def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:

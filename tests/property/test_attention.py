@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
+from longleaf.attention.fold import NativeFold
 from longleaf.attention.kernels import CpuKernel, attend, cpu_flash, dense
 from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
 from longleaf.attention.native import NativeDecode
@@ -59,6 +60,32 @@ def test_merging_in_one_go_equals_merging_one_by_one_in_float64(seed, num_partia
         expected = merge(expected, Partial(part.out_THD.double(), part.lse_TH.double()))
     stacked = merge_all(torch.stack([p.out_THD for p in parts]), torch.stack([p.lse_TH for p in parts]))
     assert_same(stacked, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(1, 9), st.sampled_from([1, 5, 8, 128]), st.sampled_from([1.0, 50.0, 1e4]), st.booleans())
+def test_the_compiled_fold_agrees_with_float64(seed, num_partials, dim, scale, has_empty_row):
+    fold = NativeFold.load()
+    assert fold is not None, "a C compiler is part of the development set-up"
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randn(num_partials, 3, 2, dim + 1, generator=generator)
+    packed[..., -1] *= scale
+    for empty in (packed[seed % num_partials, :2], packed[:, 2] if has_empty_row else packed[0, 0]):
+        empty.zero_()[..., -1] = float("-inf")
+    assert fold.can_run(packed)
+    wide = packed.double()
+    assert_same(fold(packed), merge_all(wide[..., :-1], wide[..., -1]))
+
+
+def test_the_compiled_fold_hides_no_broken_number():
+    fold = NativeFold.load()
+    assert fold is not None, "a C compiler is part of the development set-up"
+    packed = torch.zeros(3, 1, 2, 5)
+    packed[..., -1] = float("-inf")
+    packed[1, 0, 0, -1] = float("nan")
+    found = fold(packed)
+    assert found.lse_TH[0, 0].isnan() and found.out_THD[0, 0].isnan().all()
+    assert_same(Partial(found.out_THD[:, 1:], found.lse_TH[:, 1:]), Partial.identity(1, 1, 4), atol=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -194,6 +221,7 @@ def test_without_a_compiler_torchs_kernel_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert NativeDecode.load() is None
+    assert NativeFold.load() is None
 
 
 def test_loading_the_compiled_kernel_leaves_denormals_alone():
