@@ -42,7 +42,8 @@ class NativeFold:
     def __call__(self, packed_NTHC: Tensor) -> Partial:
         """The N partials, values and natural-log lse side by side in C = D + 1 columns, joined in rank order.
 
-        They lie in the CPU's memory. Within 2e-6 of float64; an empty row stays the identity. The result has memory of its own.
+        They lie in the CPU's memory, the result in memory of its own. Within 2e-6 of float64; an empty row stays the
+        identity.
         """
         num_partials, num_rows, num_heads, columns = packed_NTHC.shape
         out_THD = packed_NTHC.new_empty(num_rows, num_heads, columns - 1)

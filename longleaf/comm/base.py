@@ -8,6 +8,7 @@ from torch import Tensor
 from longleaf.topology import Topology
 
 ReduceOp = Literal["max", "sum"]
+Transport = Literal["loopback", "gloo", "nccl", "shared_memory"]
 
 
 class Comm(Protocol):
@@ -17,6 +18,7 @@ class Comm(Protocol):
     valid until this rank's next operation on the same Comm.
     """
 
+    transport: Transport
     rank: int
     world_size: int
     transport: str

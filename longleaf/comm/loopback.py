@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longleaf.comm.base import Groups, ReduceOp
+from longleaf.comm.base import Groups, ReduceOp, Transport
 from longleaf.topology import Topology
 
 
@@ -24,6 +24,7 @@ class LoopbackComm:
     transport = "loopback"
 
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
+        self.transport: Transport = "loopback"
         self.rank = rank
         self.world_size = world_size
         self._meeting = meeting

@@ -1,4 +1,7 @@
-"""Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code."""
+"""Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code.
+
+CPU ranks of one machine meet in shared memory instead, where all ranks of the world can.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,7 +11,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from longleaf.comm.base import Groups, ReduceOp
+from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
+from longleaf.comm.shared_memory import SharedMemoryComm, Word, share_memory
 from longleaf.topology import Topology
 
 dist: Any = torch.distributed  # torch annotates these functions only in part
@@ -24,8 +28,8 @@ class ProcessGroupComm:
     def __init__(self, group: ProcessGroup) -> None:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
+        self.transport: Transport = "gloo" if dist.get_backend(group) == "gloo" else "nccl"
         self._group = group
-        self.transport: str = dist.get_backend(group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -68,8 +72,21 @@ class ProcessGroupComm:
 class ProcessGroups:
     """Owns the process groups of one epoch: world, nodes and rails, made in the same order on every rank."""
 
-    def __init__(self, rank: int, topology: Topology, store: Store, *, epoch: int, device: str, timeout: float) -> None:
-        """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation."""
+    def __init__(
+        self,
+        rank: int,
+        topology: Topology,
+        store: Store,
+        *,
+        epoch: int,
+        device: str,
+        timeout: float,
+        shared_memory: bool = True,
+    ) -> None:
+        """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation.
+
+        `shared_memory` lets CPU ranks of one machine meet there. It must be the same on every rank.
+        """
         backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(
             backend,
@@ -78,16 +95,24 @@ class ProcessGroups:
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout),
         )
+        self._shared: SharedMemoryComm | None = None
+        nodes = topology.node_groups
+        if shared_memory and backend == "gloo" and len(nodes) < topology.world_size:
+            own = next(ranks for ranks in nodes if rank in ranks)
+            self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
         world = ProcessGroupComm(dist.group.WORLD)
-        if len(topology.node_groups) == 1:
-            self.groups = Groups(topology, world, world, None)
+        if len(nodes) == 1:
+            only = self._shared or world
+            self.groups = Groups(topology, only, only, None)
         else:
-            node, rail = _own(rank, topology.node_groups), _own(rank, topology.full_rails)
+            node: Comm | None = self._shared or _own(rank, nodes)
             assert node is not None, "every rank has a machine"
-            self.groups = Groups(topology, world, node, rail)
+            self.groups = Groups(topology, world, node, _own(rank, topology.full_rails))
 
     def close(self) -> None:
         """Leaves the groups."""
+        if self._shared is not None:
+            self._shared.close()
         dist.destroy_process_group()
 
 
@@ -95,6 +120,13 @@ def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
     """Makes process groups of these ranks; the one that `rank` belongs to."""
     made = [dist.new_group(list(group)) for group in groups]
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
+
+
+def _tell_all(word: Word) -> Sequence[Word]:
+    """The words of all ranks of the world, for this rank's own."""
+    words: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, word)
+    return words
 
 
 def open_store(host: str) -> Store:

@@ -56,7 +56,7 @@ class Wire:
 
         The result has memory of its own, whatever the packed ones lie in.
         """
-        native = self._native if packed_NTHC.device.type == "cpu" else None
+        native = self._native if packed_NTHC.is_cpu else None
         if native is not None and native.can_run(packed_NTHC):
             return native(packed_NTHC)
         stacked = self.unpack(packed_NTHC)
@@ -81,5 +81,5 @@ def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:
 
 
 def join_heads(parts_NThC: Tensor, num_heads: int, wire: Wire) -> Partial:
-    """The partial of `num_heads` heads whose parts lie along the first dimension."""
-    return wire.unpack(parts_NThC.transpose(0, 1).flatten(1, 2)[:, :num_heads])
+    """The partial of `num_heads` heads whose parts lie along the first dimension, in memory of its own."""
+    return wire.unpack(torch.cat(parts_NThC.unbind(), dim=1)[:, :num_heads])

@@ -76,7 +76,7 @@ class Butterfly:
             elif then is Then.JOIN_AFTER:
                 partial = merge(partial, theirs)
             elif then is Then.TAKE:
-                partial = theirs
+                partial = Partial(theirs.out_THD.clone(), theirs.lse_TH.clone())
         return partial
 
     def merge_to_owner(self, partial: Partial) -> Partial:

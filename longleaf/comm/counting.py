@@ -1,0 +1,65 @@
+"""A Comm that counts: how many operations, and how many bytes this rank sends for them."""
+
+from torch import Tensor
+
+from longleaf.comm.base import Comm, Groups, ReduceOp
+
+
+class CountingComm:
+    """Passes everything on to another Comm. Results are that one's.
+
+    `num_operations` are the calls; `bytes_sent` the payload bytes that leave this rank for others. Who writes into
+    common memory (`shared_memory`, `loopback`) writes a message once, however many read it. Over a network each reader
+    costs the message again, and what the library does inside is assumed: rings for all-gather and all-reduce, and a
+    broadcast that rank 0 sends to each of the others.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.transport = comm.transport
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self.num_operations = 0
+        self.bytes_sent = 0
+        self._comm = comm
+        others = comm.world_size - 1
+        is_common = comm.transport in ("shared_memory", "loopback")
+        self._copies = min(others, 1) if is_common else others
+        """How often a message is sent that every rank gets."""
+        self._reduced = self._copies if is_common else 2 * others / comm.world_size
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self._count(tensor.nbytes * self._copies)
+        return self._comm.all_gather(tensor)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        self._count(tensor.nbytes // self.world_size * (self.world_size - 1))
+        return self._comm.all_to_all(tensor)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        self._count(round(tensor.nbytes * self._reduced))
+        return self._comm.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        self._count(tensor.nbytes * self._copies if self.rank == 0 else 0)
+        return self._comm.broadcast(tensor)
+
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        self._count(tensor.nbytes if to != self.rank else 0)
+        return self._comm.permute(tensor, to, source)
+
+    def reset(self) -> None:
+        """Counts from 0 again."""
+        self.num_operations = self.bytes_sent = 0
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_operations += 1
+        self.bytes_sent += num_bytes
+
+
+def counting(groups: Groups) -> tuple[Groups, tuple[CountingComm, ...]]:
+    """The same groups with every Comm counted, and the counters: one where node and world are the same Comm."""
+    world = CountingComm(groups.world)
+    node = world if groups.node is groups.world else CountingComm(groups.node)
+    rail = CountingComm(groups.rail) if groups.rail is not None else None
+    counters = dict.fromkeys(counter for counter in (world, node, rail) if counter is not None)
+    return Groups(groups.topology, world, node, rail), tuple(counters)

@@ -1,0 +1,310 @@
+"""Ranks of one machine as processes that meet in shared memory: the Comm of CPU ranks of one node.
+
+A segment is a file in /dev/shm with a header and two boards. In every step each rank writes its message on one of them,
+all meet, and all read it (meet.c, which says why that is enough). Results are views of the board: valid until this
+rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out.
+"""
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf import native
+from longleaf.comm.base import ReduceOp, Transport
+from longleaf.errors import WorkerLost
+
+SOURCE = Path(__file__).with_name("meet.c")
+FOLDER = Path("/dev/shm")
+CAPACITY = 1 << 20
+"""Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""
+SPIN_NS = 50_000
+"""Waiting for less than this costs no sleep, where every rank has a CPU."""
+SLICE_NS = 50_000_000
+"""How long a rank sleeps before it looks after the others, and after signals."""
+
+log = logging.getLogger(__name__)
+
+
+class Status(IntEnum):
+    """What waiting for the others comes to; meet.c knows the same numbers."""
+
+    WAITING = 0
+    MET = 1
+    UNEQUAL = 2
+    """All are there, with messages of different sizes."""
+
+
+class Place(ctypes.Structure):
+    """One rank's view of the segment; meet.c declares the same fields."""
+
+    _fields_ = (
+        ("meeting", ctypes.c_void_p),
+        ("boards", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
+        ("slice_ns", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("step", ctypes.c_uint32),
+    )
+
+
+class Library:
+    """The functions of meet.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
+
+    def __init__(self) -> None:
+        library = native.load(SOURCE, ("-O2", "-std=gnu11"))
+        place, number, size = ctypes.POINTER(Place), ctypes.c_int, ctypes.c_int64
+        self._header_bytes = library.longleaf_meet_header_bytes
+        self._header_bytes.argtypes, self._header_bytes.restype = [size], size
+        self.exchange = library.longleaf_meet_exchange
+        self.exchange.argtypes = [place, ctypes.c_void_p, size, size, size, size]
+        self.wait = library.longleaf_meet_wait
+        self.missing = library.longleaf_meet_missing
+        self.wait.argtypes = self.missing.argtypes = [place]
+        self.odd = library.longleaf_meet_odd
+        self.odd.argtypes = [place, ctypes.POINTER(size)]
+        self.blame = library.longleaf_meet_blame
+        self.blame.argtypes = [place, number]
+        self.enter = library.longleaf_meet_enter
+        self.leave = library.longleaf_meet_leave
+        self.is_there = library.longleaf_meet_is_there
+        self.enter.argtypes = self.leave.argtypes = self.is_there.argtypes = [number, size]
+
+    def header_bytes(self, num_ranks: int) -> int:
+        """Bytes before the boards."""
+        return self._header_bytes(num_ranks)
+
+    def segment_bytes(self, num_ranks: int) -> int:
+        """Bytes of header and boards."""
+        return self.header_bytes(num_ranks) + 2 * num_ranks * CAPACITY
+
+
+class Route(NamedTuple):
+    """Who writes and reads what: part p of rank r's message is number p * N + r on the board."""
+
+    num_parts: int
+    """Parts of a message, on every rank."""
+    is_writing: bool
+    first: int
+    """Number of the first part that this rank reads."""
+    num_read: int
+
+
+class Word(NamedTuple):
+    """What a rank tells the others while they enter."""
+
+    path: str
+    problem: str
+    """Why it cannot use shared memory; empty if it can."""
+
+
+Agree = Callable[[Word], Sequence[Word]]
+"""Gives the words of all ranks of the world, in order, for this rank's own."""
+
+
+class SharedMemoryComm:
+    """One rank's end of a segment. `members` are the world's numbers of its ranks, in order."""
+
+    def __init__(self, library: Library, file: int, members: Sequence[int], rank: int, timeout: float) -> None:
+        """Maps the segment that is open as `file` and enters it; the file is closed with the Comm. Raises OSError.
+
+        `rank` is the world's number of this rank, `timeout` the seconds that it waits for others.
+        """
+        self.transport: Transport = "shared_memory"
+        self.rank = members.index(rank)
+        self.world_size = num_ranks = len(members)
+        self._library = library
+        self._file = file
+        self._members = tuple(members)
+        self._timeout = timeout
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = torch.frombuffer(mmap.mmap(file, library.segment_bytes(num_ranks), flags), dtype=torch.uint8)
+        boards = memory[library.header_bytes(num_ranks) :].chunk(2)
+        spin = SPIN_NS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        addresses = (memory.data_ptr(), boards[0].data_ptr())
+        self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0)
+        # decode asks for the same few views in every layer, and making one takes longer than a small exchange
+        self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
+        self._gather = Route(1, True, 0, num_ranks)
+        self._scatter = Route(num_ranks, True, self.rank * num_ranks, num_ranks)
+        if error := library.enter(file, self.rank):
+            raise OSError(-error, os.strerror(-error))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor, self._gather, (self.world_size, *tensor.shape))
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        if tensor.shape[0] != self.world_size:
+            raise ValueError(f"a tensor of {tensor.shape[0]} parts for {self.world_size} ranks")
+        return self._exchange(tensor, self._scatter, tensor.shape)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        gathered = self.all_gather(tensor)
+        return gathered.amax(dim=0) if op == "max" else gathered.sum(dim=0, dtype=tensor.dtype)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._exchange(tensor, Route(1, self.rank == 0, 0, 1), tensor.shape)
+
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        received = self._exchange(tensor, Route(1, to != self.rank, source, 1), tensor.shape)
+        return tensor if source == self.rank else received
+
+    def close(self) -> None:
+        """Leaves: ranks that wait for this one raise WorkerLost. Tensors that lie in the segment stay valid."""
+        if self._file >= 0:
+            self._library.leave(self._file, self.rank)
+            os.close(self._file)
+            self._file = -1
+
+    def _exchange(self, tensor: Tensor, route: Route, shape: Sequence[int]) -> Tensor:
+        """Writes and reads as the route says. A view of the board, or a new tensor where the message is too large."""
+        if not tensor.is_cpu:
+            raise ValueError(f"a tensor on {tensor.device} cannot be sent through the CPU's memory")
+        tensor = tensor.contiguous()
+        part_bytes = tensor.nbytes // route.num_parts
+        largest = CAPACITY // route.num_parts
+        if part_bytes <= largest:
+            return self._view(self._step(tensor, route, 0, part_bytes), route, part_bytes, tensor.dtype, tuple(shape))
+        out = tensor.new_empty(shape)
+        parts = out.view(-1).view(torch.uint8).view(route.num_read, part_bytes)
+        for start in range(0, part_bytes, largest):
+            length = min(largest, part_bytes - start)
+            board = self._step(tensor, route, start, length)
+            parts[:, start : start + length] = self._view(board, route, length, torch.uint8, (route.num_read, length))
+        return out
+
+    def _step(self, tensor: Tensor, route: Route, start: int, length: int) -> int:
+        """Exchanges `length` bytes of each part, from `start` on; the number of the board on which they lie."""
+        if self._file < 0:
+            raise RuntimeError("this rank has left the group")
+        num_bytes, place = tensor.nbytes, self._place
+        written = route.num_parts if route.is_writing else 0
+        stride = num_bytes // route.num_parts
+        status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, num_bytes)
+        if status != Status.MET:
+            self._settle(status, num_bytes)
+        return place.step & 1
+
+    def _settle(self, status: int, num_bytes: int) -> None:
+        """Waits for the ranks that are not there yet. Raises WorkerLost, or ValueError for messages of unequal sizes.
+
+        A rank that fails here leaves, so that the others need not wait for it.
+        """
+        try:
+            deadline = time.monotonic() + self._timeout
+            while status == Status.WAITING:
+                lost = self._lost(time.monotonic() > deadline)
+                # a rank that is gone may have left after this meeting, so the end of that is looked for once more
+                if (status := self._library.wait(self._place)) == Status.WAITING and lost:
+                    raise lost
+            if status == Status.UNEQUAL:
+                raise self._unequal(num_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lost(self, is_late: bool) -> WorkerLost | None:
+        """The error for the first rank that is gone or, if it is late, that has not come. All ranks name the same."""
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        lost = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
+        reason = "died or left the group"
+        if lost < 0 and is_late:
+            lost = self._library.missing(self._place)
+            reason = f"did not come to an exchange in {self._timeout:g} seconds"
+        if lost < 0:
+            return None
+        blamed: int = self._library.blame(self._place, lost)
+        return WorkerLost(self._members[blamed], reason if blamed == lost else "others waited for it in vain")
+
+    def _unequal(self, num_bytes: int) -> ValueError:
+        theirs = ctypes.c_int64()
+        odd: int = self._library.odd(self._place, theirs)
+        own, other = self._members[self.rank], self._members[odd]
+        return ValueError(f"messages differ: rank {own} sends {num_bytes} bytes, rank {other} {theirs.value} bytes")
+
+
+def _view(
+    boards: Sequence[Tensor], board: int, route: Route, length: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """What a rank reads of a board whose parts have `length` bytes."""
+    first = route.first * length
+    return boards[board][first : first + route.num_read * length].view(dtype).view(shape)
+
+
+class Entrance:
+    """One rank's way into the segment of its node: the first rank makes it, then all enter."""
+
+    def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
+        self.path = FOLDER / f"longleaf-{epoch}-{secrets.token_hex(8)}"
+        """Where the segment lies if this rank makes it."""
+        self.comm: SharedMemoryComm | None = None
+        self._members = members
+        self._rank = rank
+        self._timeout = timeout
+
+    def make(self) -> None:
+        """Compiles the library and, on the node's first rank, makes the segment. Raises OSError."""
+        self._library = Library()
+        if self._rank == self._members[0]:
+            file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                # without room, writing would end the process
+                os.posix_fallocate(file, 0, self._library.segment_bytes(len(self._members)))
+            finally:
+                os.close(file)
+
+    def enter(self, path: str) -> None:
+        """Enters the segment at `path`. Raises OSError."""
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self.comm = SharedMemoryComm(self._library, file, self._members, self._rank, self._timeout)
+        except OSError:
+            os.close(file)
+            raise
+
+
+def share_memory(
+    members: Sequence[int], rank: int, agree: Agree, *, epoch: int, timeout: float
+) -> SharedMemoryComm | None:
+    """This rank's end of its node's segment; None on every rank of the world unless all of them get one.
+
+    `members` are the ranks of the node. Nothing of the segment stays behind whenever the ranks end: it loses its name
+    as soon as all have entered.
+    """
+    entrance = Entrance(members, rank, epoch, timeout)
+    try:
+        words = agree(Word(str(entrance.path), _problem(entrance.make)))
+        if not any(word.problem for word in words):
+            path = words[members[0]].path
+            words = agree(Word(path, _problem(lambda: entrance.enter(path))))
+    finally:
+        entrance.path.unlink(missing_ok=True)
+    problem = next((f"rank {i}: {word.problem}" for i, word in enumerate(words) if word.problem), None)
+    if problem is None:
+        return entrance.comm
+    if entrance.comm is not None:
+        entrance.comm.close()
+    if rank == 0:
+        log.warning("ranks of one machine do not meet in shared memory but over gloo (slower): %s", problem)
+    return None
+
+
+def _problem(action: Callable[[], None]) -> str:
+    """Why the action could not be done; nothing if it was."""
+    try:
+        action()
+    except OSError as error:
+        return str(error)
+    return ""
