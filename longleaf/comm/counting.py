@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longleaf.comm.base import Comm, Groups, ReduceOp
+from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
 
 
 class CountingComm:
@@ -15,7 +15,7 @@ class CountingComm:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.transport = comm.transport
+        self.transport: Transport = comm.transport
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.num_operations = 0

@@ -64,7 +64,8 @@ class ProcessGroupComm:
             operations.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=to))
         if source != self.rank:
             operations.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=source))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
             work.wait()
         return out
 

@@ -270,7 +270,7 @@ class Entrance:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             self.comm = SharedMemoryComm(self._library, file, self._members, self._rank, self._timeout)
-        except OSError:
+        except BaseException:
             os.close(file)
             raise
 
@@ -305,6 +305,6 @@ def _problem(action: Callable[[], None]) -> str:
     """Why the action could not be done; nothing if it was."""
     try:
         action()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # mmap raises ValueError for a segment of another size
         return str(error)
     return ""

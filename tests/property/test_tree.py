@@ -4,18 +4,17 @@ import threading
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
-from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 from longleaf.tree.base import join_heads, split_heads
 from longleaf.tree.butterfly import Then, rounds
 from longleaf.tree.choose import describe
+from tests.processes import run_ranks
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
 CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
@@ -155,33 +154,18 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
         assert describe(timing).startswith(f"{timing.merge}, ")
 
 
-def gloo_rank(rank, machines, port, queue):
-    torch.set_num_threads(1)
-    world_size = len(machines)
-    store = connect_store("127.0.0.1", port)
-    owner = ProcessGroups(rank, Topology(tuple(machines)), store, epoch=1, device="cpu", timeout=60)
+def merge_over_gloo(rank, owner):
+    world_size = owner.groups.world.world_size
     parts = partials(world_size, rows=2 * world_size, empty=(1,))
     wanted = expected(parts)
     for name in MERGES:
         merge = make_merge(name, owner.groups, Wire())
         assert_close(merge.merge(parts[rank]), wanted)
         assert_close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
-    queue.put((rank, owner.groups.world.broadcast(torch.tensor([rank + 40])).item()))
-    owner.close()
+    assert {owner.groups.world.transport, owner.groups.node.transport} == {"gloo"}
+    return owner.groups.world.broadcast(torch.tensor([rank + 40])).item()
 
 
 @pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
-def test_merges_over_gloo_processes(machines, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    store = open_store("127.0.0.1")
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    ranks = range(len(machines))
-    processes = [context.Process(target=gloo_rank, args=(r, machines, store.port, queue)) for r in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0] * len(machines)
-    assert sorted(queue.get(timeout=5) for _ in processes) == [(rank, 40) for rank in ranks]
+def test_merges_over_gloo_processes(machines):
+    assert run_ranks(machines, merge_over_gloo, shared_memory=False) == [40] * len(machines)

@@ -1,0 +1,330 @@
+"""Ranks that meet in shared memory: as processes of one machine, and of pretended ones."""
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import threading
+
+import psutil
+import pytest
+import torch
+
+from longleaf.attention import Partial, merge_all
+from longleaf.comm import shared_memory
+from longleaf.comm.counting import counting
+from longleaf.comm.shared_memory import CAPACITY, FOLDER, Word, share_memory
+from longleaf.errors import WorkerLost
+from longleaf.tree import MERGES, Wire, make_merge
+from tests.processes import run_ranks, start_ranks
+
+SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
+
+
+def partials(world_size, rows, heads=3, dim=5):
+    generator = torch.Generator().manual_seed(world_size)
+    found = [
+        Partial(torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator) * 9)
+        for _ in range(world_size)
+    ]
+    return [*found[:-1], Partial.identity(rows, heads, dim)] if world_size > 1 else found
+
+
+def close(found, wanted):
+    for a, b in ((found.out_THD, wanted.out_THD), (found.lse_TH, wanted.lse_TH)):
+        torch.testing.assert_close(a.double(), b, atol=2e-6, rtol=2e-6)
+
+
+def merge_everything(rank, owner):
+    """Checks every merge, twice, with one row and with several; the bits of those that promise the same everywhere."""
+    groups = owner.groups
+    world_size, bits = groups.world.world_size, {}
+    for rows in (1, 2 * world_size):
+        parts = partials(world_size, rows)
+        wanted = merge_all(
+            torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
+        )
+        for name in MERGES:
+            merge = make_merge(name, groups, Wire())
+            found = [merge.merge(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
+            close(found[0], wanted)
+            assert torch.equal(found[0].out_THD, found[1].out_THD) or name not in SAME_BITS
+            if name in SAME_BITS:
+                bits[name, rows] = found[0].out_THD.numpy().tobytes() + found[0].lse_TH.numpy().tobytes()
+            if rows > 1:
+                close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
+    return bits, groups.world.transport, groups.node.transport
+
+
+@pytest.mark.parametrize("machines", ["a", "aa", "aaa", "aaaa", "aabb", "aaab"])
+def test_merges_over_processes(machines):
+    results = run_ranks(machines, merge_everything)
+    assert all(result == results[0] for result in results)
+    world, node = results[0][1:]
+    assert node == ("shared_memory" if len(machines) > 1 else "gloo")
+    assert world == (node if len(set(machines)) == 1 else "gloo")
+
+
+def use_small_boards(rank):
+    shared_memory.CAPACITY = 4096
+
+
+def exchange_at_random(rank, owner):
+    """Thousands of operations of random kinds and sizes. Each result is looked at when the next one is about to start,
+    which is as long as it must live."""
+    comm = owner.groups.world
+    choice, n = random.Random(5), comm.world_size
+    found = wanted = torch.zeros(0)
+    for step in range(6000):
+        size = choice.choice((0, 1, 7, 64, 300, 1500))
+        # the same numbers on every rank: message r of this step
+        base = torch.arange(n * n * size, dtype=torch.int32).view(n, n, size) + step
+        kind, shift = choice.randrange(5), choice.randrange(n)
+        assert torch.equal(found, wanted), f"step {step}"
+        if kind == 0:
+            found, wanted = comm.all_gather(base[rank]), base
+        elif kind == 1:
+            found, wanted = comm.all_to_all(base[rank]), base[:, rank]
+        elif kind == 2:
+            op = choice.choice(("max", "sum"))
+            wanted = base.amax(dim=0) if op == "max" else base.sum(dim=0, dtype=torch.int32)
+            found = comm.all_reduce(base[rank], op)
+        elif kind == 3:
+            found, wanted = comm.broadcast(base[rank]), base[0]
+        else:
+            found = comm.permute(base[rank], (rank + shift) % n, (rank - shift) % n)
+            wanted = base[(rank - shift) % n]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("machines", ["aa", "aaa"])
+def test_thousands_of_exchanges_in_order(machines):
+    run_ranks(machines, exchange_at_random, use_small_boards)
+
+
+def exchange_large(rank, owner):
+    comm = owner.groups.node
+    sizes = [CAPACITY // 4 + 1, 3 * CAPACITY // 4 + 5]
+    for size in sizes:
+        tensor = torch.arange(2 * size, dtype=torch.float32).view(2, size).t()  # not contiguous
+        gathered = comm.all_gather(tensor + rank)
+        assert all(torch.equal(gathered[r], tensor + r) for r in range(2))
+        exchanged = comm.all_to_all(tensor.t() * (rank + 1))
+        assert all(torch.equal(exchanged[r], tensor[:, rank] * (r + 1)) for r in range(2))
+        assert torch.equal(comm.all_reduce(tensor, "sum"), 2 * tensor)
+        assert torch.equal(comm.broadcast(tensor + rank), tensor)
+        assert torch.equal(comm.permute(tensor + rank, 1 - rank, 1 - rank), tensor + 1 - rank)
+    return comm.broadcast(torch.tensor(7 + rank)).item()
+
+
+def test_large_messages_go_in_pieces():
+    assert run_ranks("aa", exchange_large) == [7, 7]
+
+
+def die_at_an_exchange(rank, owner):
+    comm = owner.groups.node
+    comm.all_gather(torch.ones(3))
+    if comm.world_size == 1:
+        return
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_gather(torch.ones(3))
+
+
+@pytest.mark.parametrize(("machines", "method"), [("aaa", "spawn"), ("abb", "forkserver")])
+def test_a_dead_rank_is_named_before_anybody_reaps_it(machines, method):
+    processes = start_ranks(machines, die_at_an_exchange, method=method)
+    for rank in range(2) if machines == "aaa" else [1]:
+        error = processes[rank].result()
+        assert isinstance(error, WorkerLost)
+        assert error.rank == 2 and "died" in error.reason
+    assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is a zombie still"
+    assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
+
+
+def come_late(rank, owner):
+    comm = owner.groups.world
+    comm.all_gather(torch.ones(3))
+    if rank == 1:
+        owner.pipe.recv()
+        comm.all_gather(torch.ones(3))  # what the others wrote before they gave up is still there
+    with pytest.raises(WorkerLost) as raised:
+        comm.all_gather(torch.ones(3))
+    with pytest.raises(RuntimeError, match="left"):
+        comm.all_gather(torch.ones(3))
+    return raised.value
+
+
+def test_a_rank_that_does_not_come_is_named_by_all():
+    processes = start_ranks("aaa", come_late, timeout=0.3)
+    errors = [processes[rank].result() for rank in (0, 2)]
+    processes[1].tell("come")
+    errors.append(processes[1].result())
+    assert [error.rank for error in errors] == [1, 1, 1]
+    reasons = {error.reason for error in errors}
+    assert reasons == {"did not come to an exchange in 0.3 seconds", "others waited for it in vain"}
+    assert [process.end() for process in processes] == [0, 0, 0]
+
+
+def send_unequal(rank, owner):
+    with pytest.raises(ValueError, match="messages differ") as raised:
+        owner.groups.world.all_gather(torch.ones(3 if rank else 5))
+    return str(raised.value)
+
+
+def test_unequal_messages_are_refused_on_every_rank():
+    first, *others = run_ranks("aaa", send_unequal)
+    assert first == "messages differ: rank 0 sends 20 bytes, rank 1 12 bytes"
+    assert others == [f"messages differ: rank {rank} sends 12 bytes, rank 0 20 bytes" for rank in (1, 2)]
+
+
+def names_of_segments(rank, owner):
+    owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
+    return [path.name for path in FOLDER.glob("longleaf-*")]
+
+
+def test_a_segment_loses_its_name_as_soon_as_all_have_entered():
+    own = f"longleaf-{os.getpid()}-"
+    found = run_ranks("aab", names_of_segments, epoch=os.getpid())
+    assert not [name for names in found for name in names if name.startswith(own)]
+
+
+class Warnings(logging.Handler):
+    """Keeps what is said while ranks enter."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+        logging.getLogger("longleaf.comm.shared_memory").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def lose_the_compiler(rank):
+    Warnings()
+    if rank == 1:
+        os.environ["PATH"] = os.environ["XDG_CACHE_HOME"] = "/proc/nowhere"
+
+
+def lack_room(rank):
+    Warnings()
+    if rank == 2:
+        shared_memory.CAPACITY = 1 << 50
+
+
+def fail_to_enter(rank):
+    def enter(entrance, path):
+        raise OSError("no map")
+
+    Warnings()
+    if rank == 1:
+        shared_memory.Entrance.enter = enter
+
+
+def tell_transport(rank, owner):
+    handler = logging.getLogger("longleaf.comm.shared_memory").handlers[0]
+    found = owner.groups.node.all_gather(torch.tensor([rank]))
+    assert len(found) == owner.groups.node.world_size
+    return owner.groups.world.transport, owner.groups.node.transport, handler.texts
+
+
+@pytest.mark.parametrize(
+    ("machines", "prepare", "reason"),
+    [
+        ("aaa", lose_the_compiler, "rank 1: "),
+        ("aab", lack_room, "rank 2: "),
+        ("aaa", fail_to_enter, "rank 1: no map"),
+    ],
+)
+def test_all_ranks_fall_back_together_and_one_says_why(machines, prepare, reason):
+    results = run_ranks(machines, tell_transport, prepare, epoch=os.getpid())
+    assert [result[:2] for result in results] == [("gloo", "gloo")] * 3
+    (text,), *others = [result[2] for result in results]
+    assert reason in text and "gloo" in text
+    assert others == [[], []]
+    assert not list(FOLDER.glob(f"longleaf-{os.getpid()}-*"))
+
+
+def on_threads(num_ranks, work):
+    """Ranks as threads of this process, each with its own opening of the segment."""
+    barrier, words, results = threading.Barrier(num_ranks), [Word("", "")] * num_ranks, [None] * num_ranks
+
+    def run(rank):
+        def agree(word):
+            words[rank] = word
+            barrier.wait()
+            found = list(words)
+            barrier.wait()
+            return found
+
+        comm = share_memory(range(num_ranks), rank, agree, epoch=1, timeout=10)
+        barrier.wait()
+        results[rank] = work(comm)
+        comm.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_the_number_of_the_step_may_wrap_around():
+    def work(comm):
+        generation = ctypes.c_uint32.from_address(comm._place.meeting)
+        if generation.value == 0:
+            generation.value = 2**32 - 7
+        comm.all_gather(torch.zeros(1))
+        found = [comm.all_gather(torch.tensor([step * 10 + comm.rank])).tolist() for step in range(20)]
+        return found, generation.value
+
+    wanted = [[[step * 10], [step * 10 + 1]] for step in range(20)]
+    (first, generation), (second, _) = on_threads(2, work)
+    assert first == second == wanted
+    assert generation == 14
+
+
+def test_what_cannot_be_sent_is_refused():
+    def work(comm):
+        with pytest.raises(ValueError, match="meta"):
+            comm.all_gather(torch.zeros(3, device="meta"))
+        with pytest.raises(ValueError, match="2 parts for 1 ranks"):
+            comm.all_to_all(torch.zeros(2, 3))
+        comm.close()
+        with pytest.raises(RuntimeError, match="left"):
+            comm.broadcast(torch.zeros(1))
+        return True
+
+    assert on_threads(1, work) == [True]
+
+
+def count_bytes(rank, owner):
+    groups, (counter,) = counting(owner.groups)
+    partial = partials(2, rows=4)[rank]
+    counted = {}
+    for name in MERGES:
+        make_merge(name, groups, Wire()).merge(partial)
+        counted[name] = (counter.num_operations, counter.bytes_sent)
+        counter.reset()
+    groups.world.broadcast(torch.zeros(2))
+    return counted, counter.bytes_sent
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_merges_send_is_counted(shared):
+    out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
+    half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
+    (counted, first), (same, second) = run_ranks("aa", count_bytes, shared_memory=shared)
+    packed = {
+        "gather": (1, out + lse),
+        "butterfly": (1, out + lse),
+        "exchange": (2, 2 * half),
+        "packed": (2, out + 2 * lse),
+    }
+    assert counted == same
+    assert {name: counted[name] for name in packed} == packed
+    assert counted["paper"] == (3, out + 2 * lse)
+    assert (first, second) == (8, 0)

@@ -1,0 +1,93 @@
+"""Ranks as processes of a test, forked from one that has torch loaded already."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
+from longleaf.topology import Topology
+
+TIMEOUT = 60.0
+Work = Callable[..., Any]
+
+
+class RankProcess:
+    """One rank's process and what it says."""
+
+    def __init__(
+        self, rank: int, machines: str, store: Store, work: Work, prepare: Work | None, method: str, options: Any
+    ) -> None:
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(["longleaf.comm.process_group", "longleaf.tree"])
+        self._store = store
+        self._pipe, theirs = multiprocessing.Pipe()
+        self.process = context.Process(target=live, args=(theirs, rank, machines, store.port, work, prepare, options))
+        self.process.start()
+        theirs.close()
+
+    def result(self) -> Any:
+        """What the work returned or raised; the exit code of a process that said nothing."""
+        assert self._pipe.poll(2 * TIMEOUT), "the rank says nothing"
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            return None
+
+    def tell(self, message: Any) -> None:
+        """Sends something to the rank that waits in `owner.pipe.recv()`."""
+        self._pipe.send(message)
+
+    def end(self) -> int | None:
+        """Waits for the process; its exit code."""
+        self.process.join(timeout=TIMEOUT)
+        return self.process.exitcode
+
+
+class Owner(ProcessGroups):
+    """The groups of a rank, and its pipe to the test."""
+
+    pipe: Connection
+
+
+def live(pipe: Connection, rank: int, machines: str, port: int, work: Work, prepare: Work | None, options: Any) -> None:
+    """The life of a rank: joins, works, says what came of it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        if prepare is not None:
+            prepare(rank)
+        store = connect_store("127.0.0.1", port)
+        settings = {"epoch": 1, "timeout": TIMEOUT, **options}
+        owner = Owner(rank, Topology(tuple(machines)), store, device="cpu", **settings)
+        owner.pipe = pipe
+        pipe.send(work(rank, owner))
+        owner.close()
+    except Exception as error:
+        pipe.send(error)
+
+
+def start_ranks(
+    machines: str, work: Work, prepare: Work | None = None, method: str = "forkserver", **options: Any
+) -> list[RankProcess]:
+    """A process per letter of `machines`, the machine it pretends to run on.
+
+    Each calls `prepare(rank)`, joins the groups with `options`, and calls `work(rank, owner)`. With the method `spawn`
+    they are this process's own children, which nobody reaps before `end`.
+    """
+    store = open_store("127.0.0.1")
+    return [RankProcess(rank, machines, store, work, prepare, method, options) for rank in range(len(machines))]
+
+
+def run_ranks(machines: str, work: Work, prepare: Work | None = None, **options: Any) -> list[Any]:
+    """What the ranks return, in rank order. Raises the first error that a rank raised."""
+    processes = start_ranks(machines, work, prepare, **options)
+    results = [process.result() for process in processes]
+    assert [process.end() for process in processes] == [0] * len(machines)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
