@@ -205,28 +205,28 @@ class SharedMemoryComm:
         try:
             deadline = time.monotonic() + self._timeout
             while status == Status.WAITING:
-                lost = self._lost(time.monotonic() > deadline)
+                lost, reason = self._suspect(time.monotonic() > deadline)
                 # a rank that is gone may have left after this meeting, so the end of that is looked for once more
-                if (status := self._library.wait(self._place)) == Status.WAITING and lost:
-                    raise lost
+                if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
+                    raise self._worker_lost(lost, reason)
             if status == Status.UNEQUAL:
                 raise self._unequal(num_bytes)
         except BaseException:
             self.close()
             raise
 
-    def _lost(self, is_late: bool) -> WorkerLost | None:
-        """The error for the first rank that is gone or, if it is late, that has not come. All ranks name the same."""
+    def _suspect(self, is_late: bool) -> tuple[int, str]:
+        """The first rank that is gone or, if it is late, that has not come; -1 for none. And what is wrong with it."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        lost = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
-        reason = "died or left the group"
-        if lost < 0 and is_late:
-            lost = self._library.missing(self._place)
-            reason = f"did not come to an exchange in {self._timeout:g} seconds"
-        if lost < 0:
-            return None
-        blamed: int = self._library.blame(self._place, lost)
-        return WorkerLost(self._members[blamed], reason if blamed == lost else "others waited for it in vain")
+        gone = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
+        if gone >= 0 or not is_late:
+            return gone, "died or left the group"
+        return self._library.missing(self._place), f"did not come to an exchange in {self._timeout:g} seconds"
+
+    def _worker_lost(self, rank: int, reason: str) -> WorkerLost:
+        """The error that all ranks raise for the rank that the first of them missed."""
+        blamed: int = self._library.blame(self._place, rank)
+        return WorkerLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
 
     def _unequal(self, num_bytes: int) -> ValueError:
         theirs = ctypes.c_int64()
