@@ -22,12 +22,12 @@ import torch
 import torch.multiprocessing as mp
 
 from bench.arguments import tell, unwind_on_terminate
-from bench.counting import CountingComm
 from bench.machine import describe
 from bench.subjects import RANDOM_LLAMA, subject
 from coordinator.blocks import Placer, ceil_div
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
+from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, rank_environment
 from longleaf.runs import Run
@@ -103,13 +103,13 @@ def measure(rank: int, reader: Reader, groups: Groups, repeats: int) -> list[Row
     rows: dict[PrefillName, Row] = {}
     for turn in range(repeats + 1):
         for way, times in seconds.items():
-            comm, bytes_before, before = reader.comm, reader.comm.bytes_sent, reader.comm.collectives
+            comm, bytes_before, before = reader.comm, reader.comm.bytes_sent, reader.comm.num_operations
             groups.world.all_reduce(torch.zeros(1), "sum")  # all ranks begin together
             begin = time.perf_counter()
             num_layers = reader.read(way)
             taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
             times.append(groups.world.all_reduce(taken, "max").item())
-            sent, collectives = comm.bytes_sent - bytes_before, comm.collectives - before
+            sent, collectives = comm.bytes_sent - bytes_before, comm.num_operations - before
             rows[way] = {"layers_gathering_keys": num_layers, "bytes_sent_per_rank": sent, "collectives": collectives}
             if rank == 0:
                 tell(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")

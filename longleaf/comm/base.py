@@ -19,10 +19,9 @@ class Comm(Protocol):
     """
 
     transport: Transport
+    """What carries the tensors."""
     rank: int
     world_size: int
-    transport: str
-    """What carries the tensors: `loopback`, `gloo`, `nccl`, `shared_memory`."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every rank's tensor, stacked in rank order: [N, *shape]."""

@@ -9,9 +9,9 @@ class CountingComm:
     """Passes everything on to another Comm. Results are that one's.
 
     `num_operations` are the calls; `bytes_sent` the payload bytes that leave this rank for others. Who writes into
-    common memory (`shared_memory`, `loopback`) writes a message once, however many read it. Over a network each reader
-    costs the message again, and what the library does inside is assumed: rings for all-gather and all-reduce, and a
-    broadcast that rank 0 sends to each of the others.
+    shared memory writes a message once, however many read it. Over a network (loopback counts as one) each reader costs
+    the message again, and what the library does inside is assumed: rings for all-gather and all-reduce, and a broadcast
+    that rank 0 sends to each of the others.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -22,7 +22,7 @@ class CountingComm:
         self.bytes_sent = 0
         self._comm = comm
         others = comm.world_size - 1
-        is_common = comm.transport in ("shared_memory", "loopback")
+        is_common = comm.transport == "shared_memory"
         self._copies = min(others, 1) if is_common else others
         """How often a message is sent that every rank gets."""
         self._reduced = self._copies if is_common else 2 * others / comm.world_size

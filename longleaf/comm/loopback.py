@@ -21,8 +21,6 @@ class Meeting:
 class LoopbackComm:
     """One thread's end of a Meeting."""
 
-    transport = "loopback"
-
     def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
         self.transport: Transport = "loopback"
         self.rank = rank

@@ -77,7 +77,8 @@ def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:
     if missing:
         out = F.pad(partial.out_THD, (0, 0, 0, missing))
         partial = Partial(out, F.pad(partial.lse_TH, (0, missing), value=float("-inf")))
-    return wire.pack(partial).unflatten(1, (num_parts, -1)).transpose(0, 1)
+    packed_THC = wire.pack(partial)
+    return packed_THC.view(len(packed_THC), num_parts, -1, packed_THC.shape[2]).transpose(0, 1)
 
 
 def join_heads(parts_NThC: Tensor, num_heads: int, wire: Wire) -> Partial:

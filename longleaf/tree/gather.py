@@ -21,4 +21,5 @@ class Gather:
 
 def send_to_owners(partial: Partial, comm: Comm, wire: Wire) -> Partial:
     """Each rank's rows, of as many groups of rows as there are ranks, sent to it in one all-to-all and folded there."""
-    return wire.fold(comm.all_to_all(wire.pack(partial).unflatten(0, (comm.world_size, -1))))
+    packed_THC = wire.pack(partial)
+    return wire.fold(comm.all_to_all(packed_THC.view(comm.world_size, -1, *packed_THC.shape[1:])))

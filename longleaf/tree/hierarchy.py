@@ -36,7 +36,9 @@ class Hierarchy:
             return send_to_owners(partial, groups.world, wire)
         num_ranks, num_nodes = groups.node.world_size, groups.rail.world_size
         # rows lie node by node: first to the rank of this node that is on the owner's rail, then along the rail
-        by_index = wire.pack(partial).unflatten(0, (num_nodes, num_ranks, -1)).transpose(0, 1).flatten(1, 2)
+        packed_THC = wire.pack(partial)
+        shape = packed_THC.shape[1:]
+        by_index = packed_THC.view(num_nodes, num_ranks, -1, *shape).transpose(0, 1).reshape(num_ranks, -1, *shape)
         return send_to_owners(wire.fold(groups.node.all_to_all(by_index)), groups.rail, wire)
 
     def _for_node(self, parts: Tensor) -> Tensor:

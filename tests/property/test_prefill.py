@@ -9,10 +9,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bench.counting import CountingComm
 from coordinator.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
+from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
