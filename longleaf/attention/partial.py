@@ -39,18 +39,26 @@ class Partial:
 def merge(a: Partial, b: Partial) -> Partial:
     """Joins two partials over disjoint keys, same shapes and dtype. Identity with identity stays identity.
 
-    Associative and commutative up to rounding: in float32 within 2e-6 of float64.
+    Associative and commutative up to rounding: in float32 within 2e-6 of float64, however large the logits are. The lse
+    of the result is rounded to float32 like any number, so a second merge may be off by that rounding: half a unit in
+    the last place, 4e-6 for an lse of 100.
     """
     lse_TH = torch.logaddexp(a.lse_TH, b.lse_TH)
-    out_THD = a.out_THD * weight(a.lse_TH, lse_TH) + b.out_THD * weight(b.lse_TH, lse_TH)
-    return Partial(out_THD, lse_TH)
+    # shares come from the difference, which loses nothing; taken against lse_TH they would be off by its rounding
+    ahead_TH1 = _or_zero(a.lse_TH - b.lse_TH, lse_TH).unsqueeze(-1)
+    return Partial(a.out_THD * torch.sigmoid(ahead_TH1) + b.out_THD * torch.sigmoid(-ahead_TH1), lse_TH)
 
 
 def merge_all(out_NTHD: Tensor, lse_NTH: Tensor) -> Partial:
     """Joins N stacked partials, always in the order of the first dimension: same inputs, same bits."""
     lse_TH = torch.logsumexp(lse_NTH, dim=0)
-    out_THD = (out_NTHD * weight(lse_NTH, lse_TH)).sum(dim=0)
-    return Partial(out_THD, lse_TH)
+    share_NTH1 = torch.softmax(_or_zero(lse_NTH, lse_TH), dim=0).unsqueeze(-1)
+    return Partial((out_NTHD * share_NTH1).sum(dim=0), lse_TH)
+
+
+def _or_zero(numbers: Tensor, total_TH: Tensor) -> Tensor:
+    """The numbers, and 0 where the total is empty: -inf minus -inf would be NaN, and any share of out 0 is 0."""
+    return numbers.masked_fill(total_TH == float("-inf"), 0.0)
 
 
 def add_sink(partial: Partial, sink_H: Tensor) -> Partial:
