@@ -100,13 +100,66 @@ def test_the_compiled_fold_hides_no_broken_number():
     assert_same(Partial(found.out_THD[:, 1:], found.lse_TH[:, 1:]), Partial.identity(1, 1, 4), atol=0)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seeds, sizes, st.integers(1, 20), sizes, st.sampled_from([0.1, 1.0, 100.0]))
-def test_attention_is_the_gradient_of_the_energy(seed, heads, num_keys, dim, scale):
+def random_attention(seed, heads=2, group=2, num_queries=3, num_keys=9, dim=3):
+    """Queries, keys, values of another dim, and who sees whom; some queries may see nothing."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, heads, dim, generator=generator) for n in (1, num_keys, num_keys))
-    plain = reference.attend(q, k, v, torch.ones(1, num_keys, dtype=torch.bool), scale)
-    assert_same(energy.attend(q[0], k, v, scale), plain, atol=1e-12)
+    q = torch.randn(num_queries, heads * group, dim, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(num_keys, heads, d, generator=generator, dtype=torch.float64) for d in (dim, dim + 2))
+    return q, k, v, torch.rand(num_queries, num_keys, generator=generator) < 0.6, generator
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, sizes, sizes, sizes, st.integers(0, 20), sizes, st.sampled_from([0.1, 1.0, 100.0]))
+def test_attention_is_the_gradient_of_the_energy(seed, heads, group, num_queries, num_keys, dim, scale):
+    q, k, v, mask, _ = random_attention(seed, heads, group, num_queries, num_keys, dim)
+    assert_same(energy.attend(q, k, v, mask, scale), reference.attend(q, k, v, mask, scale), atol=1e-12)
+
+
+@KERNELS
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.integers(0, 40), st.integers(1, 40), st.integers(1, 4), st.integers(1, 80))
+def test_kernels_compute_the_gradient_of_the_causal_energy(kernel, seed, past, num_queries, group, cut):
+    total = past + num_queries
+    q, k, v, _, _ = random_attention(seed, 2, group, num_queries, total, dim=8)
+    q, k, v = (t[..., :8].float() for t in (q, k, v))
+    extents = [Extent(low, high, low) for low, high in ((0, min(cut, total)), (cut, total)) if low < high]
+    reads = [read for extent in extents for read in causal_reads(QueryRun(past, total, 0), extent)]
+    found = attend(q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), reads, 0.3, kernel)
+    causal = torch.arange(past, total)[:, None] >= torch.arange(total)
+    assert_same(found, energy.attend(q, k, v, causal, 0.3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_energies_of_parts_join_by_logaddexp_and_their_gradients_by_merge(seed):
+    q, k, v, mask, generator = random_attention(seed)
+    is_first = torch.rand(mask.shape[1], generator=generator) < 0.5
+    parts = (mask & is_first, mask & ~is_first)
+    zeta = torch.randn(*q.shape[:2], v.shape[2], generator=generator, dtype=torch.float64)
+    joined = torch.logaddexp(*(energy.energy(q, k, v, part, zeta, 0.7) for part in parts))
+    torch.testing.assert_close(joined, energy.energy(q, k, v, mask, zeta, 0.7), atol=1e-12, rtol=0)
+    gradient = merge(*(energy.attend(q, k, v, part, 0.7) for part in parts))
+    assert_same(gradient, energy.attend(q, k, v, mask, 0.7), atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, st.sampled_from([-1e4, -3.0, 700.0, 1e4]))
+def test_shifting_the_scores_moves_the_energy_and_leaves_its_gradient(seed, shift):
+    q, k, v, mask, _ = random_attention(seed)
+    plain = energy.attend(q, k, v, mask, 1.0)
+    one, constant = torch.ones(*q.shape[:2], 1), torch.full((*k.shape[:2], 1), shift)
+    shifted = energy.attend(torch.cat([q, one], -1), torch.cat([k, constant], -1), v, mask, 1.0)
+    assert_same(shifted, Partial(plain.out_THD, plain.lse_TH + shift), atol=1e-10)
+
+
+def test_the_second_derivative_of_the_energy_is_the_covariance_of_the_values():
+    q, k, v, _, _ = random_attention(0, heads=1, group=1, num_queries=1)
+    mask = torch.ones(1, len(k), dtype=torch.bool)
+    zeta = torch.zeros(1, 1, v.shape[2], dtype=torch.float64)
+    hessian = torch.autograd.functional.hessian(lambda z: energy.energy(q, k, v, mask, z, 1.0).sum(), zeta)
+    weight_S = torch.softmax(k[:, 0] @ q[0, 0], dim=0)
+    covariance_DD = torch.cov(v[:, 0].T, aweights=weight_S, correction=0)
+    torch.testing.assert_close(hessian.squeeze(), covariance_DD, atol=1e-12, rtol=0)
 
 
 @KERNELS
