@@ -107,7 +107,8 @@ def disagreements(speed_ups: list[dict[str, Any]], table: list[dict[str, Any]]) 
     decoding = (
         "Table 1 times whole models, prefill at least partly included, so ratios cannot be compared: only ring minus "
         f"tree, where what both do cancels. Of that the model lacks {min(hops):,.0f} to {max(hops):,.0f} us per hop. "
-        "Likely host work: the authors' code starts sends and receives from Python and waits for them on every hop."
+        "Likely host work, since the authors' code starts sends and receives from Python and waits for them on every "
+        "hop, and links that do not reach their full rate."
     )
     others = (
         "Table 1 on MI300X and Table 2 on RTX 4090 are not modelled: no latencies of their links were found published."

@@ -31,14 +31,14 @@ OPERATION = Figure("NCCL, one operation", 6.8e-6, "s", "published", TUNER)
 NEAR_ROUND = Figure("NCCL, one hop over NVLink", 0.6e-6, "s", "published", TUNER)
 FAR_ROUND = Figure("NCCL, one hop over the network", 5.0e-6, "s", "published", TUNER)
 REDUCE_8 = Figure(
-    "all-reduce of 128 bytes on 8 x H100", 19.2e-6, "s", "published", "measured: Triton-distributed issue 57"
+    "all-reduce of 128 bytes on 8 x H100", 19.2e-6, "s", "published", "as measured in Triton-distributed issue 57"
 )
 REDUCE_16 = Figure(
     "all-reduce of 4 bytes to 1 KB on 2 x 8 H20, NDR",
     47e-6,
     "s",
     "published",
-    "measured, 46 to 48 us: NVIDIA/nccl issue 1244",
+    "46 to 48 us as measured in NVIDIA/nccl issue 1244",
 )
 MESSAGE = Figure(
     "each message that a rank posts", 1e-6, "s", "assumed", "no published figure found; weighs on flat exchanges only"

@@ -18,7 +18,9 @@ def energy(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, zeta_TH
 
     `mask_TS` is boolean, True where the query sees the key; `zeta_THD` is the source, in the space of the values.
     """
-    q_TKGD, zeta_TKGD = (t.unflatten(1, (k_SKD.shape[1], -1)) for t in (q_THD, zeta_THD))
+    num_kv_heads = k_SKD.shape[1]
+    group = q_THD.shape[1] // num_kv_heads
+    q_TKGD, zeta_TKGD = (t.reshape(len(t), num_kv_heads, group, t.shape[2]) for t in (q_THD, zeta_THD))
     exponent_STKG = torch.einsum("tkgd,skd->stkg", q_TKGD, k_SKD) * scale
     exponent_STKG = exponent_STKG + torch.einsum("tkgd,skd->stkg", zeta_TKGD, v_SKD)
     hidden_STKG = ~mask_TS.T[:, :, None, None]

@@ -1,13 +1,16 @@
 """The latency model: formulas against what merges do and what the paper counts, the fit against planted constants."""
 
+import json
 import random
 import threading
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import predict
 from bench.model import constants as c
 from bench.model.cluster import checks, disagreements, latencies, speed_ups, table_1
 from bench.model.fit import HELD_OUT, Point, fit, solve
@@ -25,6 +28,7 @@ from bench.model.formulas import (
     tree_work,
 )
 from bench.model.libraries import gloo, nccl, shared_memory
+from bench.model.measured import Machine, MergeRow, Missing, fits, load
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups
@@ -241,3 +245,72 @@ def test_every_published_number_has_a_source():
     assert nccl(Operation("all_reduce", "world", 0), Cluster(2, 8)).seconds(c.published("solved")) == pytest.approx(
         47e-6
     )
+
+
+def merge_rows(transport="gloo", *, cores=2):
+    """Rows as bench.merge writes them, with latencies that planted constants give."""
+    rows = [
+        {"merge": name, "transport": transport, "world_size": size, "nodes": nodes, "batch": batch, "heads": 16}
+        for name in MERGES
+        for size, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
+        for batch in (1, 16, 64)
+    ]
+    rows = [{**row, "head_dim": 128, "latency_us_median": 1.0, "machine": {"logical_cores": cores}} for row in rows]
+    points = [msgspec.convert(row, MergeRow).point() for row in rows]
+    planted = PLANTED._replace(far_rounds=2e-4, far_bytes=1e-9)
+    return [
+        {**row, "latency_us_median": point.work.seconds(planted) * 1e6} for row, point in zip(rows, points, strict=True)
+    ]
+
+
+def write(folder, name, rows):
+    (folder / name).write_text(json.dumps(rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_rows_of_one_transport_are_fitted_by_themselves(tmp_path, transport):
+    rows = load(write(tmp_path, "merge.json", {"rows": merge_rows(transport), "machine": {"logical_cores": 2}}))
+    (found,) = fits(rows, seed=0)
+    assert found["group"] == f"merge, {transport}"
+    assert found["held_out"]["worst_relative_error"] < 0.01
+    assert found["constants"]["near_bytes_per_s"] == pytest.approx(1 / PLANTED.near_bytes, rel=0.01)
+    assert ("far_rounds_us" in found["constants"]) == (transport == "shared_memory")
+
+
+def test_ranks_that_share_a_processor_take_turns():
+    row = msgspec.convert(merge_rows()[-1], MergeRow)
+    alone, shared = (msgspec.structs.replace(row, machine=Machine(cores)).point().work.serial for cores in (8, 2))
+    assert shared.messages == 4 * alone.messages
+    assert shared.near_rounds == alone.near_rounds > 0
+    assert alone.far_bytes == shared.far_bytes == 0
+
+
+def test_a_group_of_few_rows_says_so(tmp_path):
+    (found,) = fits(load(write(tmp_path, "merge.json", merge_rows()[:4])), seed=0)
+    assert "too few" in found["error"]
+
+
+@pytest.mark.parametrize("content", [None, "not json", '[{"merge": "paper"}]', "{}"])
+@pytest.mark.parametrize("name", ["merge", "attention"])
+def test_files_that_are_missing_or_strange_say_how_to_make_them(tmp_path, name, content):
+    path = tmp_path / f"{name}.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(Missing, match=rf"{name}\.json.*python -m bench\.{name} --json > "):
+        load(path)
+
+
+def test_the_command_prints_both_halves_and_draws(tmp_path, monkeypatch, capsys):
+    write(tmp_path, "merge.json", merge_rows())
+    monkeypatch.setattr("sys.argv", ["predict", "--json", "--results", str(tmp_path)])
+    predict.main()
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert "python -m bench.attention" in output.err
+    assert [row["kind"] for row in found["measured_here"]["fits"]] == ["fitted"]
+    assert {row["kind"] for row in found["papers_cluster"]["speed_ups"]} == {"modelled"}
+    assert (tmp_path / "predict.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("sys.argv", ["predict", "--results", str(tmp_path)])
+    predict.main()
+    assert "published: 8" in capsys.readouterr().out
