@@ -25,18 +25,22 @@ def nccl(operation: Operation, cluster: Cluster) -> Terms:
 
 
 def gloo(operation: Operation, cluster: Cluster) -> Terms:
+    """A processor copies every byte, wherever it goes: the near bytes are all that a rank sends."""
     nodes, ranks = cluster.group(operation.scope)
+    copied = sent_bytes(operation, cluster)
     if operation.kind != "all_reduce":
-        return _at_once(operation, cluster)
+        return _at_once(operation, cluster)._replace(near_bytes=copied)
     hops = 2.0 * (nodes * ranks - 1)
-    return _chained(operation, cluster).plus(Terms(operations=1, messages=2 * hops)).plus(_rounds(hops, nodes))
+    terms = _chained(operation, cluster).plus(_rounds(hops, nodes))
+    return terms._replace(operations=1, messages=2 * hops, near_bytes=copied)
 
 
 def shared_memory(operation: Operation, cluster: Cluster) -> Terms:
     """Inside a node each rank writes its tensor once and reads what the others wrote; gloo between nodes."""
     nodes, ranks = cluster.group(operation.scope)
     if nodes > 1:
-        return gloo(operation, cluster)
+        # memory copies cost something else than gloo's, which are counted with the bytes between nodes
+        return gloo(operation, cluster)._replace(near_bytes=0)
     reads_all = operation.kind in ("all_gather", "all_reduce")
     copied = operation.num_bytes * (1 + (ranks if reads_all else 1))
     return Terms(operations=1, near_rounds=1, near_bytes=copied)

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from bench.model.fit import Error, Fit, Point, fit
-from bench.model.formulas import FLOAT32, Cluster, Library, Shape, Terms, Work, query_ring_work, ring_work, tree_work
+from bench.model.formulas import FLOAT32, Cluster, Library, Shape, Terms, query_ring_work, ring_work, tree_work
 from bench.model.libraries import gloo, nccl, shared_memory
 
 LIBRARIES: dict[str, Library] = {"gloo": gloo, "nccl": nccl, "shared_memory": shared_memory}
 RINGS = {"ring": ring_work, "ring_pass_q": query_ring_work}
-ONE_HOST = "loopback"
-"""The network of ranks that are on one host."""
+TWO_TIER = "two-tier"
+"""The network of hosts that are joined by links of their own."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -44,7 +44,9 @@ class MergeRow(msgspec.Struct, frozen=True):
         cluster = Cluster(self.nodes, self.world_size // self.nodes)
         work = tree_work(self.merge, cluster, shape, 0, LIBRARIES[self.transport])
         name = f"{self.merge}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.batch} rows"
-        return Point(name, placed(work, self.transport, ONE_HOST, self), self.latency_us_median / 1e6)
+        # to gloo, nodes on one host are groups and nothing more; shared memory leaves what crosses between them to gloo
+        scale = turns(self.transport, self.world_size, self.machine, has_links=self.transport != "gloo")
+        return Point(name, work.scaled(scale), self.latency_us_median / 1e6)
 
 
 class AttentionRow(msgspec.Struct, frozen=True):
@@ -62,11 +64,15 @@ class AttentionRow(msgspec.Struct, frozen=True):
     transport: str = "gloo"
     merge: str | None = None
     batch: int = 1
+    inside_gbit: float = 0
+    between_gbit: float = 0
+    """Rates of the links inside and between hosts; 0 means no limit."""
     machine: Machine = Machine()
 
     @property
     def group(self) -> str:
-        return f"attention, {self.transport}, {self.network}"
+        rates = f", {self.inside_gbit:g} and {self.between_gbit:g} Gbit/s" if self.network == TWO_TIER else ""
+        return f"attention, {self.transport}, {self.network}{rates}"
 
     def point(self) -> Point:
         shape = Shape(rows=self.batch, heads=self.heads, kv_heads=self.kv_heads, dim=self.head_dim, key_width=FLOAT32)
@@ -77,7 +83,8 @@ class AttentionRow(msgspec.Struct, frozen=True):
         else:
             work = tree_work(self.merge or self.method, cluster, shape, self.context_tokens, library)
         name = f"{self.method}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.context_tokens} tokens"
-        return Point(name, placed(work, self.transport, self.network, self), self.latency_us_median / 1e6)
+        scale = turns(self.transport, self.world_size, self.machine, has_links=self.network == TWO_TIER)
+        return Point(name, work.scaled(scale), self.latency_us_median / 1e6)
 
 
 Row = MergeRow | AttentionRow
@@ -116,32 +123,24 @@ def fits(rows: list[Row], seed: int) -> list[dict[str, Any]]:
     return [{"kind": "fitted", "group": group, **_fitted(points, seed)} for group, points in sorted(groups.items())]
 
 
-def placed(work: Work, transport: str, network: str, row: Row) -> Work:
-    """The work as it falls on this machine.
+def turns(transport: str, world_size: int, machine: Machine, *, has_links: bool) -> Callable[[Terms], Terms]:
+    """How terms fall on this machine, where ranks without a processor of their own take turns.
 
-    Ranks without a processor of their own take turns, so what takes a processor counts as often as ranks share one.
-    Between hosts bytes are copied like all others, and go over the link besides. On one host there is no such link, but
-    shared memory leaves what crosses between nodes to gloo, and that has its own constants.
+    What takes a processor counts as often as ranks share one; waiting and the links between hosts do not. Without such
+    links a round is a round, and bytes are only copied. On GPUs every rank has a processor.
     """
-    if transport == "nccl":
-        return work
-    turns = max(1.0, row.world_size / row.machine.logical_cores)
-    is_apart = network != ONE_HOST or transport == "shared_memory"
-    return work.scaled(_turns(turns, is_apart=is_apart))
+    times = 1.0 if transport == "nccl" else max(1.0, world_size / machine.logical_cores)
 
-
-def _turns(turns: float, *, is_apart: bool) -> Callable[[Terms], Terms]:
     def scale(terms: Terms) -> Terms:
-        copied = terms.near_bytes + (0.0 if is_apart else terms.far_bytes)
-        return Terms(
-            calls=turns * terms.calls,
-            operations=turns * terms.operations,
-            near_rounds=terms.near_rounds + (0.0 if is_apart else terms.far_rounds),
-            far_rounds=terms.far_rounds if is_apart else 0.0,
-            messages=turns * terms.messages,
-            near_bytes=turns * copied,
-            far_bytes=terms.far_bytes if is_apart else 0.0,
-            key_bytes=turns * terms.key_bytes,
+        return terms._replace(
+            calls=times * terms.calls,
+            operations=times * terms.operations,
+            near_rounds=terms.near_rounds if has_links else terms.near_rounds + terms.far_rounds,
+            far_rounds=terms.far_rounds if has_links else 0.0,
+            messages=times * terms.messages,
+            near_bytes=times * terms.near_bytes,
+            far_bytes=terms.far_bytes if has_links else 0.0,
+            key_bytes=times * terms.key_bytes,
         )
 
     return scale
@@ -157,13 +156,14 @@ def _fitted(points: list[Point], seed: int) -> dict[str, Any]:
 
 def _constants(found: Fit) -> dict[str, float]:
     """Microseconds each, and bytes per second; terms that cost nothing are left out."""
-    used = {name: value for name, value in found.constants._asdict().items() if value > 0}
-    return {
-        f"{name}_per_s" if name.endswith("bytes") else f"{name}_us": float(
-            f"{1 / v if 'bytes' in name else 1e6 * v:.4g}"
-        )
-        for name, v in used.items()
-    }
+    shown: dict[str, float] = {}
+    for name, seconds in found.constants._asdict().items():
+        if seconds > 0:
+            is_rate = name.endswith("bytes")
+            shown[f"{name}_per_s" if is_rate else f"{name}_us"] = float(
+                f"{1 / seconds if is_rate else 1e6 * seconds:.4g}"
+            )
+    return shown
 
 
 def _rounded(error: Error) -> dict[str, Any]:

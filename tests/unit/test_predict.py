@@ -28,7 +28,7 @@ from bench.model.formulas import (
     tree_work,
 )
 from bench.model.libraries import gloo, nccl, shared_memory
-from bench.model.measured import Machine, MergeRow, Missing, fits, load
+from bench.model.measured import AttentionRow, Machine, MergeRow, Missing, fits, load
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups
@@ -284,6 +284,28 @@ def test_ranks_that_share_a_processor_take_turns():
     assert shared.messages == 4 * alone.messages
     assert shared.near_rounds == alone.near_rounds > 0
     assert alone.far_bytes == shared.far_bytes == 0
+
+
+def attention_rows(between_gbit):
+    """Rows as bench.attention writes them on two hosts, with latencies that planted constants and the rate give."""
+    rows = [
+        {"method": method, "network": "two-tier", "world_size": size, "nodes": 2, "context_tokens": tokens}
+        for method in ("gather", "paper", "ring", "ring_pass_q")
+        for size in (2, 4, 8)
+        for tokens in (4_000, 64_000, 1_000_000)
+    ]
+    fixed = {"heads": 16, "kv_heads": 2, "head_dim": 128, "latency_us_median": 1.0, "between_gbit": between_gbit}
+    points = [msgspec.convert({**row, **fixed}, AttentionRow).point() for row in rows]
+    planted = PLANTED._replace(far_rounds=2e-4, far_bytes=8e-9 / between_gbit)
+    seconds = (point.work.seconds(planted) for point in points)
+    return [{**row, **fixed, "latency_us_median": s * 1e6} for row, s in zip(rows, seconds, strict=True)]
+
+
+def test_the_fit_finds_the_rate_of_the_links_between_hosts(tmp_path):
+    path = write(tmp_path, "attention.json", attention_rows(1) + attention_rows(10))
+    found = {row["group"]: row["constants"] for row in fits(load(path), seed=0)}
+    rates = [constants["far_bytes_per_s"] for _, constants in sorted(found.items())]
+    assert rates == pytest.approx([1e9 / 8, 1e10 / 8], rel=0.01)
 
 
 def test_a_group_of_few_rows_says_so(tmp_path):
