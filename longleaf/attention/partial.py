@@ -66,8 +66,10 @@ def add_sink(partial: Partial, sink_H: Tensor) -> Partial:
 
     A sink belongs to no key, so of all the partials of a row exactly one must receive it.
     """
-    lse_TH = torch.logaddexp(partial.lse_TH, sink_H.to(partial.lse_TH.dtype))
-    return Partial(partial.out_THD * weight(partial.lse_TH, lse_TH), lse_TH)
+    sink_H = sink_H.to(partial.lse_TH.dtype)
+    lse_TH = torch.logaddexp(partial.lse_TH, sink_H)
+    ahead_TH1 = _or_zero(partial.lse_TH - sink_H, lse_TH).unsqueeze(-1)
+    return Partial(partial.out_THD * torch.sigmoid(ahead_TH1), lse_TH)
 
 
 def weight(lse_TH: Tensor, total_TH: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ def test_merging_in_float32_agrees_with_float64_however_large_the_logits(seed, n
         if i == 0:
             assert_same(chain, exact)
     assert_same(merge_all(torch.stack([p.out_THD for p in parts]), torch.stack([p.lse_TH for p in parts])), exact)
+    sink_H = torch.full(shape[1:2], centre)
+    assert_same(add_sink(parts[0], sink_H), add_sink(double(parts[0]), sink_H))
     rounding = max(p.lse_TH[p.lse_TH.isfinite()].abs().max().item() for p in parts) * 2**-24
     largest = max(p.out_THD.abs().max().item() for p in parts)
     assert_same(chain, exact, atol=TOLERANCE + num_partials * rounding * largest)
