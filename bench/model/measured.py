@@ -13,7 +13,8 @@ from bench.model.libraries import gloo, nccl, shared_memory
 LIBRARIES: dict[str, Library] = {"gloo": gloo, "nccl": nccl, "shared_memory": shared_memory}
 RINGS = {"ring": ring_work, "ring_pass_q": query_ring_work}
 TWO_TIER = "two-tier"
-"""The network of hosts that are joined by links of their own."""
+"""Networks of hosts that are joined by links; their rates follow the name."""
+ONE_DEVICE = "one_device"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -64,15 +65,18 @@ class AttentionRow(msgspec.Struct, frozen=True):
     transport: str = "gloo"
     merge: str | None = None
     batch: int = 1
-    inside_gbit: float = 0
     between_gbit: float = 0
-    """Rates of the links inside and between hosts; 0 means no limit."""
+    """Rate of the links between hosts; 0 means no limit."""
     machine: Machine = Machine()
 
     @property
+    def has_links(self) -> bool:
+        return self.network.startswith(TWO_TIER)
+
+    @property
     def group(self) -> str:
-        rates = f", {self.inside_gbit:g} and {self.between_gbit:g} Gbit/s" if self.network == TWO_TIER else ""
-        return f"attention, {self.transport}, {self.network}{rates}"
+        network = f"{TWO_TIER}, far bytes at 1 Gbit/s" if self.has_links else self.network
+        return f"attention, {self.transport}, {network}"
 
     def point(self) -> Point:
         shape = Shape(rows=self.batch, heads=self.heads, kv_heads=self.kv_heads, dim=self.head_dim, key_width=FLOAT32)
@@ -81,16 +85,25 @@ class AttentionRow(msgspec.Struct, frozen=True):
         if self.method in RINGS:
             work = RINGS[self.method](cluster, shape, self.context_tokens, library)
         else:
-            work = tree_work(self.merge or self.method, cluster, shape, self.context_tokens, library)
-        name = f"{self.method}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.context_tokens} tokens"
-        scale = turns(self.transport, self.world_size, self.machine, has_links=self.network == TWO_TIER)
-        return Point(name, work.scaled(scale), self.latency_us_median / 1e6)
+            merge = (
+                "gather" if self.method == ONE_DEVICE else self.merge or self.method
+            )  # alone no merge costs anything
+            work = tree_work(merge, cluster, shape, self.context_tokens, library)
+        name = (
+            f"{self.method}, {self.network}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.context_tokens} tokens"
+        )
+        scale = turns(self.transport, self.world_size, self.machine, has_links=self.has_links)
+        return Point(name, work.scaled(scale).scaled(self._at_1_gbit), self.latency_us_median / 1e6)
+
+    def _at_1_gbit(self, terms: Terms) -> Terms:
+        """Bytes between hosts as if their link had 1 Gbit/s, so that rows of all rates share one constant."""
+        return terms._replace(far_bytes=terms.far_bytes / self.between_gbit if self.between_gbit else 0.0)
 
 
 Row = MergeRow | AttentionRow
 KINDS: dict[str, tuple[type[Row], str]] = {
-    "merge.json": (MergeRow, "python -m bench.merge --json > bench/results/merge.json"),
-    "attention.json": (AttentionRow, "python -m bench.attention --json > bench/results/attention.json"),
+    "merge.json": (MergeRow, "python -m bench.merge"),
+    "attention.json": (AttentionRow, "python -m bench.attention --sweep"),
 }
 """By file: its rows, and the command that makes it."""
 
@@ -116,9 +129,12 @@ def load(path: Path) -> list[Row]:
 
 
 def fits(rows: list[Row], seed: int) -> list[dict[str, Any]]:
-    """By transport and network, constants and errors; a group of too few rows has the reason instead."""
+    """By transport and network, constants and errors; a group of too few rows has the reason instead.
+
+    Rows of uneven nodes are left out: the formulas know even ones.
+    """
     groups: dict[str, list[Point]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.world_size % row.nodes == 0):
         groups.setdefault(row.group, []).append(row.point())
     return [{"kind": "fitted", "group": group, **_fitted(points, seed)} for group, points in sorted(groups.items())]
 

@@ -289,23 +289,26 @@ def test_ranks_that_share_a_processor_take_turns():
 def attention_rows(between_gbit):
     """Rows as bench.attention writes them on two hosts, with latencies that planted constants and the rate give."""
     rows = [
-        {"method": method, "network": "two-tier", "world_size": size, "nodes": 2, "context_tokens": tokens}
-        for method in ("gather", "paper", "ring", "ring_pass_q")
+        {"method": method, "merge": merge, "world_size": size, "nodes": min(size, 2), "context_tokens": tokens}
+        for method, merge in (("tree", "gather"), ("paper", None), ("ring", None), ("ring_pass_q", None))
         for size in (2, 4, 8)
         for tokens in (4_000, 64_000, 1_000_000)
     ]
-    fixed = {"heads": 16, "kv_heads": 2, "head_dim": 128, "latency_us_median": 1.0, "between_gbit": between_gbit}
-    points = [msgspec.convert({**row, **fixed}, AttentionRow).point() for row in rows]
-    planted = PLANTED._replace(far_rounds=2e-4, far_bytes=8e-9 / between_gbit)
-    seconds = (point.work.seconds(planted) for point in points)
-    return [{**row, **fixed, "latency_us_median": s * 1e6} for row, s in zip(rows, seconds, strict=True)]
+    rows.append({"method": "one_device", "merge": None, "world_size": 1, "nodes": 1, "context_tokens": 64_000})
+    common = {"network": f"two-tier 10/{between_gbit}", "between_gbit": between_gbit, "latency_us_median": 1.0}
+    rows = [{**row, **common, "heads": 16, "kv_heads": 2, "head_dim": 128} for row in rows]
+    planted = PLANTED._replace(far_rounds=2e-4, far_bytes=8e-9)
+    seconds = (msgspec.convert(row, AttentionRow).point().work.seconds(planted) for row in rows)
+    return [{**row, "latency_us_median": s * 1e6} for row, s in zip(rows, seconds, strict=True)]
 
 
-def test_the_fit_finds_the_rate_of_the_links_between_hosts(tmp_path):
-    path = write(tmp_path, "attention.json", attention_rows(1) + attention_rows(10))
-    found = {row["group"]: row["constants"] for row in fits(load(path), seed=0)}
-    rates = [constants["far_bytes_per_s"] for _, constants in sorted(found.items())]
-    assert rates == pytest.approx([1e9 / 8, 1e10 / 8], rel=0.01)
+def test_rows_of_all_rates_give_what_a_link_of_1_gbit_carries(tmp_path):
+    rows = attention_rows(1) + attention_rows(10) + attention_rows(0)
+    rows.append({**rows[0], "world_size": 3})
+    (found,) = fits(load(write(tmp_path, "attention.json", rows)), seed=0)
+    assert found["constants"]["far_bytes_per_s"] == pytest.approx(1e9 / 8, rel=0.01)
+    assert found["held_out"]["worst_relative_error"] < 0.01
+    assert found["fitted_on"]["points"] + found["held_out"]["points"] == len(rows) - 1
 
 
 def test_a_group_of_few_rows_says_so(tmp_path):
@@ -319,7 +322,7 @@ def test_files_that_are_missing_or_strange_say_how_to_make_them(tmp_path, name, 
     path = tmp_path / f"{name}.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(Missing, match=rf"{name}\.json.*python -m bench\.{name} --json > "):
+    with pytest.raises(Missing, match=rf"{name}\.json.*python -m bench\.{name}"):
         load(path)
 
 
