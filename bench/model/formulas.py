@@ -24,11 +24,11 @@ FLOAT32 = 4
 class Terms(NamedTuple):
     """Counts of what one rank does; or, as the constants of a machine, the seconds that one of each costs.
 
-    `near` is inside a node, `far` between nodes. `calls` are merges or steps, `operations` calls of the library,
-    `rounds` messages of which each waits for the one before, `messages` those that a rank must post.
+    `near` is inside a node, `far` between nodes. `joins` are the times that a rank joins partials, `operations`
+    calls of the library, `rounds` messages of which each waits for the one before, `messages` those a rank must post.
     """
 
-    calls: float = 0.0
+    joins: float = 0.0
     operations: float = 0.0
     near_rounds: float = 0.0
     far_rounds: float = 0.0
@@ -165,7 +165,9 @@ def butterfly_scopes(cluster: Cluster) -> list[Scope]:
 def tree_work(merge: str, cluster: Cluster, shape: Shape, context_tokens: float, library: Library) -> Work:
     """Attention over a rank's own keys, then one merge. No tokens: the merge alone."""
     keys = shape.kv_bytes(context_tokens / cluster.world_size)
-    return Work(total(merge_operations(merge, cluster, shape), cluster, library).plus(Terms(calls=1, key_bytes=keys)))
+    operations = merge_operations(merge, cluster, shape)
+    joins = {"butterfly": max(1, len(operations)), "hierarchy": min(2, cluster.num_nodes)}.get(merge, 1)
+    return Work(total(operations, cluster, library).plus(Terms(joins=joins, key_bytes=keys)))
 
 
 def ring_work(cluster: Cluster, shape: Shape, context_tokens: float, library: Library) -> Work:
@@ -176,7 +178,7 @@ def ring_work(cluster: Cluster, shape: Shape, context_tokens: float, library: Li
     block = shape.kv_bytes(context_tokens / cluster.world_size)
     hop = library(Operation("shift", "world", block), cluster)
     keys = Terms(key_bytes=block)
-    return Work(keys.plus(Terms(calls=1)), cluster.world_size - 1, hop, keys)
+    return Work(keys.plus(Terms(joins=cluster.world_size)), cluster.world_size - 1, hop, keys)
 
 
 def query_ring_work(cluster: Cluster, shape: Shape, context_tokens: float, library: Library) -> Work:
@@ -189,7 +191,7 @@ def query_ring_work(cluster: Cluster, shape: Shape, context_tokens: float, libra
     query = FLOAT32 * shape.rows * share * shape.dim
     moves = [Operation("shift", "world", query + finished)] * (size - 1)
     moves.append(Operation("all_gather", "world", finished))
-    return Work(total(moves, cluster, library).plus(Terms(calls=1, key_bytes=size * keys)))
+    return Work(total(moves, cluster, library).plus(Terms(joins=size, key_bytes=size * keys)))
 
 
 def total(operations: list[Operation], cluster: Cluster, library: Library) -> Terms:

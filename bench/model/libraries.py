@@ -29,7 +29,8 @@ def gloo(operation: Operation, cluster: Cluster) -> Terms:
     nodes, ranks = cluster.group(operation.scope)
     copied = sent_bytes(operation, cluster)
     if operation.kind != "all_reduce":
-        return _at_once(operation, cluster)._replace(near_bytes=copied)
+        calls = 2 if operation.kind in ("shift", "swap") else 1  # a permutation is an isend and an irecv
+        return _at_once(operation, cluster)._replace(operations=calls, near_bytes=copied)
     hops = 2.0 * (nodes * ranks - 1)
     terms = _chained(operation, cluster).plus(_rounds(hops, nodes))
     return terms._replace(operations=1, messages=2 * hops, near_bytes=copied)

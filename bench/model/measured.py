@@ -149,7 +149,7 @@ def turns(transport: str, world_size: int, machine: Machine, *, has_links: bool)
 
     def scale(terms: Terms) -> Terms:
         return terms._replace(
-            calls=times * terms.calls,
+            joins=times * terms.joins,
             operations=times * terms.operations,
             near_rounds=terms.near_rounds if has_links else terms.near_rounds + terms.far_rounds,
             far_rounds=terms.far_rounds if has_links else 0.0,

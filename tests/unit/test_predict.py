@@ -141,7 +141,7 @@ def test_merges_cost_more_with_more_rows_and_nothing_of_the_context(library, nam
 @LIBRARIES
 @given(nodes=st.integers(1, 4), ranks=st.integers(1, 4), tokens=st.integers(1_000, 100_000))
 def test_ring_grows_with_the_context_and_the_ranks(library, nodes, ranks, tokens):
-    constants = c.published("tuner")._replace(calls=1e-6)
+    constants = c.published("tuner")._replace(joins=1e-6)
     for ring in (ring_work, query_ring_work):
         one, two = (ring(Cluster(nodes, ranks), SHAPE, n, library).seconds(constants) for n in (tokens, 2 * tokens))
         assert one < two
@@ -151,19 +151,19 @@ def test_ring_grows_with_the_context_and_the_ranks(library, nodes, ranks, tokens
 
 @pytest.mark.parametrize("name", MERGES)
 def test_one_rank_by_itself_only_attends(name):
-    alone = Terms(calls=1, key_bytes=SHAPE.kv_bytes(100))
+    alone = Terms(joins=1, key_bytes=SHAPE.kv_bytes(100))
     for work in (tree_work(name, Cluster(1, 1), SHAPE, 100, nccl), query_ring_work(Cluster(1, 1), SHAPE, 100, nccl)):
         assert work == Work(alone)
     assert ring_work(Cluster(1, 1), SHAPE, 100, nccl).critical(c.published("tuner")) == alone
 
 
 def test_while_keys_travel_a_rank_computes():
-    work = Work(Terms(calls=1), 3, Terms(far_bytes=10), Terms(key_bytes=4))
-    assert work.seconds(Terms(calls=1, far_bytes=1, key_bytes=1)) == 1 + 3 * 10
-    assert work.seconds(Terms(calls=1, far_bytes=1, key_bytes=5)) == 1 + 3 * 20
+    work = Work(Terms(joins=1), 3, Terms(far_bytes=10), Terms(key_bytes=4))
+    assert work.seconds(Terms(joins=1, far_bytes=1, key_bytes=1)) == 1 + 3 * 10
+    assert work.seconds(Terms(joins=1, far_bytes=1, key_bytes=5)) == 1 + 3 * 20
 
 
-PLANTED = Terms(calls=2e-5, operations=4e-5, near_rounds=3e-5, messages=6e-6, near_bytes=4e-10, key_bytes=1e-10)
+PLANTED = Terms(joins=2e-5, operations=4e-5, near_rounds=3e-5, messages=6e-6, near_bytes=4e-10, key_bytes=1e-10)
 
 
 def synthetic(noise=0.0):
@@ -206,16 +206,16 @@ def test_what_is_held_out_follows_from_the_seed():
 
 
 def test_no_constant_is_negative():
-    works = [Work(Terms(calls=1, operations=n)) for n in (1, 2, 3)]
+    works = [Work(Terms(joins=1, operations=n)) for n in (1, 2, 3)]
     falling = [Point("", work, seconds) for work, seconds in zip(works, (3.0, 2.0, 1.0), strict=True)]
     found = solve(falling)
     assert found.operations == 0
-    assert 1 < found.calls < 3
+    assert 1 < found.joins < 3
 
 
 def test_too_few_points_are_refused():
     with pytest.raises(ValueError, match="3 points are too few for 2 constants"):
-        fit([Point("", Work(Terms(calls=1, operations=n)), 1.0) for n in (1, 2, 3)], seed=0)
+        fit([Point("", Work(Terms(joins=1, operations=n)), 1.0) for n in (1, 2, 3)], seed=0)
 
 
 def test_the_papers_cluster_is_modelled_beside_what_the_paper_says():
