@@ -143,7 +143,8 @@ def turns(transport: str, world_size: int, machine: Machine, *, has_links: bool)
     """How terms fall on this machine, where ranks without a processor of their own take turns.
 
     What takes a processor counts as often as ranks share one; waiting and the links between hosts do not. Without such
-    links a round is a round, and bytes are only copied. On GPUs every rank has a processor.
+    links a round is a round, and bytes are only copied. On GPUs every rank has a processor. Where logical processors
+    are threads of one core and nothing tells, ranks get less than is assumed here, which shows in the errors.
     """
     times = 1.0 if transport == "nccl" else max(1.0, world_size / machine.logical_cores)
 
