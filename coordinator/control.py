@@ -167,7 +167,7 @@ class Control:
             case Failed(refused=True):
                 self._losses.conclude(StartError(message.reason))
             case Failed():
-                self._losses.failed(message.rank, message.reason)
+                self._losses.failed(message.rank, message.reason, message.blamed)
             case Heartbeat():
                 pass
         self._missed[message.rank] = 0

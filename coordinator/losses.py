@@ -16,11 +16,14 @@ class Losses:
         self._loop = loop
         self._failed: dict[int, str] = {}
         self._died: dict[int, str] = {}
+        self._blamed: dict[int, str] = {}
         self.verdict: asyncio.Future[LongleafError] = loop.create_future()
 
-    def failed(self, rank: int, reason: str) -> None:
-        """The rank itself said that it raised."""
+    def failed(self, rank: int, reason: str, blamed: int | None = None) -> None:
+        """The rank itself said that it raised, perhaps because it saw another one gone."""
         self._failed.setdefault(rank, reason)
+        if blamed is not None:
+            self._blamed.setdefault(blamed, reason)
         self._gather()
 
     def died(self, rank: int, reason: str) -> None:
@@ -38,10 +41,11 @@ class Losses:
             self._loop.call_later(GRACE_SECONDS, self._decide)
 
     def _decide(self) -> None:
-        """A rank that died without a word comes before those that raised, and those in the order of their reports."""
+        """A rank that died without a word comes first, then one that others saw gone, then those that raised, in the
+        order of their reports."""
         speechless = {rank: reason for rank, reason in self._died.items() if rank not in self._failed}
-        rank, reason = next(iter((speechless or self._failed).items()))
-        self.conclude(WorkerLost(rank, reason))
+        rank, reason = next(iter((speechless or self._blamed or self._failed).items()))
+        self.conclude(WorkerLost(rank, self._failed.get(rank, reason)))
 
     def conclude(self, error: LongleafError) -> None:
         """Settles the verdict, unless it is settled."""

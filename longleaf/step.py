@@ -127,11 +127,13 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Any rank to coordinator: an exception ended this rank. `refused` marks settings or a model that cannot work."""
+    """Any rank to coordinator: an exception ended this rank. `refused` marks settings or a model that cannot work,
+    `blamed` is another rank that this one saw gone."""
 
     rank: int
     reason: str
     refused: bool = False
+    blamed: int | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import zmq
 
-from longleaf.errors import StartError
+from longleaf.errors import StartError, WorkerLost
 from longleaf.step import (
     Failed,
     FromRank,
@@ -127,7 +127,8 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
     except Exception as error:
         if not isinstance(error, StartError):  # its message says it all
             log.exception("rank %d failed", spec.rank)
-        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError)))
+        blamed = error.rank if isinstance(error, WorkerLost) else None
+        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError), blamed))
         return 1
     finally:
         pulse.stop()
@@ -137,7 +138,13 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
+    match error:
+        case StartError():
+            return str(error)
+        case WorkerLost():
+            return error.reason
+        case _:
+            return f"{type(error).__name__}: {error}"
 
 
 def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> None:
