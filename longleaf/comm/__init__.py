@@ -1,5 +1,5 @@
 """How ranks exchange tensors. Knows no attention and no Ray."""
 
-from longleaf.comm.base import Comm, Groups
+from longleaf.comm.base import AsyncComm, Comm, Groups, Transfer
 
-__all__ = ["Comm", "Groups"]
+__all__ = ["AsyncComm", "Comm", "Groups", "Transfer"]

@@ -1,7 +1,8 @@
 """The collective operations that merges are made of, and the groups of ranks that they run in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -43,6 +44,29 @@ class Comm(Protocol):
         """Sends the tensor to rank `to` and returns what rank `source` sends here.
 
         The ranks' choices must match. A rank that names itself sends nothing, or gets its own tensor back.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A permutation under way. Neither of its tensors may be written, nor the received one read, before `wait`."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        """Returns when this rank's tensor has left and its peer's has arrived."""
+        for work in self.works:
+            work.wait()
+
+
+class AsyncComm(Comm, Protocol):
+    """A Comm that can compute while tensors travel."""
+
+    def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
+        """Begins to send `tensor` to rank `to` and to receive from rank `source` into `out`.
+
+        Both contiguous, of any sizes, and `out` like the tensor that `source` sends; nothing is sent for an empty one.
         """
         ...
 

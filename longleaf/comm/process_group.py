@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
+from longleaf.comm.base import Comm, Groups, ReduceOp, Transfer, Transport
 from longleaf.comm.shared_memory import SharedMemoryComm, Word, share_memory
 from longleaf.topology import Topology
 
@@ -59,15 +59,20 @@ class ProcessGroupComm:
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
         tensor = tensor.contiguous()
         out = tensor if source == self.rank else torch.empty_like(tensor)
-        operations: list[Any] = []
-        if to != self.rank:
-            operations.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=to))
-        if source != self.rank:
-            operations.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=source))
-        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
-        for work in works:
-            work.wait()
+        self._start(tensor if to != self.rank else None, out if source != self.rank else None, to, source).wait()
         return out
+
+    def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
+        return self._start(tensor if tensor.numel() else None, out if out.numel() else None, to, source)
+
+    def _start(self, sent: Tensor | None, received: Tensor | None, to: int, source: int) -> Transfer:
+        operations: list[Any] = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
+        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer(works)
 
 
 class ProcessGroups:
