@@ -1,8 +1,11 @@
 """What is measured, and how measurements become rows."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
+from typing import TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +42,14 @@ def compare(service: Sequence[float], baseline: Sequence[float]) -> dict[str, fl
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens that two outputs have in common from the start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def slowest(ranks: Sequence[Mapping[Name, Sequence[float]]]) -> dict[Name, list[float]]:
+    """By call and turn, the seconds of the rank that took longest, from those of all ranks."""
+    return {name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+def latency(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile in microseconds, the latter between the two nearest turns."""
+    high = quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+    return {"latency_us_median": round(median(seconds) * 1e6, 1), "latency_us_p95": round(high * 1e6, 1)}
