@@ -1,9 +1,9 @@
 """Every merge on every transport that this machine has: latency, collectives and bytes.
 
 Ranks are processes on one machine, of one simulated node or several. Within a world size all merges of all transports
-take turns, each from a barrier on; a turn lasts as long as its slowest rank. Collectives are counted as they are called.
-Bytes are what the kernel counted on the ranks' own network interface (headers and acknowledgements with them, and less
-what flows anyway), and what ranks wrote into shared memory; for NCCL, which uses neither, they are not known.
+take turns, each from a barrier on; a turn lasts as long as its slowest rank. Collectives are counted as they are
+called. Bytes are what the kernel counted on the ranks' own network interface (headers and acknowledgements with them,
+and less what flows anyway), and what ranks wrote into shared memory; for NCCL, which uses neither, they are not known.
 Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` with a GPU per rank. Usage:
 
     python -m bench.merge --json
@@ -11,6 +11,7 @@ Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` w
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +115,7 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
         counts = {key: count(rank, key, partial, options.repeats) for key in merges}
         used = {key: merge for key, merge in merges.items() if counts[key] is not None}
         check(used, partial)
-        calls = {key: lambda merge=merge: merge.merge(partial) for key, merge in used.items()}
+        calls = {key: functools.partial(merge.merge, partial) for key, merge in used.items()}
         seconds = rank.take_turns(calls, repeats=options.repeats, warm_up=5, in_a_row=options.calls)
         found[batch] = {"seconds": seconds, "counts": counts}
     return found

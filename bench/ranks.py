@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -130,13 +130,15 @@ def _plain(world: ProcessGroupComm, rank: int, topology: Topology) -> Groups:
     """Groups whose ranks never meet in shared memory."""
     if len(topology.node_groups) == 1:
         return Groups(topology, world, world, None)
-    ends = [
-        {rank: group for ranks in kind for group in [dist.new_group(list(ranks))] if rank in ranks}
-        for kind in (topology.node_groups, topology.full_rails)
-    ]
-    node, rail = (ProcessGroupComm(end[rank]) if rank in end else None for end in ends)
+    node, rail = (_end(rank, groups) for groups in (topology.node_groups, topology.full_rails))
     assert node is not None, "every rank has a machine"
     return Groups(topology, world, node, rail)
+
+
+def _end(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
+    """Makes process groups of these ranks; the one that `rank` belongs to."""
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+    return next((ProcessGroupComm(group) for ranks, group in made if rank in ranks), None)
 
 
 def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[Any]:

@@ -67,10 +67,12 @@ class ProcessGroupComm:
 
     def _start(self, sent: Tensor | None, received: Tensor | None, to: int, source: int) -> Transfer:
         operations: list[Any] = []
+        if received is not None:
+            # first: gloo sends both ways of a pair at once only when both ends wait for data already (measured: twice
+            # as fast over a cable of 1 Gbit/s)
+            operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
-        if received is not None:
-            operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
         works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         return Transfer(works)
 
