@@ -42,13 +42,23 @@ RANK_BYTES = 400 << 20
 def main() -> None:
     unwind_on_terminate()
     options = parse()
-    rows = [row for network in options.networks for row in on_network(network, options)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = {"machine": describe(), "rows": rows}
-    (options.out / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
-    if rows:
-        draw(rows, options.out / "attention.png")
+    rows: list[Row] = []
+    try:
+        for network in options.networks:
+            for row in on_network(network, options):
+                rows.append(row)  # noqa: PERF402 what was measured before an error is kept
+    finally:
+        if rows:
+            write(rows, options.out)
     print(json.dumps(rows, indent=2) if options.json else "\n".join(lines(rows)))
+
+
+def write(rows: list[Row], folder: Path) -> None:
+    """The rows as JSON and as a picture."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"machine": describe(), "rows": rows}
+    (folder / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(rows, folder / "attention.png")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -12,6 +12,7 @@ Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` w
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=(2, 4, 8), metavar="RANKS")
-    parser.add_argument("--nodes", type=int, default=1, help="simulated nodes among which the ranks are dealt")
+    parser.add_argument("--nodes", nargs="+", type=int, default=(1, 2), help="simulated nodes to deal the ranks among")
     parser.add_argument("--batch", dest="batches", nargs="+", type=int, default=(1, 8, 64), metavar="ROWS")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -63,19 +64,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=1, help="calls per turn, in a row as in the layers of a model")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of merge.json")
     options = parser.parse_args(arguments)
-    if not 1 <= options.nodes <= min(options.world_sizes):
-        parser.error(f"--nodes: {options.nodes} is not between 1 and {min(options.world_sizes)}, the ranks")
-    if min(options.repeats, options.calls, options.heads, options.head_dim, *options.batches) < 1:
-        parser.error("--repeats, --calls, --heads, --head-dim and --batch: at least 1")
+    counts = (options.repeats, options.calls, options.heads, options.head_dim, *options.batches, *options.world_sizes)
+    if min(*counts, *options.nodes) < 1:
+        parser.error("all numbers must be at least 1")
+    if max(options.nodes) > min(options.world_sizes):
+        parser.error(f"--nodes: {max(options.nodes)} is above {min(options.world_sizes)}, the smallest --world-size")
     return options
 
 
 def placements(options: argparse.Namespace, network: Network) -> Iterator[Placement]:
     """On CPUs always; on GPUs where there is one for each rank."""
-    for world_size in options.world_sizes:
-        yield Placement(world_size, options.nodes, network)
+    for num_nodes, world_size in itertools.product(options.nodes, options.world_sizes):
+        yield Placement(world_size, num_nodes, network)
         if torch.cuda.device_count() >= world_size:
-            yield Placement(world_size, options.nodes, network, device="cuda")
+            yield Placement(world_size, num_nodes, network, device="cuda")
 
 
 def measure(placement: Placement, options: argparse.Namespace) -> list[Row]:
