@@ -133,11 +133,12 @@ def _join(host: str, switch: str, port: str, address: str, gbit: float) -> None:
 
 
 def _limit(namespace: str, interface: str, gbit: float) -> None:
-    """Packets larger than the burst could never pass, so the interface makes none."""
+    """A packet larger than the burst would never pass, so the interface makes none; a loopback's are 64 KiB."""
     if gbit == 0:
         return
     burst = burst_bytes(gbit)
-    _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(min(burst, LARGEST_PACKET)))
+    sizes = ("mtu", JUMBO_FRAME, "gso_max_size", str(min(burst, LARGEST_PACKET)))
+    _run("ip", "-n", namespace, "link", "set", interface, *sizes)
     limits = ("rate", f"{round(gbit * 1000)}mbit", "burst", str(burst), "limit", str(QUEUE_BYTES))
     _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 
