@@ -33,7 +33,7 @@ def draw(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(networks),
         len(sizes),
-        figsize=(4.2 * len(sizes) + 0.6, 3.4 * len(networks) + 0.4),
+        figsize=(max(8, 4.2 * len(sizes) + 0.6), 3.4 * len(networks) + 0.4),
         squeeze=False,
         sharey="row",
         layout="constrained",

@@ -28,13 +28,14 @@ from bench.timing import latency, slowest
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.counting import counting
+from longleaf.config import MergeName
 from longleaf.tree import MERGES, Merge, Wire, make_merge
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = ("gloo", "paper")
 TOLERANCE = 1e-5
 
-Key = tuple[str, str]
+Key = tuple[str, MergeName]
 """Transport and merge."""
 Row = dict[str, Any]
 
@@ -113,7 +114,11 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
         out = torch.randn(batch, options.heads, options.head_dim, generator=generator)
         lse = torch.randn(batch, options.heads, generator=generator)
         partial = Partial(out.to(rank.device), lse.to(rank.device))
-        merges = {(t, name): make_merge(name, groups, Wire()) for t, groups in rank.groups.items() for name in MERGES}
+        merges: dict[Key, Merge] = {
+            (transport, name): make_merge(name, groups, Wire())
+            for transport, groups in rank.groups.items()
+            for name in MERGES
+        }
         counts = {key: count(rank, key, partial, options.repeats) for key in merges}
         used = {key: merge for key, merge in merges.items() if counts[key] is not None}
         check(used, partial)

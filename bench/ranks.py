@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-import torch.multiprocessing as mp
+import torch.multiprocessing
 
 from bench.hosts import Network, enter
 from bench.interfaces import sent_bytes
@@ -28,7 +28,8 @@ from longleaf.topology import Topology
 TIMEOUT = 600.0
 """Seconds that a collective may take."""
 
-dist: Any = torch.distributed
+dist: Any = torch.distributed  # torch annotates these modules only in part
+mp: Any = torch.multiprocessing
 Name = TypeVar("Name", bound=Hashable)
 Call = Callable[[], object]
 
@@ -149,9 +150,8 @@ def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[A
     """
     apply_environment(rank_environment(1, "127.0.0.1"))
     with TemporaryDirectory(prefix="longleaf-ranks-") as folder:
-        context = mp.start_processes(
-            _live, (placement, folder, work, args), placement.world_size, join=False, daemon=True, start_method="spawn"
-        )
+        arguments = (placement, folder, work, args)
+        context = mp.spawn(_live, arguments, placement.world_size, join=False, daemon=True)
         try:
             while not context.join():
                 pass
