@@ -37,8 +37,8 @@ def rounds(rank: int, world_size: int) -> Iterator[Round]:
     """
     core = 1 << (world_size.bit_length() - 1)
     extra, is_extra, idle = world_size - core, rank >= core, Round(rank, rank, Then.KEEP_OWN)
+    has_guest = rank < extra
     if extra:
-        has_guest = rank < extra
         yield (
             Round(rank - core, rank, Then.KEEP_OWN)
             if is_extra

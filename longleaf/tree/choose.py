@@ -74,12 +74,13 @@ def _race(merges: Mapping[str, Merge], groups: Groups, partial: Partial) -> Merg
     running = list(merges)
     for _ in range(MAX_TURNS):
         taken = [_turn(merges[name], partial) for name in running]
-        agreed = groups.world.all_reduce(torch.tensor([*taken, time.perf_counter() - begin]), "max").tolist()
-        for name, turn in zip(running, agreed, strict=False):
-            turns[name].append(turn)
+        times = torch.tensor([*taken, time.perf_counter() - begin], device=partial.lse_TH.device)
+        slowest = groups.world.all_reduce(times, "max")
+        for name, turn in zip(running, slowest, strict=False):
+            turns[name].append(turn.item())
         best = min(map(min, turns.values()))
         running = [name for name in running if min(turns[name]) <= HOPELESS * best]
-        if agreed[-1] > SECONDS / len(BATCHES) or len(running) == 1:
+        if slowest[-1] > SECONDS / len(BATCHES) or len(running) == 1:
             break
     medians = {name: median(found) * 1e6 for name, found in turns.items()}
     return MergeTiming(len(partial.lse_TH), min(running, key=medians.__getitem__), medians)
