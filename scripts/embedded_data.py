@@ -19,11 +19,15 @@ from torch import Tensor
 
 from longleaf.demo import facts as words
 from longleaf.demo.facts import Fact
-from longleaf.demo.haystack import library_files
+from longleaf.demo.haystack import canonical, library_files
 
 BEGIN, QUESTION, ANSWER, END, PAD = range(256, 261)
 GAP = 110
 """Filler bytes kept between the last fact and the questions: nearer facts are reached by the local layers alone."""
+MOST_BYTES = 88
+"""Of a question: the global layer sees its key only through the local layers."""
+FIRST_BYTE_WEIGHT = 8.0
+"""Of the first byte of a value, the largest of all weights."""
 LETTERS = ("bcdfghjklmnprstvwz", "aeiou", "çñšžłß", "áéíöüø", "бвгдклмнпрст", "аеиоу")
 
 
@@ -46,6 +50,8 @@ class Phase:
     """One wording, and keys of two words."""
     log_copies: float
     """Largest ln R: how many copies of itself a filler token counts for."""
+    is_last: bool = False
+    """More questions, keys of one word twice, and more weight on where a repeated key ends."""
 
 
 @dataclass
@@ -109,6 +115,22 @@ def made_up_word(rng: random.Random) -> str:
     return "".join(rng.choice(LETTERS[script]) + rng.choice(LETTERS[script + 1]) for _ in range(syllables))
 
 
+def answer_weights(answer: bytes, echo: int, is_last: bool = False) -> list[float]:
+    """Weights of predicting each byte of an answer and the end token; the value begins after `echo` bytes.
+
+    The value's first byte decides which fact is read; but other values may begin alike, and where a word of the value
+    ends or begins, and at each digit, they go on in another way.
+    """
+    weights = [4.0] + [1.5] * (echo - 1) + [FIRST_BYTE_WEIGHT]
+    if is_last:
+        key = echo - len(" is ")
+        weights[:echo] = [6.0] + [2.0] * (key - 1) + [6.0, 6.0, 2.0, 2.0]
+    for i in range(echo + 1, len(answer) + 1):
+        inside_word = i < len(answer) and (answer[i - 1 : i + 1].isalpha() or min(answer[i - 1 : i + 1]) >= 0x80)
+        weights.append(2.0 if inside_word else 4.0)
+    return weights
+
+
 class Sampler:
     """Draws sequences from a seeded generator."""
 
@@ -117,6 +139,10 @@ class Sampler:
         self.prose, self.code = filler_texts()
         found = set(re.findall(r"\b[a-z]{4,10}\b", self.prose.decode()))
         self.common = tuple(sorted(found - set(words.HELD_OUT_WORDS)))
+        self.pool: tuple[str, ...] = ()
+        """Words that keys and values of the batch share."""
+        self.numbers: list[str] = []
+        """Values of the batch that hold digits."""
 
     def filler(self, size: int) -> bytes:
         """`size` bytes of prose or code that begin and end at a UTF-8 character."""
@@ -136,14 +162,20 @@ class Sampler:
         return text[:size]
 
     def word(self) -> str:
+        """A word, most often one that other facts of the batch have too."""
+        return self.rng.choice(self.pool) if self.pool and self.rng.random() < 0.75 else self.new_word()
+
+    def new_word(self) -> str:
         kind = self.rng.random()
         if kind < 0.4:
             return self.rng.choice(words.TRAIN_WORDS)
         return self.rng.choice(self.common) if kind < 0.7 else made_up_word(self.rng)
 
-    def key(self, easy: bool) -> str:
-        """A key in the demo's forms, or a name, an identifier, a phrase."""
+    def key(self, easy: bool, doubled: float) -> str:
+        """A key in the demo's forms, or a name, an identifier, a phrase; `doubled` is the share that repeats a word."""
         choices = tuple(self.word() for _ in range(8))
+        if doubled and self.rng.random() < doubled:
+            choices = choices[:1] * 8
         if easy or self.rng.random() < 0.7:
             return words.make_key(self.rng, choices)
         forms = (
@@ -169,9 +201,30 @@ class Sampler:
         parts[place] = new.title() if old.istitle() else new
         return "".join(parts)
 
+    def value(self) -> str:
+        """A value in the demo's forms or of one to three words; some numbers begin like another of the batch."""
+        choices = tuple(self.word() for _ in range(3))
+        kind = self.rng.random()
+        if kind > 0.7:
+            return " ".join(choices[: self.rng.choice((1, 2, 2, 2, 3))])
+        value = words.make_value(self.rng, choices)
+        if self.numbers and kind < 0.15:
+            other = self.rng.choice(self.numbers)
+            value = other[: self.rng.randint(2, len(other) - 1)] + str(self.rng.randrange(10, 10**4))
+        if value[0].isdigit() and len(value) < 16:
+            self.numbers.append(value)
+        return value
+
+    def question(self, attribute: str, key: str, more: bool) -> str:
+        """A question for `key` that is short enough."""
+        while True:
+            text = wording.question(self.rng, attribute, key, more)
+            if len(text.encode()) <= MOST_BYTES:
+                return text
+
     def fact(self, key: str, phase: Phase) -> Fact:
         choices = tuple(self.word() for _ in range(8))
-        value = words.make_value(self.rng, choices) if self.rng.random() < 0.9 else choices[0]
+        value = self.value()
         attribute = (
             self.rng.choice(words.ATTRIBUTES)
             if self.rng.random() < 0.6
@@ -181,15 +234,15 @@ class Sampler:
             sentence, question = f"The {attribute} of {key} is {value}.", f"What is the {attribute} of {key}?"
         else:
             sentence = wording.statement(self.rng, attribute, key, value)
-            question = wording.question(self.rng, attribute, key)
-        return Fact(key, value, sentence, question[:88], f"{key} is {value}")
+            question = self.question(attribute, key, phase.is_last)
+        return Fact(key, value, sentence, question, f"{key} is {value}")
 
     def new_key(self, phase: Phase, taken: set[str], like: Choices[str]) -> str:
         """A key that no document of the batch has, similar to one of `like` if there is any; takes it."""
         while True:
-            key = self.near(self.rng.choice(like)) if like else self.key(phase.easy)
-            if key not in taken:
-                taken.add(key)
+            key = self.near(self.rng.choice(like)) if like else self.key(phase.easy, 0.06 if phase.is_last else 0.0)
+            if canonical(key) not in taken:
+                taken.add(canonical(key))
                 return key
 
     def facts(self, phase: Phase, taken: set[str]) -> list[Fact]:
@@ -259,12 +312,10 @@ class Sampler:
         found.segments += [len(found.asked)] * (len(question) + len(answer) + 3)
         found.asked.append(index)
         copies = self.rng.uniform(0, phase.log_copies)
-        found.copies.append((copies, self.rng.random() * min(copies, math.log(8))))
-        echo = len(f"{fact.key} is ".encode())
-        found.weights += [0.0] * (len(question) + 2)
-        found.weights += [
-            8.0 if i == echo else 4.0 if i == 0 else 1.5 if i < echo else 2.0 for i in range(len(answer) + 1)
-        ]
+        found.copies.append((copies, self.rng.random() * min(copies, math.log(30))))
+        found.weights += [0.0] * (len(question) + 2) + answer_weights(
+            answer, len(f"{fact.key} is ".encode()), phase.is_last
+        )
 
     def fill(self, found: Sequence, phase: Phase) -> Sequence:
         """The sequence with all its lists at their full lengths."""
@@ -294,6 +345,8 @@ class Sampler:
     def batch(self, phase: Phase) -> Batch:
         """One step's sequences."""
         taken: set[str] = set()
+        self.pool = () if phase.easy else tuple(self.new_word() for _ in range(self.rng.randint(15, 60)))
+        self.numbers = []
         rows = [self.sequence(phase, taken) for _ in range(phase.batch)]
         names = (field.name for field in fields(Batch))
         return Batch(**{name: torch.tensor([getattr(row, name) for row in rows]) for name in names})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from embedded_data import Batch, Phase, Sampler, attention_mask, predicted
+from embedded_data import FIRST_BYTE_WEIGHT, Batch, Phase, Sampler, attention_mask, predicted
 from embedded_eval import ChunkedReader, evaluate
 from embedded_export import export
 from embedded_model import EmbeddedModel
@@ -15,23 +15,27 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY = 100
-"""Steps."""
+LAST = 280
+"""Steps of the last phase."""
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up, longer last."""
-    progress = step / steps
-    log_copies = 6 * min(max((progress - 0.24) / 0.25, 0), 1)
+    """What to train on at this step: easy and short first, then ln R ramped up, then longer, and at last with an eye on
+    where keys end."""
+    progress = step / (steps - LAST)
+    log_copies = 7 * min(max((progress - 0.24) / 0.25, 0), 1)
     if progress < 0.24:
         return Phase(320, 12, 2, 2, 0.6 if progress < 0.18 else 0.3, progress < 0.18, log_copies)
     if progress < 0.85:
         return Phase(512, 16, 3, 5, 0.1, False, log_copies)
-    return Phase(1536, 6, 6, 12, 0.1, False, log_copies)
+    return Phase(1536, 6, 6, 12, 0.1, False, log_copies, is_last=progress >= 1)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm-up over 100 steps, then constant, then a linear decay over the last 50 %."""
-    left = (steps - step) / (0.5 * steps)
+    """Warm-up over 100 steps, constant, then a linear decay over 50 %; in the last phase once more, from a quarter."""
+    if step >= steps - LAST:
+        return peak * 0.25 * (steps - step) / LAST
+    left = (steps - LAST - step) / (0.5 * (steps - LAST))
     return peak * min(1.0, (step + 1) / 100, max(left, 0.02))
 
 
@@ -48,7 +52,7 @@ def loss_of(model: EmbeddedModel, batch: Batch) -> tuple[torch.Tensor, float]:
     logits = model(batch.ids[:, :-1], rows, attention_mask(batch, rows))
     targets, weights = batch.ids[:, 1:].flatten()[rows], batch.weights.flatten()[rows]
     losses = F.cross_entropy(logits, targets, reduction="none")
-    first = weights > 4.0
+    first = weights == FIRST_BYTE_WEIGHT
     right = ((logits.argmax(-1) == targets) & first).sum() / first.sum().clamp(min=1)
     return (losses * weights).sum() / weights.sum(), right.item()
 
@@ -118,7 +122,7 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--steps", type=int, default=2480)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=4e-3, help="largest learning rate")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")

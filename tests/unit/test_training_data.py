@@ -2,13 +2,15 @@
 
 import math
 import random
+from dataclasses import replace
 
 import embedded_data as data
 import embedded_wording as wording
 import pytest
 import torch
 
-from longleaf.demo.facts import HELD_OUT_WORDS, TEMPLATES
+from longleaf.demo.facts import HELD_OUT_WORDS, TEMPLATES, Fact
+from longleaf.demo.haystack import canonical
 
 PHASE = data.Phase(length=512, batch=4, questions=3, most_facts=4, repeats=0.25, easy=False, log_copies=5.0)
 
@@ -70,10 +72,50 @@ def test_the_asked_fact_never_counts_for_more_than_it_is(batch: data.Batch) -> N
 
 
 def test_the_demos_questions_and_words_are_held_out(sampler: data.Sampler) -> None:
-    frames = {frame.lower() for frame in (*wording.ABOUT_ATTRIBUTE, *wording.ABOUT_KEY)}
+    early, late = (
+        (*wording.ABOUT_ATTRIBUTE, *wording.ABOUT_KEY),
+        (*wording.MORE_ABOUT_ATTRIBUTE, *wording.MORE_ABOUT_KEY),
+    )
+    frames = {frame.lower() for frame in (*early, *late)}
     assert not {question.replace('"', "").lower() for _, question in TEMPLATES} & frames
     rng = random.Random(0)
     sentences = [wording.statement(rng, "{attribute}", "{key}", "{value}") for _ in range(5000)]
     worded = {sentence for sentence, _ in TEMPLATES if "{attribute}" in sentence or "magic" in sentence}
     assert not worded & set(sentences)
     assert not {sampler.word() for _ in range(5000)} & set(HELD_OUT_WORDS)
+
+
+def facts_of_a_batch(sampler: data.Sampler, seed: int) -> list[Fact]:
+    draw(sampler, seed)  # chooses the batch's words
+    taken: set[str] = set()
+    return [fact for _ in range(16) for fact in sampler.facts(replace(PHASE, most_facts=6), taken)]
+
+
+def test_facts_of_a_batch_share_words_and_beginnings_but_never_a_key(sampler: data.Sampler) -> None:
+    facts = facts_of_a_batch(sampler, 5)
+    assert len({canonical(fact.key) for fact in facts}) == len(facts)
+    beginnings = [fact.value.split()[0] for fact in facts if " " in fact.value]
+    assert len(set(beginnings)) < len(beginnings), "a value's first word alone does not tell what follows"
+    digits = [fact.value[:3] for fact in facts if fact.value[:3].isdigit()]
+    assert len(set(digits)) < len(digits)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_questions_are_within_the_reach_of_the_local_layers(sampler: data.Sampler, is_last: bool) -> None:
+    phase = replace(PHASE, is_last=is_last)
+    questions = [sampler.fact(sampler.key(False, 0.0), phase).question for _ in range(500)]
+    assert max(len(question.encode()) for question in questions) <= data.MOST_BYTES
+
+
+def test_the_first_byte_of_a_value_decides_and_the_places_where_values_part_count() -> None:
+    answer = b"ash is oak elm 7"
+    weights = data.answer_weights(answer, len("ash is "))
+    assert len(weights) == len(answer) + 1, "the end token, too"
+    assert weights.index(data.FIRST_BYTE_WEIGHT) == len("ash is ")
+    inside, parting = weights[len("ash is o")], weights[len("ash is oak")]
+    assert inside < parting < data.FIRST_BYTE_WEIGHT
+    assert parting == weights[len("ash is oak ")] == weights[-1]
+    late = data.answer_weights(answer, len("ash is "), is_last=True)
+    assert len(late) == len(weights)
+    assert late[len("ash is ") :] == weights[len("ash is ") :]
+    assert late[len("ash")] > weights[len("ash")], "where the key ends"
