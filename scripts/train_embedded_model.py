@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from embedded_data import FIRST_BYTE_WEIGHT, Batch, Phase, Sampler, attention_mask, predicted
+from embedded_data import FIRST_BYTE_WEIGHT, Batch, Sampler, attention_mask, predicted
 from embedded_eval import ChunkedReader, evaluate
 from embedded_export import export
 from embedded_model import EmbeddedModel
 from embedded_muon import Muon
+from embedded_phase import Phase
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,11 +8,13 @@ import embedded_data as data
 import embedded_wording as wording
 import pytest
 import torch
+from embedded_facts import MOST_BYTES
+from embedded_phase import Phase
 
 from longleaf.demo.facts import HELD_OUT_WORDS, TEMPLATES, Fact
 from longleaf.demo.haystack import canonical
 
-PHASE = data.Phase(length=512, batch=4, questions=3, most_facts=4, repeats=0.25, easy=False, log_copies=5.0)
+PHASE = Phase(length=512, batch=4, questions=3, most_facts=4, repeats=0.25, easy=False, log_copies=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +84,13 @@ def test_the_demos_questions_and_words_are_held_out(sampler: data.Sampler) -> No
     sentences = [wording.statement(rng, "{attribute}", "{key}", "{value}") for _ in range(5000)]
     worded = {sentence for sentence, _ in TEMPLATES if "{attribute}" in sentence or "magic" in sentence}
     assert not worded & set(sentences)
-    assert not {sampler.word() for _ in range(5000)} & set(HELD_OUT_WORDS)
+    assert not {sampler.text.word() for _ in range(5000)} & set(HELD_OUT_WORDS)
 
 
 def facts_of_a_batch(sampler: data.Sampler, seed: int) -> list[Fact]:
     draw(sampler, seed)  # chooses the batch's words
-    taken: set[str] = set()
-    return [fact for _ in range(16) for fact in sampler.facts(replace(PHASE, most_facts=6), taken)]
+    sampler.facts.taken.clear()
+    return [fact for _ in range(16) for fact in sampler.facts.document_facts(replace(PHASE, most_facts=6))]
 
 
 def test_facts_of_a_batch_share_words_and_beginnings_but_never_a_key(sampler: data.Sampler) -> None:
@@ -103,8 +105,8 @@ def test_facts_of_a_batch_share_words_and_beginnings_but_never_a_key(sampler: da
 @pytest.mark.parametrize("is_last", [False, True])
 def test_questions_are_within_the_reach_of_the_local_layers(sampler: data.Sampler, is_last: bool) -> None:
     phase = replace(PHASE, is_last=is_last)
-    questions = [sampler.fact(sampler.key(False, 0.0), phase).question for _ in range(500)]
-    assert max(len(question.encode()) for question in questions) <= data.MOST_BYTES
+    questions = [sampler.facts.fact(sampler.facts.key(False, 0.0), phase).question for _ in range(500)]
+    assert max(len(question.encode()) for question in questions) <= MOST_BYTES
 
 
 def test_the_first_byte_of_a_value_decides_and_the_places_where_values_part_count() -> None:

@@ -1,0 +1,22 @@
+"""What the embedded model is trained on, and when."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the sequences of one part of the training look like."""
+
+    length: int
+    """Tokens per sequence."""
+    batch: int
+    questions: int
+    most_facts: int
+    repeats: float
+    """Share of sequences that repeat spans of text and ask nothing."""
+    easy: bool
+    """One wording, and keys of two words."""
+    log_copies: float
+    """Largest ln R: how many copies of itself a filler token counts for."""
+    is_last: bool = False
+    """More questions, keys of one word twice, and more weight on where a repeated key ends."""
