@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from longleaf import codec
+from longleaf.codec.generation import FINISH_REASONS
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -62,7 +63,7 @@ def test_events_survive(event: Event) -> None:
 
 
 def test_finish_reasons_mean_the_same_on_the_wire() -> None:
-    names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in codec._FINISH_REASONS}
+    names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in FINISH_REASONS}
     wanted = {reason: f"FINISH_REASON_{reason.upper()}" for reason in names}
     assert {reason: generation_pb.FinishReason.Name(number) for reason, number in names.items()} == wanted
 

@@ -1,0 +1,37 @@
+"""Domain types to protobuf messages and back: the only package that knows both. Errors are `longleaf.status`'s part.
+
+Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
+"""
+
+from longleaf.codec.cluster import decode_cluster, encode_cluster
+from longleaf.codec.context import (
+    decode_context,
+    decode_ingest_piece,
+    decode_ingest_progress,
+    encode_context,
+    encode_ingest_piece,
+    encode_ingest_progress,
+)
+from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate
+from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.sampling import decode_sampling, encode_sampling
+
+__all__ = [
+    "context_id",
+    "context_name",
+    "decode_cluster",
+    "decode_context",
+    "decode_event",
+    "decode_generate",
+    "decode_ingest_piece",
+    "decode_ingest_progress",
+    "decode_sampling",
+    "encodable",
+    "encode_cluster",
+    "encode_context",
+    "encode_event",
+    "encode_generate",
+    "encode_ingest_piece",
+    "encode_ingest_progress",
+    "encode_sampling",
+]

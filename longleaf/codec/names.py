@@ -1,0 +1,41 @@
+"""Resource names, texts and token ids: what every message is made of."""
+
+import re
+from collections.abc import Iterable
+
+from longleaf.errors import InvalidArgument
+from longleaf.v1 import generation_pb2 as generation_pb
+
+_CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
+
+
+def context_name(context: str) -> str:
+    """Resource name of the context with this id; a full resource name is taken as it is."""
+    name = context if context.startswith("contexts/") else f"contexts/{context}"
+    return encodable(name, "context")
+
+
+def context_id(name: str, field: str = "name") -> str:
+    """Id in the resource name `name`, the value of `field`. Raises InvalidArgument when it is not such a name."""
+    match = _CONTEXT_NAME.fullmatch(name)
+    if match is None:
+        shown = name if len(name) <= 100 else name[:100] + "…"
+        rule = "1 to 63 of a-z 0-9 . _ -, a letter or digit first and last"
+        raise InvalidArgument(field, f"{shown!r} is not contexts/ID with ID of {rule}")
+    return match[1]
+
+
+def encodable(text: str, field: str) -> str:
+    """`text`. Raises InvalidArgument naming `field` when it has lone surrogates, which UTF-8 cannot carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(field, f"is not Unicode text: lone surrogate at character {error.start}") from None
+    return text
+
+
+def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
+    try:
+        return generation_pb.TokenIds(ids=token_ids)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument("token_ids", str(error)) from None

@@ -1,0 +1,45 @@
+"""Sampling parameters on the wire."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longleaf.codec.names import encodable
+from longleaf.errors import InvalidArgument
+from longleaf.messages import SamplingOptions
+from longleaf.sampling import Sampling
+from longleaf.v1 import generation_pb2 as generation_pb
+
+_WIRE_NAMES = {"max_tokens": "max_token_count"}
+"""Sampling's fields whose names differ on the wire."""
+
+
+def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
+    """Raises InvalidArgument when a value does not fit its field."""
+    message = generation_pb.SamplingParams()
+    values: Mapping[str, object] = options
+    for name, value in values.items():
+        if value is not None and name != "stop":
+            _set(message, name, value)
+    message.stop.extend(encodable(stop, "sampling.stop") for stop in options.get("stop") or ())
+    return message
+
+
+def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
+    field = _WIRE_NAMES.get(name, name)
+    try:
+        setattr(message, field, value)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ValueError):
+            Sampling(**{name: value}).check()  # tells the limit
+        raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
+
+
+def decode_sampling(message: generation_pb.SamplingParams, random_seed: int) -> Sampling:
+    """Sampling with its defaults filled in, and `random_seed` when the caller gave none. Raises InvalidArgument."""
+    names = (name for name in Sampling.__struct_fields__ if name not in ("stop", "seed"))
+    given = {name: _WIRE_NAMES.get(name, name) for name in names}
+    values = {name: getattr(message, wire) for name, wire in given.items() if message.HasField(wire)}
+    seed = message.seed if message.HasField("seed") else random_seed
+    sampling = Sampling(**values, seed=seed, stop=tuple(message.stop))
+    sampling.check()
+    return sampling
