@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ import torch.multiprocessing
 from bench.hosts import Network, enter
 from bench.interfaces import sent_bytes
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups
+from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, make_groups
 from longleaf.config import apply_environment, rank_environment
 from longleaf.topology import Topology
 
@@ -69,7 +69,7 @@ class Rank:
         self._owner = ProcessGroups(rank, topology, store, epoch=1, device=self.device, timeout=TIMEOUT)
         self.world = ProcessGroupComm(dist.group.WORLD)
         found = self._owner.groups
-        plain = found if found.node.transport != "shared_memory" else _plain(self.world, rank, topology)
+        plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology)
         self.groups: dict[str, Groups] = {self.world.transport: plain, found.node.transport: found}
         """By the fastest transport that they use."""
         self._counts = placement.namespace(rank) not in map(placement.namespace, range(rank))
@@ -125,21 +125,6 @@ class Rank:
 
     def close(self) -> None:
         self._owner.close()
-
-
-def _plain(world: ProcessGroupComm, rank: int, topology: Topology) -> Groups:
-    """Groups whose ranks never meet in shared memory."""
-    if len(topology.node_groups) == 1:
-        return Groups(topology, world, world, None)
-    node, rail = (_end(rank, groups) for groups in (topology.node_groups, topology.full_rails))
-    assert node is not None, "every rank has a machine"
-    return Groups(topology, world, node, rail)
-
-
-def _end(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
-    """Makes process groups of these ranks; the one that `rank` belongs to."""
-    made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-    return next((ProcessGroupComm(group) for ranks, group in made if rank in ranks), None)
 
 
 def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[Any]:

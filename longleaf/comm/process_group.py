@@ -108,20 +108,26 @@ class ProcessGroups:
         if shared_memory and backend == "gloo" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
             self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
-        world = ProcessGroupComm(dist.group.WORLD)
-        if len(nodes) == 1:
-            only = self._shared or world
-            self.groups = Groups(topology, only, only, None)
-        else:
-            node: Comm | None = self._shared or _own(rank, nodes)
-            assert node is not None, "every rank has a machine"
-            self.groups = Groups(topology, world, node, _own(rank, topology.full_rails))
+        self.groups = make_groups(rank, topology, self._shared)
 
     def close(self) -> None:
         """Leaves the groups."""
         if self._shared is not None:
             self._shared.close()
         dist.destroy_process_group()
+
+
+def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None) -> Groups:
+    """World, node and rail groups of a rank, inside the process group that was initialised.
+
+    All ranks must call it at the same time. `shared` is how the ranks of this machine meet; None leaves it to torch.
+    """
+    world = ProcessGroupComm(dist.group.WORLD)
+    if len(topology.node_groups) == 1:
+        return Groups(topology, shared or world, shared or world, None)
+    node: Comm | None = shared or _own(rank, topology.node_groups)
+    assert node is not None, "every rank has a machine"
+    return Groups(topology, world, node, _own(rank, topology.full_rails))
 
 
 def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
