@@ -108,6 +108,13 @@ class Engine:
         """Sorted by id."""
         return [self._view(context) for context in self._open().contexts.list()]
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
+
     def delete_context(self, context_id: str) -> None:
         """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
         for job_id in self._open().delete_context(context_id):

@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Sequence as TokenIds
 
 from coordinator.blocks import Placer, Reservation
-from coordinator.contexts import Segment
 from coordinator.events import Prompt
+from coordinator.paths import Path, Segment
 from longleaf.runs import Run
 from longleaf.step import Prefill, Row
 
@@ -16,7 +16,7 @@ class Job:
     `segment` and `reservation` are None while the job waits. `num_read` counts the tokens whose keys and values exist.
     """
 
-    def __init__(self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], num_prefill: int) -> None:
+    def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int) -> None:
         self.id = job_id
         self.path = path
         self.token_ids = array("I", token_ids)
@@ -31,7 +31,7 @@ class Job:
     @property
     def start(self) -> int:
         """Position of the first token."""
-        return self.path[-1].end if self.path else 0
+        return self.path.end
 
     @property
     def is_prefilling(self) -> bool:
@@ -39,7 +39,7 @@ class Job:
 
     def begin(self, segment: Segment, reservation: Reservation) -> None:
         self.segment, self.reservation = segment, reservation
-        self._path_ids = (*(s.id for s in self.path), segment.id)
+        self._path_ids = segment.path.ids
 
     def _active(self) -> tuple[Segment, Reservation]:
         assert self.segment is not None
@@ -67,7 +67,7 @@ class Job:
 class Ingest(Job):
     """A document on its way into context `context`."""
 
-    def __init__(self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], context: str) -> None:
+    def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], context: str) -> None:
         super().__init__(job_id, path, token_ids, len(token_ids))
         self.context = context
 
@@ -75,7 +75,7 @@ class Ingest(Job):
 class Sequence(Job):
     """One live generation."""
 
-    def __init__(self, job_id: int, path: tuple[Segment, ...], prompt: Prompt, num_prefill: int) -> None:
+    def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
         super().__init__(job_id, path, prompt.token_ids, num_prefill)
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens

@@ -27,7 +27,7 @@ class Limits:
             limit = f"the model's limit is {self._max_positions} positions"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens)}; {limit}")
         blocks = self._blocks(job, max_tokens)
-        if sum(segment.num_blocks for segment in job.path) + blocks > self._placer.num_blocks:
+        if job.path.num_blocks + blocks > self._placer.num_blocks:
             size = self._placer.block_size
             limit = f"the pool of all ranks holds {self._placer.num_blocks * size}, in blocks of {size}"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens)}; {limit}")

@@ -11,10 +11,12 @@ from collections.abc import Sequence as TokenIds
 import msgspec
 
 from coordinator.blocks import Placer
-from coordinator.contexts import Contexts, Segment, Segments
+from coordinator.contexts import Context, Contexts
 from coordinator.events import Ended, EndReason, Event, Progress, Prompt, Started, Tokens
 from coordinator.jobs import Ingest, Job, Sequence
 from coordinator.limits import Limits
+from coordinator.paths import Path, Segment
+from coordinator.segments import Segments
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
@@ -65,7 +67,7 @@ class Scheduler:
     def admit(self, job_id: int, prompt: Prompt) -> None:
         """Queues a generation. Raises InvalidArgument, NotFound or ResourceExhausted, and then keeps nothing."""
         prompt.sampling.check()
-        path = self.contexts.get(prompt.context).path if prompt.context is not None else ()
+        path = self.contexts.get(prompt.context).path if prompt.context is not None else Path()
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
         job = Sequence(job_id, path, prompt, self._limits.num_prefill(prompt))
@@ -75,10 +77,10 @@ class Scheduler:
 
     def admit_ingest(self, job_id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
         """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted."""
-        is_busy = any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
+        is_busy = self._is_read_into(context)
         if not append and (is_busy or context in self.contexts):
             raise AlreadyExists(f"contexts/{context}")
-        path = self.contexts.get(context).path if append else ()
+        path = self.contexts.get(context).path if append else Path()
         if not token_ids:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
@@ -87,17 +89,20 @@ class Scheduler:
         job.num_blocks = self._limits.check(job, "text", 0)
         self._enqueue(job)
 
+    def _is_read_into(self, context: str) -> bool:
+        return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
+
     def _enqueue(self, job: Job) -> None:
         if self.num_waiting >= self._config.max_waiting:
             raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", RETRY_SECONDS)
         if self._pinned_blocks() + job.num_blocks > self._placer.num_blocks:
             raise self._no_room(job)
-        self.segments.retain(job.path)
+        self.segments.retain(job.path.segments)
         self._waiting.append(job)
 
     def _pinned_blocks(self) -> int:
         """Blocks that waiting does not free: contexts, and documents that will become part of them."""
-        kept: dict[int, Segment] = {s.id: s for context in self.contexts.list() for s in context.path}
+        kept: dict[int, Segment] = {s.id: s for context in self.contexts.list() for s in context.path.segments}
         coming = sum(job.num_blocks for job in self._jobs() if isinstance(job, Ingest))
         return sum(segment.num_blocks for segment in kept.values()) + coming
 
@@ -139,7 +144,7 @@ class Scheduler:
                 assert self._running, "a queued job can never begin"
                 return
             self._waiting.popleft()
-            job.begin(self.segments.create(job.start), reservation)
+            job.begin(self.segments.create(job.path), reservation)
             self._start(job)
 
     def _start(self, job: Job) -> None:
@@ -222,7 +227,7 @@ class Scheduler:
             self._prefilling.remove(job)
         assert job.segment is not None
         assert job.reservation is not None
-        self.segments.release((*job.path, job.segment))
+        self.segments.release((*job.path.segments, job.segment))
         self._placer.release(job.reservation)
         if isinstance(job, Sequence):
             self._forgotten.append(job.id)
@@ -235,9 +240,18 @@ class Scheduler:
         for job in self._waiting:
             if job.id == job_id:
                 self._waiting.remove(job)
-                self.segments.release(job.path)
+                self.segments.release(job.path.segments)
                 return True
         return False
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
+        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        if self._is_read_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+        return self.contexts.fork(source, context_id, num_tokens, now)
 
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
@@ -270,7 +284,7 @@ def check_scheduler(
     placer.check(run for segment in segments for run in segment.runs)
     owners: dict[int, int] = {}
     paths = [context.path for context in contexts.list()] + [job.path for job in (*waiting, *running)]
-    for segment in [s for path in paths for s in path] + [job.segment for job in running if job.segment]:
+    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
     assert owners == {segment.id: segment.num_references for segment in segments}
     assert placer.num_reserved == sum(job.reservation.left for job in running if job.reservation)

@@ -3,7 +3,9 @@
 import pytest
 
 from coordinator.blocks import Placer
-from coordinator.contexts import Contexts, Segment, Segments
+from coordinator.contexts import Contexts
+from coordinator.paths import Path, Segment
+from coordinator.segments import Segments
 from longleaf.errors import NotFound
 
 
@@ -13,8 +15,8 @@ class Store:
         self.segments = Segments(self.placer)
         self.contexts = Contexts(self.segments)
 
-    def segment(self, start: int, count: int) -> Segment:
-        segment = self.segments.create(start)
+    def segment(self, before: Path, count: int) -> Segment:
+        segment, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0, 100))
         assert reservation is not None
         segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
@@ -28,19 +30,19 @@ class Store:
 
 def test_context_grows_by_sealed_segments() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(0, 10), now=5.0)
-    store.contexts.append("a", store.segment(10, 3), now=7.0)
+    store.contexts.append("a", store.segment(Path(), 10), now=5.0)
+    store.contexts.append("a", store.segment(store.contexts.get("a").path, 3), now=7.0)
     context = store.contexts.get("a")
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
     assert sum(context.shares(2)) == 13
-    assert all(segment.is_sealed for segment in context.path)
+    assert all(segment.is_sealed for segment in context.path.segments)
     store.check()
 
 
 def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(0, 10), now=0.0)
-    path = store.contexts.get("a").path
+    store.contexts.append("a", store.segment(Path(), 10), now=0.0)
+    path = store.contexts.get("a").path.segments
     store.segments.retain(path)
     store.contexts.delete("a")
     store.check()
@@ -53,7 +55,7 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
 
 def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
     store = Store()
-    store.segments.release([store.segments.create(0)])
+    store.segments.release([store.segments.create(Path())])
     assert store.segments.take_forgotten() == ()
 
 
@@ -67,5 +69,5 @@ def test_missing_context() -> None:
 def test_contexts_are_listed_by_id() -> None:
     store = Store()
     for name in "cab":
-        store.contexts.append(name, store.segment(0, 1), now=0.0)
+        store.contexts.append(name, store.segment(Path(), 1), now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
