@@ -45,6 +45,10 @@ class ContextStore(Protocol):
         """By id."""
         ...
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+        """Raises NotFound, AlreadyExists or InvalidArgument."""
+        ...
+
     def delete_context(self, context_id: str) -> None:
         """Raises NotFound."""
         ...
@@ -72,7 +76,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 
 class ContextServicer(ContextServiceServicer):
-    """Creates, reads and deletes contexts."""
+    """Creates, reads, forks and deletes contexts."""
 
     def __init__(self, ingest: Ingest, contexts: ContextStore) -> None:
         self._ingest = ingest
@@ -108,6 +112,11 @@ class ContextServicer(ContextServiceServicer):
             contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
+
+    async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
+        fork = codec.decode_fork(request)
+        view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(context_of(view))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         self._contexts.delete_context(codec.context_id(request.name))

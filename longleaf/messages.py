@@ -105,6 +105,14 @@ class Context(msgspec.Struct, frozen=True):
     shares: tuple[RankShare, ...] = ()
 
 
+class ForkContext(msgspec.Struct, frozen=True):
+    """A request for a context of the first `tokens` tokens of another one; None takes all."""
+
+    source: str
+    context: str
+    tokens: int | None = None
+
+
 class IngestHeader(msgspec.Struct, frozen=True):
     """The first message of an ingest. `total_bytes` is None when the size is not known beforehand."""
 

@@ -138,6 +138,13 @@ class FakeEngine:
     def list_contexts(self) -> list[events.ContextView]:
         return [self.get_context(name) for name in sorted(self.contexts)]
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+        self.get_context(source)
+        if context_id in self.contexts:
+            raise AlreadyExists(f"contexts/{context_id}")
+        self.contexts[context_id] = self.contexts[source][:num_tokens]
+        return self.get_context(context_id)
+
     def delete_context(self, context_id: str) -> None:
         self.get_context(context_id)
         del self.contexts[context_id]

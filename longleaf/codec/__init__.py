@@ -6,9 +6,11 @@ Decoding a request raises InvalidArgument naming the field by its path on the wi
 from longleaf.codec.cluster import decode_cluster, encode_cluster
 from longleaf.codec.context import (
     decode_context,
+    decode_fork,
     decode_ingest_piece,
     decode_ingest_progress,
     encode_context,
+    encode_fork,
     encode_ingest_piece,
     encode_ingest_progress,
 )
@@ -22,6 +24,7 @@ __all__ = [
     "decode_cluster",
     "decode_context",
     "decode_event",
+    "decode_fork",
     "decode_generate",
     "decode_ingest_piece",
     "decode_ingest_progress",
@@ -30,6 +33,7 @@ __all__ = [
     "encode_cluster",
     "encode_context",
     "encode_event",
+    "encode_fork",
     "encode_generate",
     "encode_ingest_piece",
     "encode_ingest_progress",

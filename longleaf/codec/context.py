@@ -9,6 +9,7 @@ from longleaf.codec.names import context_id, context_name, encode_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Context,
+    ForkContext,
     IngestHeader,
     IngestPhase,
     IngestPiece,
@@ -53,6 +54,25 @@ def decode_context(message: context_pb.Context) -> Context:
 
 def _seconds(time: Timestamp) -> float:
     return time.seconds + time.nanos / 1e9
+
+
+def encode_fork(fork: ForkContext) -> ingest_pb.ForkContextRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    try:
+        return ingest_pb.ForkContextRequest(
+            name=context_name(fork.source), new_name=context_name(fork.context), token_count=fork.tokens
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument("token_count", str(error)) from None
+
+
+def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
+    """Raises InvalidArgument naming the field."""
+    return ForkContext(
+        source=context_id(message.name),
+        context=context_id(message.new_name, "new_name"),
+        tokens=message.token_count if message.HasField("token_count") else None,
+    )
 
 
 def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:

@@ -52,6 +52,11 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.FromString,
                 _registered_method=True)
+        self.ForkContext = channel.unary_unary(
+                '/longleaf.v1.ContextService/ForkContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
+                _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/longleaf.v1.ContextService/DeleteContext',
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.SerializeToString,
@@ -86,6 +91,14 @@ class ContextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkContext(self, request, context):
+        """Makes a new context of the beginning of another one, or of all of it. Nothing is copied or computed; from then on
+        both may be asked, appended to and deleted, each by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteContext(self, request, context):
         """Deletes a context; generations that run against it finish first.
         """
@@ -110,6 +123,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.ListContexts,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.SerializeToString,
+            ),
+            'ForkContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -199,6 +217,33 @@ class ContextService:
             '/longleaf.v1.ContextService/ListContexts',
             longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.SerializeToString,
             longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/ForkContext',
+            longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__pb2.Context.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from longleaf.messages import (
     Delta,
     Event,
     Finished,
+    ForkContext,
     IngestHeader,
     IngestPiece,
     IngestProgress,
@@ -71,6 +72,25 @@ def test_finish_reasons_mean_the_same_on_the_wire() -> None:
 def test_contexts_survive() -> None:
     data = codec.encode_context(CONTEXT).SerializeToString()
     assert codec.decode_context(context_pb.Context.FromString(data)) == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "fork", [ForkContext("moby", "ahab"), ForkContext("a", "b", 0), ForkContext("a", "b", -(2**63))]
+)
+def test_forks_survive(fork: ForkContext) -> None:
+    data = codec.encode_fork(fork).SerializeToString()
+    assert codec.decode_fork(ingest_pb.ForkContextRequest.FromString(data)) == fork
+
+
+def test_wrong_forks_name_the_field() -> None:
+    good = {"name": "contexts/a", "new_name": "contexts/b"}
+    for field, value in (("name", ""), ("name", "a"), ("new_name", ""), ("new_name", "contexts/-b")):
+        with pytest.raises(InvalidArgument) as caught:
+            codec.decode_fork(ingest_pb.ForkContextRequest(**{**good, field: value}))
+        assert caught.value.field == field
+    with pytest.raises(InvalidArgument) as caught:
+        codec.encode_fork(ForkContext("a", "b", 2**63))
+    assert caught.value.field == "token_count"
 
 
 @pytest.mark.parametrize(

@@ -295,3 +295,34 @@ def test_jobs_around_a_deleted_context_all_run() -> None:
     assert len(bench.tokens(large)) == 9
     assert len(bench.tokens(small)) == 2
     assert len(bench.tokens(larger)) == 20
+
+
+def test_a_fork_is_asked_and_appended_to_by_itself() -> None:
+    bench = Bench()
+    bench.ingest("doc", 40)
+    bench.run()
+    assert bench.scheduler.fork_context("doc", "fork", 30, now=3.0).num_tokens == 30
+    bench.ingest("fork", 5, append=True)
+    bench.ingest("doc", 5, append=True)
+    bench.run()
+    bench.scheduler.delete_context("doc")
+    job = bench.ask(4, max_tokens=2, context="fork")
+    plan = bench.run()[0]
+    assert isinstance(plan.work, Decode)
+    assert (len(plan.work.rows[0].path), plan.work.rows[0].start) == (3, 35)
+    assert bench.seen[job][0] == Started(39, 35)
+    bench.scheduler.delete_context("fork")
+    bench.scheduler.check()
+    assert bench.placer.num_free == bench.placer.num_blocks
+
+
+def test_a_fork_takes_no_name_that_an_ingest_has_taken() -> None:
+    bench = Bench()
+    bench.ingest("doc", 40)
+    bench.run()
+    bench.ingest("other", 40)
+    with pytest.raises(AlreadyExists, match="contexts/other"):
+        bench.scheduler.fork_context("doc", "other")
+    bench.scheduler.fork_context("doc", "fork")
+    with pytest.raises(AlreadyExists, match="contexts/fork"):
+        bench.ingest("fork", 1)
