@@ -94,6 +94,12 @@ class Reservation:
     def __init__(self, num_blocks: int) -> None:
         self.left = num_blocks
 
+    def split(self, num_blocks: int) -> "Reservation":
+        """Hands a part of the promise over."""
+        assert num_blocks <= self.left
+        self.left -= num_blocks
+        return Reservation(num_blocks)
+
 
 class Placer:
     """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
@@ -185,11 +191,10 @@ class Placer:
             self.pools[run.rank].free(run.blocks)
 
     def blocks_needed(self, num_prefill: int, num_rows: int, chunk_size: int) -> int:
-        """Blocks that `num_prefill` tokens in chunks and then `num_rows` tokens in rows will take, exactly."""
+        """Blocks that `num_prefill` tokens in chunks and `num_rows` in rows, in another segment, take, exactly."""
         chunks, rest = divmod(num_prefill, chunk_size)
         blocks = chunks * ceil_div(chunk_size, self.block_size) + ceil_div(rest, self.block_size)
-        last = rest or (chunk_size if chunks else 0)
-        return blocks + ceil_div(max(0, num_rows - (-last % self.block_size)), self.block_size)
+        return blocks + ceil_div(num_rows, self.block_size)
 
     def check(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""

@@ -56,7 +56,7 @@ class Contexts:
     def append(self, context_id: str, segment: Segment, now: float) -> None:
         """Seals `segment` and makes it the end of `context_id`, which is created when it is new. Takes over the
         caller's reference."""
-        segment.is_sealed = True
+        self._segments.seal(segment)
         context = self._by_id.setdefault(context_id, Context(context_id, now, Path()))
         assert segment.before == context.path
         context.path = segment.path

@@ -23,7 +23,9 @@ EPOCH = 1
 class Timings:
     """When a job was submitted, started and answered first, in seconds of the engine's clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, num_samples: int) -> None:
+        self.num_open = num_samples
+        """Samples that have not ended."""
         self.submitted = now
         self.started = now
         self.first_token: float | None = None
@@ -88,10 +90,13 @@ class Engine:
     # --- what clients do ---
 
     def submit(self, prompt: Prompt) -> Stream:
-        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
+        """Starts a generation. Its stream ends when all samples have ended.
+
+        Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable.
+        """
         scheduler = self._open()
         scheduler.admit(self._next_id, prompt)
-        return self._new_stream()
+        return self._new_stream(prompt.num_samples)
 
     def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
@@ -163,10 +168,10 @@ class Engine:
             shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
         )
 
-    def _new_stream(self) -> Stream:
-        job_id, self._next_id = self._next_id, self._next_id + 1
-        stream = Stream(lambda: self._cancel(job_id))
-        self._streams[job_id] = (stream, Timings(self._clock()))
+    def _new_stream(self, num_samples: int = 1) -> Stream:
+        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(lambda: self._cancel(job_id), lambda sample: self._cancel_sample(job_id, sample))
+        self._streams[job_id] = (stream, Timings(self._clock(), num_samples))
         self._wake.set()
         return stream
 
@@ -175,6 +180,18 @@ class Engine:
         if self._scheduler is not None:
             self._scheduler.cancel(job_id)
         self._wake.set()
+
+    def _cancel_sample(self, job_id: int, sample: int) -> None:
+        if self._scheduler is not None and self._scheduler.cancel_sample(job_id, sample):
+            self._end_sample(job_id)
+        self._wake.set()
+
+    def _end_sample(self, job_id: int) -> None:
+        """Ends the stream with the last of its samples."""
+        _, timings = self._streams[job_id]
+        timings.num_open -= 1
+        if timings.num_open == 0:
+            self._close_stream(job_id)
 
     # --- the loop ---
 
@@ -228,7 +245,7 @@ class Engine:
                     self._close_stream(job_id)
                 case Ended():
                     stream.put(timings.fill(outcome, now))
-                    self._close_stream(job_id)
+                    self._end_sample(job_id)
                 case _:
                     timings.started = now if isinstance(outcome, Started) else timings.started
                     if isinstance(outcome, Tokens) and timings.first_token is None:

@@ -18,6 +18,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
+    num_samples: int = 1
+    """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -39,10 +41,11 @@ class Tokens(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: tuple[int, ...]
+    sample: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The last event of a stream. Times in seconds."""
+    """The last event of a sample, and of the stream when all samples have ended. Times in seconds."""
 
     reason: EndReason
     prompt_tokens: int
@@ -51,6 +54,7 @@ class Ended(msgspec.Struct, frozen=True):
     queue_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    sample: int = 0
 
 
 Event = Started | Progress | Tokens | Ended

@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Sequence as TokenIds
 
+import msgspec
+
 from coordinator.blocks import Placer, Reservation
 from coordinator.events import Prompt
 from coordinator.paths import Path, Segment
@@ -18,20 +20,21 @@ class Job:
 
     def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int) -> None:
         self.id = job_id
+        self.owner = job_id
+        """Id of the job that the client waits for: other samples of it have ids of their own."""
         self.path = path
+        self.start = path.end
+        """Position of the first of token_ids."""
         self.token_ids = array("I", token_ids)
         self.num_prefill = num_prefill
         self.num_blocks = 0
-        """Blocks that the job takes by its end, without those of its path."""
+        """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""
+        self.num_tails = 0
+        """Answers that the job will have at a time, each in a segment of its own."""
         self.num_read = 0
         self.segment: Segment | None = None
         self.reservation: Reservation | None = None
         self._path_ids: tuple[int, ...] = ()
-
-    @property
-    def start(self) -> int:
-        """Position of the first token."""
-        return self.path.end
 
     @property
     def is_prefilling(self) -> bool:
@@ -73,18 +76,52 @@ class Ingest(Job):
 
 
 class Sequence(Job):
-    """One live generation."""
+    """One live generation: at first, while the prompt is read, for all its samples, then for one of them."""
 
     def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
         super().__init__(job_id, path, prompt.token_ids, num_prefill)
+        self.prompt = prompt
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
+        self.num_tails = prompt.num_samples
+        self.sample = 0
+        self.num_cached = path.end
+        """Tokens of the path and the prompt that were held before."""
         self.num_generated = 0
         self.last_token = -1
 
+    def reuse(self, path: Path, num_prefill: int) -> None:
+        """Goes on after `path`, which holds the beginning of a plain prompt."""
+        assert self.start == 0
+        self.path, self.num_prefill = path, num_prefill
+        self.num_read = self.num_cached = path.end
+
+    def answer(self, segment: Segment) -> None:
+        """Goes on in `segment`, which continues the one that the prompt was read into."""
+        assert self.reservation is not None
+        self.path = segment.before
+        self.begin(segment, self.reservation)
+
+    def fan_out(self) -> list["Sequence"]:
+        """The other samples, which share what was read. Their reservations are theirs; segments they lack.
+
+        Sample i draws with the seed of the prompt plus i, modulo 2^64.
+        """
+        assert self.reservation is not None
+        num_blocks, num_tails, self.num_tails = self.reservation.left // self.num_tails, self.num_tails, 1
+        samples: list[Sequence] = []
+        for i in range(1, num_tails):
+            other = Sequence(self.id + i, self.path, self.prompt, self.num_prefill)
+            other.owner, other.sample, other.num_tails = self.id, i, 1
+            other.start, other.num_read, other.num_cached = self.start, self.num_read, self.num_cached
+            other.sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + i) % 2**64)
+            other.reservation = self.reservation.split(num_blocks)
+            samples.append(other)
+        return samples
+
     @property
     def num_prompt(self) -> int:
-        """Tokens of the path and the prompt."""
+        """Tokens of the context and the prompt."""
         return self.start + len(self.token_ids)
 
     def next_row(self, placer: Placer) -> Row:

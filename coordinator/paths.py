@@ -38,12 +38,38 @@ class Path:
         assert end <= self.end
         return Path(tuple(segment for segment in self.segments if segment.start < end), end)
 
+    def token_ids(self, start: int = 0) -> "array[int]":
+        """The tokens from position `start` on."""
+        found = array("I")
+        for segment, part_start, end in self.parts():
+            found += segment.token_ids[max(0, start - part_start) : end - part_start]
+        return found
+
+    def num_common(self, token_ids: "array[int]") -> int:
+        """How many of `token_ids` the path begins with."""
+        for segment, start, end in self.parts():
+            count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
+            if count < end - start:
+                return start + count
+        return self.end
+
     def check(self) -> None:
         """Every part has positions, and continues the path before it."""
         assert self.segments or self.end == 0
         for i, (segment, start, end) in enumerate(self.parts()):
             assert start < end <= segment.end
             assert segment.before == Path(self.segments[:i], start)
+
+
+def _num_common(a: "array[int]", b: "array[int]") -> int:
+    """How many ids two arrays have in common at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
 
 
 class Segment:
@@ -55,6 +81,8 @@ class Segment:
         self.token_ids = array("I")
         self.runs: list[Run] = []
         self.num_references = 1
+        self.num_kept = 0
+        """References that only keep the segment for prompts to come."""
         self.is_sealed = False
 
     @property
@@ -89,5 +117,5 @@ class Segment:
         assert [run.start for run in self.runs] == ends[:-1]
         assert ends[-1] == self.end
         assert all(len(run) > 0 for run in self.runs)
-        assert self.num_references > 0
+        assert self.num_references >= max(1, self.num_kept)
         assert all(segment.num_references >= self.num_references for segment in self.before.segments)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as TokenIds
 
 import msgspec
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Placer, Reservation
 from coordinator.contexts import Context, Contexts
 from coordinator.events import Ended, EndReason, Event, Progress, Prompt, Started, Tokens
 from coordinator.jobs import Ingest, Job, Sequence
@@ -60,19 +60,28 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Jobs, however many samples each of them has."""
+        return len({job.owner for job in self._running.values()})
 
     # --- admit ---
 
     def admit(self, job_id: int, prompt: Prompt) -> None:
-        """Queues a generation. Raises InvalidArgument, NotFound or ResourceExhausted, and then keeps nothing."""
+        """Queues a generation. Its sample number i runs under the id job_id + i.
+
+        Raises InvalidArgument, NotFound or ResourceExhausted, and then keeps nothing.
+        """
         prompt.sampling.check()
+        if not 1 <= prompt.num_samples <= self._config.max_sequences:
+            limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
+            raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
         path = self.contexts.get(prompt.context).path if prompt.context is not None else Path()
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
-        job = Sequence(job_id, path, prompt, self._limits.num_prefill(prompt))
+        job = Sequence(job_id, path, prompt, self._limits.num_prefill(len(prompt.token_ids), prompt.num_samples))
+        max_tokens = prompt.sampling.max_tokens
         self._limits.check(job, "input", 1)
-        job.num_blocks = self._limits.check(job, "sampling.max_token_count", prompt.sampling.max_tokens)
+        self._limits.check(job, "sampling.max_token_count", max_tokens)
+        job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
         self._enqueue(job)
 
     def admit_ingest(self, job_id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
@@ -134,30 +143,62 @@ class Scheduler:
     def _begin_waiting(self) -> None:
         while self._waiting:
             job = self._waiting[0]
-            num_sequences = sum(1 for other in self._running.values() if isinstance(other, Sequence))
-            if isinstance(job, Sequence) and num_sequences >= self._config.max_sequences:
+            num_sequences = sum(other.num_tails for other in self._running.values())
+            if job.num_tails and num_sequences + job.num_tails > self._config.max_sequences:
                 return
-            reservation = self._placer.reserve(job.num_blocks)
+            reservation = self._reserve(job)
             if reservation is None:
                 # Whatever the contexts kept when it was queued, the job fitted beside them, and what came later is
-                # behind it: so only what runs can be in its way.
+                # behind it: so only what runs can be in its way. What is kept of earlier prompts never is.
                 assert self._running, "a queued job can never begin"
                 return
             self._waiting.popleft()
             job.begin(self.segments.create(job.path), reservation)
             self._start(job)
 
+    def _reserve(self, job: Job) -> Reservation | None:
+        """The blocks of a job that begins. A plain prompt reuses what is held of it, unless that leaves too little room
+        for the rest: segments are held whole, though a beginning may be all that the prompt needs."""
+        if isinstance(job, Sequence) and job.prompt.context is None:
+            path = self.segments.match(job.token_ids[:-1])
+            self.segments.retain(path.segments)
+            self._reuse(job, path)
+            num_blocks = self._limits.num_blocks(job, job.sampling.max_tokens, job.num_tails)
+            if path.end and self.segments.make_room(num_blocks):
+                return self._placer.reserve(num_blocks)
+            self.segments.release(path.segments)
+            self._reuse(job, Path())
+        return self._placer.reserve(job.num_blocks) if self.segments.make_room(job.num_blocks) else None
+
+    def _reuse(self, job: Sequence, path: Path) -> None:
+        job.reuse(path, path.end + self._limits.num_prefill(len(job.token_ids) - path.end, job.num_tails))
+
     def _start(self, job: Job) -> None:
         self._running[job.id] = job
         if isinstance(job, Sequence):
-            self._outcomes.append((job.id, Started(job.num_prompt, job.start)))
+            self._outcomes.append((job.id, Started(job.num_prompt, job.num_cached)))
         self._sort_in(job)
 
     def _sort_in(self, job: Job) -> None:
         if job.is_prefilling:
             self._prefilling.append(job)
         elif isinstance(job, Sequence):
-            self._decoding[job.id] = job
+            self._answer(job)
+
+    def _answer(self, job: Sequence) -> None:
+        """The chunks are read: from here on each sample has a segment of its own."""
+        if job.segment is not None and job.segment.runs:
+            if job.prompt.context is None:
+                self.segments.keep(job.segment)
+            else:
+                job.segment.is_sealed = True
+            job.answer(self.segments.create(job.segment.path))
+        for other in job.fan_out():
+            assert other.reservation is not None
+            self.segments.retain(other.path.segments)
+            other.begin(self.segments.create(other.path), other.reservation)
+            self._running[other.id] = self._decoding[other.id] = other
+        self._decoding[job.id] = job
 
     def _plan_prefill(self) -> Prefill:
         job = self._prefilling.popleft()
@@ -206,7 +247,7 @@ class Scheduler:
 
     def _commit_token(self, job: Sequence, token: int) -> None:
         job.num_read = len(job.token_ids)
-        self._outcomes.append((job.id, Tokens(job.num_generated, (token,))))
+        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), job.sample)))
         job.num_generated += 1
         job.last_token = token
         if token in job.end_tokens:
@@ -215,7 +256,8 @@ class Scheduler:
             self._end(job, "length")
 
     def _end(self, job: Sequence, reason: EndReason) -> None:
-        self._outcomes.append((job.id, Ended(reason, job.num_prompt, job.start, job.num_generated, 0.0, 0.0, 0.0)))
+        counts = (job.num_prompt, job.num_cached, job.num_generated)
+        self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample)))
         self.finish(job)
 
     # --- finish, cancel ---
@@ -234,8 +276,9 @@ class Scheduler:
 
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
-        if job_id in self._running:
-            self.finish(self._running[job_id])
+        if samples := [job for job in self._running.values() if job.owner == job_id]:
+            for job in samples:
+                self.finish(job)
             return True
         for job in self._waiting:
             if job.id == job_id:
@@ -243,6 +286,14 @@ class Scheduler:
                 self.segments.release(job.path.segments)
                 return True
         return False
+
+    def cancel_sample(self, job_id: int, sample: int) -> bool:
+        """Ends one sample of a job; the others go on. False when there is none that runs."""
+        job = self._running.get(job_id + sample)
+        if job is None or job.owner != job_id or not isinstance(job, Sequence) or job.num_tails > 1:
+            return False
+        self.finish(job)
+        return True
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
@@ -260,9 +311,10 @@ class Scheduler:
         return [job_id for job_id in ids if self.cancel(job_id)]
 
     def tokens_by_rank(self) -> list[int]:
-        """Tokens whose keys and values each rank holds."""
+        """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
         held = [0] * len(self._placer.pools)
-        for run in (run for segment in self.segments for run in segment.runs):
+        needed = (segment for segment in self.segments if segment.num_references > segment.num_kept)
+        for run in (run for segment in needed for run in segment.runs):
             held[run.rank] += len(run)
         return held
 
@@ -286,5 +338,5 @@ def check_scheduler(
     paths = [context.path for context in contexts.list()] + [job.path for job in (*waiting, *running)]
     for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
-    assert owners == {segment.id: segment.num_references for segment in segments}
+    assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
     assert placer.num_reserved == sum(job.reservation.left for job in running if job.reservation)

@@ -8,21 +8,42 @@ from typing import Self
 from coordinator.events import Ended, Event, Progress, Started, Tokens
 
 
-class Stream:
-    """Events of one job, read by one task: Started, Progress, Tokens and last Ended, in this order.
+class Unread:
+    """What one sample has said since it was read."""
 
-    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined.
-    An error is raised after the events that came before it.
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
+        self._index = 0
+        self._token_ids: list[int] = []
+        self.ended: Ended | None = None
+
+    def join(self, tokens: Tokens) -> None:
+        self._index = self._index if self._token_ids else tokens.index
+        self._token_ids += tokens.token_ids
+
+    def take(self) -> Tokens | Ended | None:
+        if self._token_ids:
+            tokens = Tokens(self._index, tuple(self._token_ids), self._sample)
+            self._token_ids = []
+            return tokens
+        ended, self.ended = self.ended, None
+        return ended
+
+
+class Stream:
+    """Events of one job, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
+
+    However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
+    joined. An error is raised after the events that came before it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, on_cancel: Callable[[], None], on_cancel_sample: Callable[[int], None]) -> None:
         self._on_cancel = on_cancel
+        self._on_cancel_sample = on_cancel_sample
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
-        self._index = 0
-        self._token_ids: list[int] = []
-        self._ended: Ended | None = None
+        self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
         self._is_closed = False
 
@@ -38,11 +59,13 @@ class Stream:
             case Progress():
                 self._progress = event
             case Tokens():
-                self._index = self._index if self._token_ids else event.index
-                self._token_ids += event.token_ids
+                self._of(event.sample).join(event)
             case Ended():
-                self._ended = event
+                self._of(event.sample).ended = event
         self._changed.set()
+
+    def _of(self, sample: int) -> Unread:
+        return self._unread.setdefault(sample, Unread(sample))
 
     def close(self, error: Exception | None = None) -> None:
         """Ends the stream, with an error or without, unless it has ended already."""
@@ -55,6 +78,11 @@ class Stream:
         if not self._is_closed:
             self._on_cancel()
             self.close()
+
+    def cancel_sample(self, sample: int) -> None:
+        """Ends one sample, whose Ended will not come; the last one ends the stream. Idempotent."""
+        if not self._is_closed:
+            self._on_cancel_sample(sample)
 
     async def aclose(self) -> None:
         self.cancel()
@@ -86,8 +114,6 @@ class Stream:
             event, self._started = self._started, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
-        elif self._token_ids:
-            event, self._token_ids = Tokens(self._index, tuple(self._token_ids)), []
         else:
-            event, self._ended = self._ended, None
+            event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
         return event
