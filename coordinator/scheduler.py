@@ -10,12 +10,13 @@ from collections.abc import Sequence as TokenIds
 
 import msgspec
 
-from coordinator.blocks import Placer, Reservation
+from coordinator.blocks import Placer
 from coordinator.contexts import Context, Contexts
 from coordinator.events import Ended, EndReason, Event, Progress, Prompt, Started, Tokens
 from coordinator.jobs import Ingest, Job, Sequence
 from coordinator.limits import Limits
 from coordinator.paths import Path, Segment
+from coordinator.prompts import Prompts
 from coordinator.segments import Segments
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
@@ -44,6 +45,7 @@ class Scheduler:
         self._epoch = epoch
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
+        self._prompts = Prompts(self.segments, placer, self._limits)
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._prefilling: deque[Job] = deque()
@@ -146,7 +148,7 @@ class Scheduler:
             num_sequences = sum(other.num_tails for other in self._running.values())
             if job.num_tails and num_sequences + job.num_tails > self._config.max_sequences:
                 return
-            reservation = self._reserve(job)
+            reservation = self._prompts.reserve(job)
             if reservation is None:
                 # Whatever the contexts kept when it was queued, the job fitted beside them, and what came later is
                 # behind it: so only what runs can be in its way. What is kept of earlier prompts never is.
@@ -155,23 +157,6 @@ class Scheduler:
             self._waiting.popleft()
             job.begin(self.segments.create(job.path), reservation)
             self._start(job)
-
-    def _reserve(self, job: Job) -> Reservation | None:
-        """The blocks of a job that begins. A plain prompt reuses what is held of it, unless that leaves too little room
-        for the rest: segments are held whole, though a beginning may be all that the prompt needs."""
-        if isinstance(job, Sequence) and job.prompt.context is None:
-            path = self.segments.match(job.token_ids[:-1])
-            self.segments.retain(path.segments)
-            self._reuse(job, path)
-            num_blocks = self._limits.num_blocks(job, job.sampling.max_tokens, job.num_tails)
-            if path.end and self.segments.make_room(num_blocks):
-                return self._placer.reserve(num_blocks)
-            self.segments.release(path.segments)
-            self._reuse(job, Path())
-        return self._placer.reserve(job.num_blocks) if self.segments.make_room(job.num_blocks) else None
-
-    def _reuse(self, job: Sequence, path: Path) -> None:
-        job.reuse(path, path.end + self._limits.num_prefill(len(job.token_ids) - path.end, job.num_tails))
 
     def _start(self, job: Job) -> None:
         self._running[job.id] = job
@@ -183,22 +168,8 @@ class Scheduler:
         if job.is_prefilling:
             self._prefilling.append(job)
         elif isinstance(job, Sequence):
-            self._answer(job)
-
-    def _answer(self, job: Sequence) -> None:
-        """The chunks are read: from here on each sample has a segment of its own."""
-        if job.segment is not None and job.segment.runs:
-            if job.prompt.context is None:
-                self.segments.keep(job.segment)
-            else:
-                job.segment.is_sealed = True
-            job.answer(self.segments.create(job.segment.path))
-        for other in job.fan_out():
-            assert other.reservation is not None
-            self.segments.retain(other.path.segments)
-            other.begin(self.segments.create(other.path), other.reservation)
-            self._running[other.id] = self._decoding[other.id] = other
-        self._decoding[job.id] = job
+            for sample in self._prompts.share(job):
+                self._running[sample.id] = self._decoding[sample.id] = sample
 
     def _plan_prefill(self) -> Prefill:
         job = self._prefilling.popleft()

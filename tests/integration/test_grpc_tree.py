@@ -15,9 +15,10 @@ from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
+from longleaf.messages import Usage
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
-from tests.service import FakeEngine, write_model
+from tests.service import FakeEngine, collect, write_model
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
@@ -86,3 +87,15 @@ async def test_a_fork_outlives_its_source(address: str, engine: Engine) -> None:
         assert [(context.id, context.tokens) for context in await client.list_contexts()] == [("ahab", 80)]
         await client.delete_context("ahab")
         assert sum(worker.tokens for worker in engine.cluster().workers) == 0
+
+
+async def test_a_repeated_prompt_says_what_was_held(address: str) -> None:
+    async with AsyncClient(address) as client:
+        _, cold = await collect(client.generate(tuple(range(70)), max_tokens=3))
+        _, warm = await collect(client.generate(tuple(range(70)), max_tokens=3))
+        _, longer = await collect(client.generate((*range(60), 9, 9), max_tokens=3))
+        assert (cold.usage, warm.usage) == (Usage(70, 0, 3), Usage(70, 69, 3))
+        assert longer.usage == Usage(62, 60, 3)
+        await client.ingest("moby", tuple(range(100, 150)))
+        _, other = await collect(client.generate((*range(100, 140), 7), max_tokens=1))
+        assert other.usage == Usage(41, 40, 1)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 
 from coordinator.engine import Engine
@@ -85,6 +86,36 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         assert isinstance(events[1], Tokens)
         assert (events[1].index, len(events[1].token_ids)) == (0, 50)
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
+
+
+async def test_samples_are_one_stream() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        asked = msgspec.structs.replace(prompt(20, 5), num_samples=3)
+        stream, other = engine.submit(asked), engine.submit(prompt(3, 2))
+        events = [event async for event in stream]
+        ids = {sample: [] for sample in range(3)}
+        for event in events:
+            if isinstance(event, Tokens):
+                assert event.index == len(ids[event.sample])
+                ids[event.sample] += event.token_ids
+        assert [len(found) for found in ids.values()] == [5, 5, 5]
+        assert sorted(event.sample for event in events if isinstance(event, Ended)) == [0, 1, 2]
+        assert await collect(other) == 2
+
+
+async def test_a_stream_ends_with_its_last_sample() -> None:
+    async with running(FakeRanks(2, 1000)) as (engine, _):
+        stream = engine.submit(msgspec.structs.replace(prompt(20, 900), num_samples=2))
+        seen: set[int] = set()
+        while len(seen) < 2:
+            event = await anext(stream)
+            seen |= {event.sample} if isinstance(event, Tokens) else set()
+        for sample in (1, 1, 0):
+            assert not stream.is_closed
+            stream.cancel_sample(sample)
+        assert stream.is_closed
+        assert (engine.cluster().running, engine.cluster().waiting) == (0, 0)
+        engine.check()
 
 
 async def test_cancel_by_leaving() -> None:
