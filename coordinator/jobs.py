@@ -7,7 +7,7 @@ from coordinator.blocks import Placer, Reservation
 from coordinator.contexts import Segment
 from coordinator.events import Prompt
 from longleaf.runs import Run
-from longleaf.step import Prefill, Row
+from longleaf.step import Prefill, Row, Seen
 
 
 class Job:
@@ -94,4 +94,13 @@ class Sequence(Job):
         token_ids = tuple(self.token_ids[self.num_read :]) if is_first else (self.last_token,)
         runs = self._grow(placer, token_ids)
         sent = token_ids if is_first else ()
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated)
+        seen = self._seen() if sent else None
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated, seen)
+
+    def _seen(self) -> Seen | None:
+        """What rank 0 cannot know of the tokens that penalties count."""
+        if not self.sampling.has_penalties:
+            return None
+        if self.sampling.repetition_penalty == 1.0:
+            return Seen((), ())
+        return Seen(tuple(set(self.token_ids).union(*(segment.token_ids for segment in self.path))), ())
