@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling
 
-EndReason = Literal["end_token", "length"]
+EndReason = Literal["end_token", "length", "stop_token"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
+    num_samples: int = 1
+    """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
+    priority: int = 0
+    """Higher goes first."""
+    client: str = ""
+    """Whom fair share counts."""
+    deadline: float | None = None
+    """When nobody waits for the answer any more, in seconds on the engine's clock."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -25,6 +33,8 @@ class Started(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     cached_tokens: int
+    queue_position: int = 0
+    """Jobs that were to begin before this one when it was admitted."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -39,10 +49,13 @@ class Tokens(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each id, or none when they were not asked for."""
+    sample: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The last event of a stream. Times in seconds."""
+    """The last event of a sample, and of the stream when all samples have ended. Times in seconds."""
 
     reason: EndReason
     prompt_tokens: int
@@ -51,6 +64,7 @@ class Ended(msgspec.Struct, frozen=True):
     queue_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    sample: int = 0
 
 
 Event = Started | Progress | Tokens | Ended

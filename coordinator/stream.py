@@ -6,13 +6,38 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Ended, Event, Progress, Started, Tokens
+from longleaf.sampling import Logprobs
+
+
+class Unread:
+    """What one sample has said since it was read."""
+
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
+        self._index = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self.ended: Ended | None = None
+
+    def join(self, tokens: Tokens) -> None:
+        self._index = self._index if self._token_ids else tokens.index
+        self._token_ids += tokens.token_ids
+        self._logprobs += tokens.logprobs
+
+    def take(self) -> Tokens | Ended | None:
+        if self._token_ids:
+            tokens = Tokens(self._index, tuple(self._token_ids), tuple(self._logprobs), self._sample)
+            self._token_ids, self._logprobs = [], []
+            return tokens
+        ended, self.ended = self.ended, None
+        return ended
 
 
 class Stream:
-    """Events of one job, read by one task: Started, Progress, Tokens and last Ended, in this order.
+    """Events of one job, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
 
-    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined.
-    An error is raised after the events that came before it.
+    However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
+    joined. An error is raised after the events that came before it.
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
@@ -20,9 +45,7 @@ class Stream:
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
-        self._index = 0
-        self._token_ids: list[int] = []
-        self._ended: Ended | None = None
+        self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
         self._is_closed = False
 
@@ -38,11 +61,13 @@ class Stream:
             case Progress():
                 self._progress = event
             case Tokens():
-                self._index = self._index if self._token_ids else event.index
-                self._token_ids += event.token_ids
+                self._of(event.sample).join(event)
             case Ended():
-                self._ended = event
+                self._of(event.sample).ended = event
         self._changed.set()
+
+    def _of(self, sample: int) -> Unread:
+        return self._unread.setdefault(sample, Unread(sample))
 
     def close(self, error: Exception | None = None) -> None:
         """Ends the stream, with an error or without, unless it has ended already."""
@@ -86,8 +111,6 @@ class Stream:
             event, self._started = self._started, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
-        elif self._token_ids:
-            event, self._token_ids = Tokens(self._index, tuple(self._token_ids)), []
         else:
-            event, self._ended = self._ended, None
+            event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
         return event
