@@ -14,7 +14,8 @@ class Times:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.arrived = self.started = clock()
+        self.arrived = clock()
+        self.started: float | None = None
 
 
 class Answer:
@@ -45,7 +46,8 @@ class Answer:
         """What the client is told of `event`. What comes of a sample after its end is dropped."""
         match event:
             case events.Started():
-                self._times.started = self._times.clock()
+                if event.queue_position == 0 and self._times.started is None:
+                    self._times.started = self._times.clock()
                 for sample in self._samples:
                     sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
                 counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
@@ -105,8 +107,9 @@ class Sample:
         self.is_finished = True
         now, times = self._times.clock(), self._times
         first = now if self._first_token_at is None else self._first_token_at
+        started = first if times.started is None else times.started
         usage = Usage(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
-        timings = timings_of(times.started - times.arrived, first - times.arrived, now - first)
+        timings = timings_of(started - times.arrived, first - times.arrived, now - first)
         return Finished("stop", self._text.matched_stop, usage, timings, self._index)
 
     def _delta(self, pieces: list[Piece]) -> list[Event]:

@@ -29,12 +29,13 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Admitted. Counts are in tokens; cached ones are part of the prompt."""
+    """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
+    the job begins, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
     queue_position: int = 0
-    """Jobs that were to begin before this one when it was admitted."""
+    """1 is next in the queue; 0 has begun."""
 
 
 class Progress(msgspec.Struct, frozen=True):

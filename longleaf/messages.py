@@ -77,7 +77,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was admitted, with `queue_position` others before it."""
+    """The request was admitted; comes again when its place in the queue changes: 1 is next, 0 has begun."""
 
     prompt_tokens: int
     cached_tokens: int
