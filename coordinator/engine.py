@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from coordinator.blocks import Placer
 from coordinator.contexts import Context
-from coordinator.events import ClusterView, ContextView, Ended, Prompt, RankShare, Started, Tokens, WorkerView
+from coordinator.events import ClusterView, ContextView, Ended, Progress, Prompt, RankShare, Started, Tokens, WorkerView
 from coordinator.scheduler import Acknowledged, Outcome, Scheduler
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
@@ -23,7 +23,9 @@ EPOCH = 1
 class Timings:
     """When a job was submitted, started and answered first, in seconds of the engine's clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, num_samples: int) -> None:
+        self.num_open = num_samples
+        """Samples that have not ended."""
         self.submitted = now
         self.started = now
         self.first_token: float | None = None
@@ -36,6 +38,11 @@ class Timings:
             first_token_seconds=first - self.submitted,
             decode_seconds=now - first,
         )
+
+
+def prompt_of(prompt: Prompt, sample: int) -> Prompt:
+    """The prompt of one sample, alone."""
+    return msgspec.structs.replace(prompt, sampling=prompt.sampling.of_sample(sample), num_samples=1)
 
 
 class Engine:
@@ -60,7 +67,8 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
-        self._streams: dict[int, tuple[Stream, Timings]] = {}
+        self._streams: dict[int, tuple[Stream, Timings, int]] = {}
+        """By job: where its events go, its times, and which sample of the stream it is."""
         self._outcomes: list[Outcome] = []
         self._next_id = 0
         self._wake = asyncio.Event()
@@ -88,10 +96,19 @@ class Engine:
     # --- what clients do ---
 
     def submit(self, prompt: Prompt) -> Stream:
-        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
+        """Starts a generation, each sample a job of its own. Its stream ends when all samples have ended.
+
+        Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable.
+        """
         scheduler = self._open()
-        scheduler.admit(self._next_id, prompt)
-        return self._new_stream()
+        for sample in range(prompt.num_samples):
+            try:
+                scheduler.admit(self._next_id + sample, prompt_of(prompt, sample))
+            except LongleafError:
+                for admitted in range(sample):
+                    scheduler.cancel(self._next_id + admitted)
+                raise
+        return self._new_stream(prompt.num_samples)
 
     def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
@@ -156,18 +173,35 @@ class Engine:
             shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
         )
 
-    def _new_stream(self) -> Stream:
-        job_id, self._next_id = self._next_id, self._next_id + 1
-        stream = Stream(lambda: self._cancel(job_id))
-        self._streams[job_id] = (stream, Timings(self._clock()))
+    def _new_stream(self, num_samples: int = 1) -> Stream:
+        first, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(
+            lambda: self._cancel(range(first, first + num_samples)), lambda sample: self._cancel_sample(first + sample)
+        )
+        timings = Timings(self._clock(), num_samples)
+        for sample in range(num_samples):
+            self._streams[first + sample] = (stream, timings, sample)
         self._wake.set()
         return stream
 
-    def _cancel(self, job_id: int) -> None:
-        del self._streams[job_id]
-        if self._scheduler is not None:
-            self._scheduler.cancel(job_id)
+    def _cancel(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            if self._streams.pop(job_id, None) is not None and self._scheduler is not None:
+                self._scheduler.cancel(job_id)
         self._wake.set()
+
+    def _cancel_sample(self, job_id: int) -> None:
+        if job_id in self._streams and self._scheduler is not None:
+            self._scheduler.cancel(job_id)
+            self._end_sample(job_id)
+        self._wake.set()
+
+    def _end_sample(self, job_id: int) -> None:
+        """Ends the stream with the last of its samples."""
+        stream, timings, _ = self._streams.pop(job_id)
+        timings.num_open -= 1
+        if timings.num_open == 0:
+            stream.close()
 
     # --- the loop ---
 
@@ -213,24 +247,27 @@ class Engine:
         for job_id, outcome in outcomes:
             if job_id not in self._streams:
                 continue  # cancelled
-            stream, timings = self._streams[job_id]
+            stream, timings, sample = self._streams[job_id]
             match outcome:
                 case LongleafError():
                     self._close_stream(job_id, outcome)
                 case Acknowledged():
                     self._close_stream(job_id)
                 case Ended():
-                    stream.put(timings.fill(outcome, now))
-                    self._close_stream(job_id)
-                case _:
+                    stream.put(msgspec.structs.replace(timings.fill(outcome, now), sample=sample))
+                    self._end_sample(job_id)
+                case Tokens():
+                    timings.first_token = now if timings.first_token is None else timings.first_token
+                    stream.put(msgspec.structs.replace(outcome, sample=sample))
+                case Started() | Progress() if sample == 0:
                     timings.started = now if isinstance(outcome, Started) else timings.started
-                    if isinstance(outcome, Tokens) and timings.first_token is None:
-                        timings.first_token = now
                     stream.put(outcome)
+                case _:
+                    pass  # the other samples start and read the same
 
     def _close_stream(self, job_id: int, error: Exception | None = None) -> None:
         if job_id in self._streams:
-            stream, _ = self._streams.pop(job_id)
+            stream, *_ = self._streams.pop(job_id)
             stream.close(error)
 
     def _fail(self, error: LongleafError) -> None:

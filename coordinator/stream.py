@@ -40,8 +40,9 @@ class Stream:
     joined. An error is raised after the events that came before it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, on_cancel: Callable[[], None], on_cancel_sample: Callable[[int], None]) -> None:
         self._on_cancel = on_cancel
+        self._on_cancel_sample = on_cancel_sample
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
@@ -80,6 +81,11 @@ class Stream:
         if not self._is_closed:
             self._on_cancel()
             self.close()
+
+    def cancel_sample(self, sample: int) -> None:
+        """Ends one sample, whose Ended will not come; the last one ends the stream. Idempotent."""
+        if not self._is_closed:
+            self._on_cancel_sample(sample)
 
     async def aclose(self) -> None:
         self.cancel()

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -193,6 +194,23 @@ async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
     monkeypatch.setattr(hook, "LayerCall", lambda *values: wrong(LayerCall(*values)))
     async with running(config_for(golden.folder, world_size=2)) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens
+
+
+async def test_samples_are_what_their_seeds_give_alone(goldens):
+    """Penalties, too, count each sample's own tokens, and nothing depends on what else is in the batch."""
+    golden = goldens("llama")
+    sampling = Sampling(max_tokens=20, temperature=1.5, seed=11, frequency_penalty=1.0, ignore_end_token=True)
+    prompt = Prompt(context=None, token_ids=golden.prompt[:100], sampling=sampling, num_samples=3)
+    async with running(config_for(golden.folder, world_size=2, chunk_size=64)) as engine:
+        together = {sample: [] for sample in range(3)}
+        async for event in engine.submit(prompt):
+            if isinstance(event, Tokens):
+                together[event.sample] += event.token_ids
+        for sample in range(3):
+            alone = msgspec.structs.replace(prompt, sampling=sampling.of_sample(sample), num_samples=1)
+            events = [event async for event in engine.submit(alone) if isinstance(event, Tokens)]
+            assert together[sample] == [i for event in events for i in event.token_ids]
+    assert len(set(map(tuple, together.values()))) == 3
 
 
 async def test_concurrent_generations_do_not_touch_each_other(goldens):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 
 from coordinator.engine import Engine
@@ -85,6 +86,40 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         assert isinstance(events[1], Tokens)
         assert (events[1].index, len(events[1].token_ids)) == (0, 50)
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
+
+
+async def test_samples_share_a_stream_and_end_one_by_one() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 5), num_samples=3))
+        stream.cancel_sample(1)
+        events = [event async for event in stream]
+        assert isinstance(events[0], Started)
+        said = [event.sample for event in events if isinstance(event, Tokens) for _ in event.token_ids]
+        assert sorted(said) == [0] * 5 + [2] * 5
+        assert [event.sample for event in events if isinstance(event, Ended)] == [0, 2]
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 500), num_samples=2))
+        async with stream:
+            await anext(stream)
+        assert engine.cluster().running == 0
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 500), num_samples=2))
+        stream.cancel_sample(0)
+        stream.cancel_sample(0)
+        stream.cancel_sample(1)
+        assert [event async for event in stream] == []
+        with pytest.raises(InvalidArgument):
+            engine.submit(msgspec.structs.replace(prompt(3, 5000), num_samples=2))
+
+
+async def test_logprobs_and_stop_tokens_come_through() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        second = echo_token(echo_token(2, 0, 1000), 1, 1000)
+        sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
+        events = [event async for event in stream]
+        told = [entry for event in events if isinstance(event, Tokens) for entry in event.logprobs]
+        assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        assert isinstance(events[-1], Ended)
+        assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
 
 async def test_cancel_by_leaving() -> None:
