@@ -69,7 +69,7 @@ class Generation:
         if isinstance(request, Resume):
             return self._replays.find(request.request_id).read(request.token_index)
         if (held := self._replays.get(request.request_id)) is not None:
-            if (held.request.input, held.request.context) != (request.input, request.context):
+            if not held.answers(request):
                 raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
             return held.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds

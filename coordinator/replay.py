@@ -33,12 +33,13 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 
 class Replay:
     """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
-    engine's own buffer reaches. Without a reader for `request.resume_seconds` it is over: `on_end` is called once."""
+    engine's own buffer reaches. Without a reader for as long as the request says it is over: `on_end` is called."""
 
     def __init__(
         self, request: Generate, events: AsyncGenerator[Event, None], later: CallLater, on_end: Callable[[], None]
     ) -> None:
-        self.request = request
+        self._question = _question(request)
+        self._seconds = request.resume_seconds
         self._events = events
         self._call_later = later
         self._on_end = on_end
@@ -51,8 +52,12 @@ class Replay:
         self._error: Exception | None = None
         self._is_over = False
         self._num_readers = 0
-        self._timer = later(request.resume_seconds, on_end)
+        self._timer = later(self._seconds, on_end)
         self._step: asyncio.Task[None] | None = None
+
+    def answers(self, request: Generate) -> bool:
+        """Whether `request` asks the same question."""
+        return _question(request) == self._question
 
     async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
         """Events from the token at `token_index` on, Started first. Closing the iterator ends nothing but itself.
@@ -132,7 +137,7 @@ class Replay:
     def _leave(self) -> None:
         self._num_readers -= 1
         if self._num_readers == 0 and self._error is None:
-            self._timer = self._call_later(self.request.resume_seconds, self._on_end)
+            self._timer = self._call_later(self._seconds, self._on_end)
 
     async def aclose(self) -> None:
         """Ends the generation."""
@@ -140,6 +145,11 @@ class Replay:
             self._step.cancel()
             await asyncio.wait([self._step])
         await self._events.aclose()
+
+
+def _question(request: Generate) -> int:
+    """Stands for what is asked: the input itself may be large, and a generation is held for minutes."""
+    return hash((request.input, request.context))
 
 
 def _num_tokens(event: Event) -> int:
