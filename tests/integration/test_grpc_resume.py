@@ -22,7 +22,7 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.service import FakeEngine, Served, write_model
 
-NUM_TOKENS = 300
+NUM_TOKENS = 200
 VOCAB = 128
 """Single bytes of ASCII: each token is a character of its own."""
 
@@ -125,7 +125,7 @@ async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, t
     assert found[0].request_id == "one"
     ids = ids_of(found)
     while not isinstance(found[-1], Finished):
-        found = await resumable.read(resume(len(ids)), num_tokens=100)
+        found = await resumable.read(resume(len(ids)), num_tokens=60)
         assert isinstance(found[0], Started)
         deltas = [event for event in found if isinstance(event, Delta)]
         assert not deltas or deltas[0].index == len(ids)
