@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling
 
-EndReason = Literal["end_token", "length"]
+EndReason = Literal["end_token", "length", "stop_token"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,13 +20,22 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
     num_samples: int = 1
     """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
+    priority: int = 0
+    """Higher goes first."""
+    client: str = ""
+    """Whom fair share counts."""
+    deadline: float | None = None
+    """When nobody waits for the answer any more, in seconds on the engine's clock."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Admitted. Counts are in tokens; cached ones are part of the prompt."""
+    """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
+    the job begins, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
+    queue_position: int = 0
+    """1 is next in the queue; 0 has begun."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -41,6 +50,8 @@ class Tokens(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each id, or none when they were not asked for."""
     sample: int = 0
 
 

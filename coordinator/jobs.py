@@ -3,13 +3,11 @@
 from array import array
 from collections.abc import Sequence as TokenIds
 
-import msgspec
-
 from coordinator.blocks import Placer, Reservation
 from coordinator.events import Prompt
 from coordinator.paths import Path, Segment
 from longleaf.runs import Run
-from longleaf.step import Prefill, Row
+from longleaf.step import Prefill, Row, Seen
 
 
 class Job:
@@ -103,10 +101,7 @@ class Sequence(Job):
         self.begin(segment, self.reservation)
 
     def fan_out(self) -> list["Sequence"]:
-        """The other samples, which share what was read. Their reservations are theirs; segments they lack.
-
-        Sample i draws with the seed of the prompt plus i, modulo 2^64.
-        """
+        """The other samples, which share what was read. Their reservations are theirs; segments they lack."""
         assert self.reservation is not None
         num_blocks, num_tails, self.num_tails = self.reservation.left // self.num_tails, self.num_tails, 1
         samples: list[Sequence] = []
@@ -114,7 +109,7 @@ class Sequence(Job):
             other = Sequence(self.id + i, self.path, self.prompt, self.num_prefill)
             other.owner, other.sample, other.num_tails = self.id, i, 1
             other.start, other.num_read, other.num_cached = self.start, self.num_read, self.num_cached
-            other.sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + i) % 2**64)
+            other.sampling = self.sampling.of_sample(i)
             other.reservation = self.reservation.split(num_blocks)
             samples.append(other)
         return samples
@@ -131,4 +126,13 @@ class Sequence(Job):
         token_ids = tuple(self.token_ids[self.num_read :]) if is_first else (self.last_token,)
         runs = self._grow(placer, token_ids)
         sent = token_ids if is_first else ()
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated)
+        seen = self._seen() if sent else None
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated, seen)
+
+    def _seen(self) -> Seen | None:
+        """What rank 0 cannot know of the tokens that penalties count."""
+        if not self.sampling.has_penalties:
+            return None
+        if self.sampling.repetition_penalty == 1.0:
+            return Seen((), ())
+        return Seen(tuple({*self.path.token_ids(), *self.token_ids}), ())

@@ -20,6 +20,7 @@ from coordinator.prompts import Prompts
 from coordinator.segments import Segments
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
+from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
 
 RETRY_SECONDS = 2.0
@@ -193,7 +194,7 @@ class Scheduler:
             if isinstance(plan.work, Prefill):
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
-                self._commit_token(job, result.token_ids[job.id])
+                self._commit_token(job, result.token_ids[job.id], result.logprobs.get(job.id))
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -216,13 +217,16 @@ class Scheduler:
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 
-    def _commit_token(self, job: Sequence, token: int) -> None:
+    def _commit_token(self, job: Sequence, token: int, logprobs: Logprobs | None) -> None:
         job.num_read = len(job.token_ids)
-        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), job.sample)))
+        told = (logprobs,) if logprobs is not None else ()
+        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), told, job.sample)))
         job.num_generated += 1
         job.last_token = token
         if token in job.end_tokens:
             self._end(job, "end_token")
+        elif token in job.sampling.stop_tokens:
+            self._end(job, "stop_token")
         elif job.num_generated == job.sampling.max_tokens:
             self._end(job, "length")
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
 
+import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
@@ -17,7 +18,7 @@ from coordinator.tokenizer import Tokenizer
 from coordinator.wire import context_of
 from longleaf import codec
 from longleaf.errors import InvalidArgument, LongleafError
-from longleaf.messages import Cluster, IngestPiece
+from longleaf.messages import Cluster, Generate, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -54,6 +55,22 @@ class ContextStore(Protocol):
         ...
 
 
+class Call(Protocol):
+    """What gRPC knows of a call."""
+
+    def peer(self) -> str:
+        """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds that the client waits yet; None when it set no limit."""
+        ...
+
+
+def _host(peer: str) -> str:
+    return peer.rpartition(":")[0] or peer
+
+
 def random_seed() -> int:
     """A seed for a caller who gave none."""
     return secrets.randbits(64)
@@ -67,10 +84,12 @@ class GenerationServicer(GenerationServiceServicer):
         self._seed = seed
 
     async def Generate(
-        self, request: service_pb.GenerateRequest, context: object
+        self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         decoded = codec.decode_generate(request, self._seed())
-        async with aclosing(self._generation.run(decoded)) as answer:
+        if isinstance(decoded, Generate) and not decoded.client:
+            decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
+        async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
             async for event in answer:
                 yield codec.encode_event(event)
 

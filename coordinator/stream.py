@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Ended, Event, Progress, Started, Tokens
+from longleaf.sampling import Logprobs
 
 
 class Unread:
@@ -15,16 +16,18 @@ class Unread:
         self._sample = sample
         self._index = 0
         self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
         self.ended: Ended | None = None
 
     def join(self, tokens: Tokens) -> None:
         self._index = self._index if self._token_ids else tokens.index
         self._token_ids += tokens.token_ids
+        self._logprobs += tokens.logprobs
 
     def take(self) -> Tokens | Ended | None:
         if self._token_ids:
-            tokens = Tokens(self._index, tuple(self._token_ids), self._sample)
-            self._token_ids = []
+            tokens = Tokens(self._index, tuple(self._token_ids), tuple(self._logprobs), self._sample)
+            self._token_ids, self._logprobs = [], []
             return tokens
         ended, self.ended = self.ended, None
         return ended

@@ -37,5 +37,11 @@ def finished_of(event: events.Ended) -> Finished:
         event.reason,
         "",
         Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
-        Timings(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+        timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+        event.sample,
     )
+
+
+def timings_of(queue: float, first_token: float, decode: float) -> Timings:
+    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token on."""
+    return Timings(queue, first_token, decode, max(0.0, first_token - queue))

@@ -7,10 +7,10 @@ from typing import Literal, TypedDict
 
 import msgspec
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import MergeTiming
 
-FinishReason = Literal["end_token", "stop", "length"]
+FinishReason = Literal["end_token", "stop", "length", "stop_token"]
 IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
 
 
@@ -24,6 +24,13 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: tuple[str, ...] | list[str] | None
     ignore_end_token: bool | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: dict[int, float] | None
+    stop_tokens: tuple[int, ...] | list[int] | None
+    num_logprobs: int | None
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +41,21 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
     sampling: Sampling
+    num_samples: int = 1
+    request_id: str = ""
+    """Names the generation; the service makes one when empty."""
+    resume_seconds: float = 0.0
+    """How long the generation is held when nobody reads it."""
+    priority: int = 0
+    client: str = ""
+    """Whom fair share counts; the address of the peer when empty."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request to go on with a generation, after `token_index` tokens of all its samples together."""
+
+    request_id: str
+    token_index: int
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -45,18 +67,22 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Queue and first token count from arrival; decode from the first token to the last."""
+    """Queue and first token count from arrival, prefill from the end of the queue to the first token; decode from
+    there to the last."""
 
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was admitted."""
+    """The request was admitted; comes again when its place in the queue changes: 1 is next, 0 has begun."""
 
     prompt_tokens: int
     cached_tokens: int
+    queue_position: int = 0
+    request_id: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -67,11 +93,16 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token."""
+    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token.
+
+    `logprobs` has one entry for each token, or none when they were not asked for.
+    """
 
     index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[Logprobs, ...] = ()
+    sample: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -81,6 +112,7 @@ class Finished(msgspec.Struct, frozen=True):
     matched_stop: str = ""
     usage: Usage = Usage()
     timings: Timings = Timings()
+    sample: int = 0
 
 
 Event = Started | Progress | Delta | Finished

@@ -63,6 +63,7 @@ class FakeStream:
         self._error = error
         self._is_endless = is_endless
         self.closed = asyncio.Event()
+        self.cancelled: list[int] = []
 
     def __aiter__(self) -> AsyncIterator[events.Event]:
         return self
@@ -79,6 +80,9 @@ class FakeStream:
     async def aclose(self) -> None:
         self.closed.set()
 
+    def cancel_sample(self, sample: int) -> None:
+        self.cancelled.append(sample)
+
 
 class FakeEngine:
     """Answers every prompt with `answer` (ids), or with `error`; keeps contexts as lists of ids."""
@@ -87,6 +91,8 @@ class FakeEngine:
         self.max_positions = 4096
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
+        self.script: tuple[events.Event, ...] = ()
+        """What streams say after Started and Progress instead of `answer`."""
         self.reason: events.EndReason = "length"
         self.error: Exception | None = None
         """Raised at once by submit and ingest."""
@@ -115,7 +121,8 @@ class FakeEngine:
         for token_ids in self.answer:
             script.append(events.Tokens(index, token_ids))
             index += len(token_ids)
-        if not self.is_endless and self.late_error is None:
+        script += self.script
+        if not self.is_endless and self.late_error is None and not self.script:
             script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25))
         return self._stream(script)
 

@@ -14,7 +14,7 @@ from longleaf.codec.context import (
     encode_ingest_piece,
     encode_ingest_progress,
 )
-from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate
+from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 
@@ -37,5 +37,6 @@ __all__ = [
     "encode_generate",
     "encode_ingest_piece",
     "encode_ingest_progress",
+    "encode_resume",
     "encode_sampling",
 ]

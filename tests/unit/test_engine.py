@@ -118,6 +118,18 @@ async def test_a_stream_ends_with_its_last_sample() -> None:
         engine.check()
 
 
+async def test_logprobs_and_stop_tokens_come_through() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        second = echo_token(echo_token(2, 0, 1000), 1, 1000)
+        sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
+        events = [event async for event in stream]
+        told = [entry for event in events if isinstance(event, Tokens) for entry in event.logprobs]
+        assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        assert isinstance(events[-1], Ended)
+        assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
+
+
 async def test_cancel_by_leaving() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         async with aclosing(engine.submit(prompt(100, 2000))) as stream:

@@ -8,7 +8,7 @@ from coordinator.scheduler import Acknowledged, Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, StepPlan, StepResult
+from longleaf.step import Decode, Prefill, Seen, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
 
@@ -328,3 +328,23 @@ def test_a_fork_takes_no_name_that_an_ingest_has_taken() -> None:
     bench.scheduler.fork_context("doc", "fork")
     with pytest.raises(AlreadyExists, match="contexts/fork"):
         bench.ingest("fork", 1)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "told"),
+    [
+        ({}, None),
+        ({"presence_penalty": 1.0}, Seen((), ())),
+        ({"repetition_penalty": 1.5}, Seen(tuple(range(40)), ())),
+    ],
+)
+def test_penalties_are_told_what_was_seen_with_the_first_row(penalty: dict[str, float], told: Seen | None) -> None:
+    bench = Bench()
+    bench.ingest("book", 40)
+    bench.run()
+    sampling = Sampling(max_tokens=3, **penalty)  # type: ignore[arg-type]
+    prompt = Prompt(context="book", token_ids=(3, 3, 5) * 5, sampling=sampling)
+    bench._admitted(lambda job: bench.scheduler.admit(job, prompt))
+    rows = [row for plan in bench.run() if isinstance(plan.work, Decode) for row in plan.work.rows]
+    assert [row.token_index for row in rows] == [0, 1, 2]
+    assert [row.seen for row in rows] == [told, None, None]
