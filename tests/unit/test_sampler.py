@@ -54,7 +54,7 @@ token_lists = st.lists(st.integers(0, V - 1), max_size=8)
     logits=st.lists(st.floats(-8, 8, width=32), min_size=V, max_size=V),
     prompt=st.lists(st.integers(0, V - 1), min_size=1, max_size=8),
     answer=token_lists,
-    bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100).filter(bool), max_size=3),
+    bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32).filter(bool), max_size=3),  # as sent
     repetition=st.floats(0.25, 4),
     temperature=st.floats(0.25, 4),
     top_k=st.integers(0, V),
