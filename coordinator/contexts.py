@@ -3,9 +3,15 @@
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+from msgspec import UNSET
+
 from coordinator.blocks import Placer
-from longleaf.errors import NotFound
+from longleaf.errors import InvalidArgument, NotFound
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
+
+MAX_TIME = 253402300799
+"""The last second of the year 9999."""
 
 
 class Segment:
@@ -96,10 +102,24 @@ class Context:
         self.path: tuple[Segment, ...] = ()
         self.created = now
         self.updated = now
+        self.display_name = ""
+        self.is_pinned = False
+        self.expires: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.path[-1].end if self.path else 0
+
+    def change(self, settings: ContextSettings, now: float) -> None:
+        """Takes what is set."""
+        if settings.display_name is not UNSET:
+            self.display_name = settings.display_name
+        if settings.is_pinned is not UNSET:
+            self.is_pinned = settings.is_pinned
+        if settings.expires is not UNSET:
+            self.expires = settings.expires
+        if settings.ttl is not UNSET:
+            self.expires = now + settings.ttl
 
     def shares(self, world_size: int) -> list[int]:
         """Tokens held by each rank."""
@@ -116,12 +136,22 @@ class Context:
         assert all(segment.is_sealed for segment in self.path)
 
 
+def check_settings(settings: ContextSettings, now: float, parent: str) -> None:
+    """Raises InvalidArgument for a time that has passed, or that a date cannot tell; `parent` carries the settings."""
+    if settings.expires is not UNSET and settings.expires is not None and settings.expires <= now:
+        raise InvalidArgument(f"{parent}.expire_time", f"passed {now - settings.expires:.0f} seconds ago")
+    if settings.ttl is not UNSET and now + settings.ttl > MAX_TIME:
+        raise InvalidArgument(f"{parent}.ttl", f"{settings.ttl:g} seconds end after the year 9999")
+
+
 class Contexts:
     """The contexts by id. Each holds one reference to each segment of its path."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._by_id: dict[str, Context] = {}
+        self.next_expiry: float | None = None
+        """When the next context expires; None while none does."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
@@ -136,20 +166,40 @@ class Contexts:
         """Sorted by id."""
         return [context for _, context in sorted(self._by_id.items())]
 
-    def append(self, context_id: str, segment: Segment, now: float) -> None:
-        """Seals `segment` and makes it the end of `context_id`, which is created when it is new. Takes over the
-        caller's reference."""
+    def append(self, context_id: str, segment: Segment, now: float, settings: ContextSettings = UNCHANGED) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` when it is new. Takes
+        over the caller's reference."""
         segment.is_sealed = True
         context = self._by_id.setdefault(context_id, Context(context_id, now))
         assert segment.start == context.num_tokens
         context.path += (segment,)
         context.updated = now
+        self.change(context_id, settings, now)
+
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> Context:
+        """Raises NotFound."""
+        context = self.get(context_id)
+        context.change(settings, now)
+        self._find_next_expiry()
+        return context
+
+    def _find_next_expiry(self) -> None:
+        times = (c.expires for c in self._by_id.values() if c.expires is not None and not c.is_pinned)
+        self.next_expiry = min(times, default=None)
+
+    def expired(self, now: float) -> tuple[str, ...]:
+        """Ids of the contexts whose time has passed."""
+        if self.next_expiry is None or now < self.next_expiry:
+            return ()
+        dated = ((c.id, c.expires) for c in self._by_id.values() if not c.is_pinned)
+        return tuple(context_id for context_id, expires in dated if expires is not None and expires <= now)
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
         path = self.get(context_id).path
         del self._by_id[context_id]
         self._segments.release(path)
+        self._find_next_expiry()
 
     def check(self) -> None:
         for context in self._by_id.values():

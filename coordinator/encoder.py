@@ -72,8 +72,8 @@ class Encoder:
         """First tokens of `_text` that are settled already."""
         self.token_ids = array("I")
         """What is settled; the caller may take it out."""
-        self.spans: array[int] | None = None
-        """Where they lie in the text, two characters per id; only kept when it is set to an empty array."""
+        self.spans: list[tuple[int, int]] | None = None
+        """Where they lie in the text, in characters; only kept when it is set to a list."""
 
     @property
     def num_held(self) -> int:
@@ -117,8 +117,8 @@ class Encoder:
     def _settle(self, encoding: Encoding, end: int) -> None:
         self.token_ids.extend(encoding.ids[self._num_lead : end])
         if self.spans is not None:
-            for first, last in encoding.offsets[self._num_lead : end]:
-                self.spans.extend((self._start + first, self._start + last))
+            spans = encoding.offsets[self._num_lead : end]
+            self.spans += ((self._start + first, self._start + last) for first, last in spans)
 
     def _find_cut(self, window: str, encoding: Encoding) -> _Cut | None:
         tail = _Tail(encoding)

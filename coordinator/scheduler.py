@@ -17,6 +17,7 @@ from coordinator.jobs import Ingest, Job, Sequence
 from coordinator.limits import Limits
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
 
 RETRY_SECONDS = 2.0
@@ -73,7 +74,15 @@ class Scheduler:
         job.num_blocks = self._limits.check(job, "sampling.max_token_count", prompt.sampling.max_tokens)
         self._enqueue(job)
 
-    def admit_ingest(self, job_id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
+    def admit_ingest(
+        self,
+        job_id: int,
+        context: str,
+        token_ids: TokenIds[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+    ) -> None:
         """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted."""
         is_busy = any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
         if not append and (is_busy or context in self.contexts):
@@ -83,7 +92,7 @@ class Scheduler:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", RETRY_SECONDS)
-        job = Ingest(job_id, path, token_ids, context)
+        job = Ingest(job_id, path, token_ids, context, settings)
         job.num_blocks = self._limits.check(job, "text", 0)
         self._enqueue(job)
 
@@ -195,7 +204,7 @@ class Scheduler:
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
         self.segments.retain([job.segment])
-        self.contexts.append(job.context, job.segment, now)
+        self.contexts.append(job.context, job.segment, now, job.settings)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 

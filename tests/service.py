@@ -17,7 +17,7 @@ from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
-from longleaf.messages import Cluster, Delta, Event, Finished, ModelInfo
+from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo
 from longleaf.step import Ready
 
 END = "<|end|>"
@@ -95,6 +95,8 @@ class FakeEngine:
         self.is_endless = False
         self.prompts: list[events.Prompt] = []
         self.contexts: dict[str, list[int]] = {}
+        self.settings: dict[str, ContextSettings] = {}
+        self.created = 1.5
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
 
@@ -119,7 +121,9 @@ class FakeEngine:
             script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25))
         return self._stream(script)
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> FakeStream:
+    def ingest(
+        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings = UNCHANGED
+    ) -> FakeStream:
         if self.error is not None:
             raise self.error
         if not append and context in self.contexts:
@@ -127,20 +131,37 @@ class FakeEngine:
         total = len(token_ids)
         if not self.is_endless and self.late_error is None:
             self.contexts.setdefault(context, []).extend(token_ids)
+            self.settings.setdefault(context, settings)
         return self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
 
     def get_context(self, context_id: str) -> events.ContextView:
         if context_id not in self.contexts:
             raise NotFound(f"contexts/{context_id}")
         size = len(self.contexts[context_id])
-        return events.ContextView(context_id, size, size * 64, 1.5, 2.5, (events.RankShare(0, size),))
+        given = self.settings.get(context_id, ContextSettings())
+        return events.ContextView(
+            id=context_id,
+            tokens=size,
+            kv_bytes=size * 64,
+            created=self.created,
+            updated=2.5,
+            shares=(events.RankShare(0, size),),
+            display_name=given.display_name or "",
+            expires=given.expires or None,
+            is_pinned=bool(given.is_pinned),
+        )
 
     def list_contexts(self) -> list[events.ContextView]:
         return [self.get_context(name) for name in sorted(self.contexts)]
 
+    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+        self.settings[context_id] = settings
+        return self.get_context(context_id)
+
     def delete_context(self, context_id: str) -> None:
         self.get_context(context_id)
         del self.contexts[context_id]
+        self.settings.pop(context_id, None)
 
     def cluster(self) -> events.ClusterView:
         worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)
