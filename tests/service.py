@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -56,12 +56,14 @@ def write_model(folder: Path, tokenizer: FastTokenizer | None = None, template: 
 
 
 class FakeStream:
-    """Says its events; then fails, hangs or ends."""
+    """Says its events; then fails, waits for its release, or ends."""
 
     def __init__(self, script: Sequence[events.Event], error: LongleafError | None, is_endless: bool) -> None:
         self._script = list(script)
         self._error = error
         self._is_endless = is_endless
+        self.on_release: Callable[[], None] = lambda: None
+        self.released = asyncio.Event()
         self.closed = asyncio.Event()
 
     def __aiter__(self) -> AsyncIterator[events.Event]:
@@ -73,7 +75,8 @@ class FakeStream:
         if self._error is not None:
             raise self._error
         if self._is_endless:
-            await asyncio.Event().wait()
+            await self.released.wait()
+            self.on_release()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -129,10 +132,15 @@ class FakeEngine:
         if not append and context in self.contexts:
             raise AlreadyExists(f"contexts/{context}")
         total = len(token_ids)
+        stream = self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+        stream.on_release = lambda: self._acknowledge(context, token_ids, settings)
         if not self.is_endless and self.late_error is None:
-            self.contexts.setdefault(context, []).extend(token_ids)
-            self.settings.setdefault(context, settings)
-        return self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+            self._acknowledge(context, token_ids, settings)
+        return stream
+
+    def _acknowledge(self, context: str, token_ids: Sequence[int], settings: ContextSettings) -> None:
+        self.contexts.setdefault(context, []).extend(token_ids)
+        self.settings.setdefault(context, settings)
 
     def get_context(self, context_id: str) -> events.ContextView:
         if context_id not in self.contexts:
