@@ -163,6 +163,7 @@ class FakeEngine:
         return [self.get_context(name) for name in sorted(self.contexts)]
 
     def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+        self.get_context(context_id)
         self.settings[context_id] = settings
         return self.get_context(context_id)
 

@@ -115,10 +115,7 @@ class Raw:
     async def finish(self) -> ingest_pb.IngestContextResponse:
         """The last report."""
         await self.call.done_writing()
-        last = ingest_pb.IngestContextResponse()
-        async for last in self.call:
-            pass
-        return last
+        return [response async for response in self.call][-1]
 
 
 async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.Channel) -> None:
@@ -141,8 +138,9 @@ async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) 
     await old.open()
     await old.send(text[:PIECE])
     assert (await new.open()).received_size_bytes == PIECE
+    await old.call.write(ingest_pb.IngestContextRequest(text=b"not a part of it"))
     with pytest.raises(grpc.aio.AioRpcError, match="another stream") as caught:
-        await old.send(b"not a part of it" * PIECE)
+        await old.finish()
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     await new.send(text[PIECE:])
     await new.finish()
