@@ -219,16 +219,17 @@ async def test_a_context_that_is_not_there_cannot_be_changed(channel: grpc.aio.C
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def ingest_with(channel: grpc.aio.Channel, **config: Any) -> ingest_pb.IngestContextResponse:
+async def ingest_with(channel: grpc.aio.Channel, text: bytes | None, **config: Any) -> ingest_pb.IngestContextResponse:
     async def upward() -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby", **config})
-        yield ingest_pb.IngestContextRequest(text=b"text")
+        if text is not None:
+            yield ingest_pb.IngestContextRequest(text=text)
 
     return [answer async for answer in ContextServiceStub(channel).IngestContext(upward())][-1]
 
 
 async def test_an_ingest_may_name_pin_and_date_its_context(service: Served, channel: grpc.aio.Channel) -> None:
-    last = await ingest_with(channel, display_name="The whale", pinned=True, ttl={"seconds": 60})
+    last = await ingest_with(channel, b"text", display_name="The whale", pinned=True, ttl={"seconds": 60})
     assert service.engine.settings["moby"] == ContextSettings(display_name="The whale", is_pinned=True, ttl=60.0)
     assert last.context.display_name == "The whale"
 
@@ -249,6 +250,6 @@ async def test_wrong_settings_are_refused_before_the_text_is_sent(
     channel: grpc.aio.Channel, config: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await ingest_with(channel, **config)
+        await ingest_with(channel, None, **config)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert (caught.value.details() or "").startswith(field + ": ")

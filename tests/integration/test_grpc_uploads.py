@@ -18,7 +18,8 @@ from tests.proxy import breaking
 from tests.service import BYTES, Served, ids
 
 OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]
-PIECE = 300_000
+PIECE = 1 << 18
+"""Bytes after which a report comes."""
 
 
 def long_text(num_characters: int) -> str:
@@ -39,7 +40,7 @@ def cut(data: bytes, size: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 1 << 21], ids=str)
 async def test_pieces_may_have_any_size(roomy: Served, size: int) -> None:
-    text = long_text(2000 if size < 100 else 400_000)
+    text = long_text(2000 if size < 100 else 200_000)
     seen: list[IngestProgress] = []
     context = await roomy.client.ingest("moby", cut(text.encode(), size), on_progress=seen.append)
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text)]
@@ -69,19 +70,26 @@ async def test_token_ids_may_come_in_pieces_of_any_size(roomy: Served) -> None:
     [lambda text: text, lambda text: cut(text.encode(), 5000), lambda text: ids(text)],
     ids=["text", "iterator", "ids"],
 )
-async def test_a_connection_that_breaks_twice_loses_nothing(roomy: Served, shape: Callable[[str], Document]) -> None:
-    text = long_text(400_000)
-    async with breaking(roomy.address, 200_000, 250_000) as (proxy, address), AsyncClient(address) as client:
-        context = await client.ingest("moby", shape(text), upload_id="mine")
+async def test_a_connection_that_breaks_twice_loses_nothing(
+    roomy: Served, shape: Callable[[str], Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr("longleaf.client.documents.PIECE_TOKENS", 1 << 12)
+    text = long_text(150_000)
+    seen: list[IngestProgress] = []
+    async with breaking(roomy.address, 80_000, 90_000) as (proxy, address), AsyncClient(address) as client:
+        context = await client.ingest("moby", shape(text), upload_id="mine", on_progress=seen.append)
         assert proxy.num_dropped == 2
+    offsets = [max(p.received_bytes, p.received_tokens) for p in seen if p.phase == "receiving"]
+    assert 0 < max(offsets) < len(text.encode()), "what was received is not sent again"
     opening = [] if isinstance(shape(text), tuple) else OPENING
     assert roomy.engine.contexts["moby"] == [*opening, *ids(text)]
     assert context.tokens == len(opening) + len(ids(text))
 
 
 async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(roomy: Served) -> None:
-    text = long_text(400_000)
-    async with breaking(roomy.address, 200_000) as (_, address), AsyncClient(address) as client:
+    text = long_text(100_000)
+    async with breaking(roomy.address, 100_000) as (_, address), AsyncClient(address) as client:
         with pytest.raises(Unavailable):
             await client.ingest("moby", text)
         assert not roomy.engine.contexts
@@ -115,11 +123,15 @@ class Raw:
     async def finish(self) -> ingest_pb.IngestContextResponse:
         """The last report."""
         await self.call.done_writing()
-        return [response async for response in self.call][-1]
+        last = None
+        while (response := await self.call.read()) is not grpc.aio.EOF:
+            last = response
+        assert last is not None
+        return last
 
 
 async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.Channel) -> None:
-    text = long_text(400_000).encode()
+    text = long_text(200_000).encode()
     first = Raw(channel)
     assert (await first.open()).received_size_bytes == 0
     assert (await first.send(text[:PIECE])).received_size_bytes == PIECE
@@ -133,7 +145,7 @@ async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.
 
 
 async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) -> None:
-    text = long_text(400_000).encode()
+    text = long_text(200_000).encode()
     old, new = Raw(channel), Raw(channel)
     await old.open()
     await old.send(text[:PIECE])
