@@ -1,8 +1,14 @@
 """The contexts: names for paths of sealed segments."""
 
+from msgspec import UNSET
+
 from coordinator.paths import Path, Segment
 from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.messages import UNCHANGED, ContextSettings
+
+MAX_TIME = 253402300799
+"""The last second of the year 9999."""
 
 
 class Context:
@@ -13,10 +19,24 @@ class Context:
         self.path = path
         self.created = now
         self.updated = now
+        self.display_name = ""
+        self.is_pinned = False
+        self.expires: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.path.end
+
+    def change(self, settings: ContextSettings, now: float) -> None:
+        """Takes what is set."""
+        if settings.display_name is not UNSET:
+            self.display_name = settings.display_name
+        if settings.is_pinned is not UNSET:
+            self.is_pinned = settings.is_pinned
+        if settings.expires is not UNSET:
+            self.expires = settings.expires
+        if settings.ttl is not UNSET:
+            self.expires = now + settings.ttl
 
     def shares(self, world_size: int) -> list[int]:
         """Tokens held by each rank."""
@@ -33,12 +53,22 @@ class Context:
         assert all(segment.is_sealed for segment in self.path.segments)
 
 
+def check_settings(settings: ContextSettings, now: float, parent: str) -> None:
+    """Raises InvalidArgument for a time that has passed, or that a date cannot tell; `parent` carries the settings."""
+    if settings.expires is not UNSET and settings.expires is not None and settings.expires <= now:
+        raise InvalidArgument(f"{parent}.expire_time", f"passed {now - settings.expires:.0f} seconds ago")
+    if settings.ttl is not UNSET and now + settings.ttl > MAX_TIME:
+        raise InvalidArgument(f"{parent}.ttl", f"{settings.ttl:g} seconds end after the year 9999")
+
+
 class Contexts:
     """The contexts by id. Each holds one reference to each segment of its path."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._by_id: dict[str, Context] = {}
+        self.next_expiry: float | None = None
+        """When the next context expires; None while none does."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
@@ -53,14 +83,33 @@ class Contexts:
         """Sorted by id."""
         return [context for _, context in sorted(self._by_id.items())]
 
-    def append(self, context_id: str, segment: Segment, now: float) -> None:
-        """Seals `segment` and makes it the end of `context_id`, which is created when it is new. Takes over the
-        caller's reference."""
+    def append(self, context_id: str, segment: Segment, now: float, settings: ContextSettings = UNCHANGED) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` when it is new. Takes
+        over the caller's reference."""
         self._segments.seal(segment)
         context = self._by_id.setdefault(context_id, Context(context_id, now, Path()))
         assert segment.before == context.path
         context.path = segment.path
         context.updated = now
+        self.change(context_id, settings, now)
+
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> Context:
+        """Raises NotFound."""
+        context = self.get(context_id)
+        context.change(settings, now)
+        self._find_next_expiry()
+        return context
+
+    def _find_next_expiry(self) -> None:
+        times = (c.expires for c in self._by_id.values() if c.expires is not None and not c.is_pinned)
+        self.next_expiry = min(times, default=None)
+
+    def expired(self, now: float) -> tuple[str, ...]:
+        """Ids of the contexts whose time has passed."""
+        if self.next_expiry is None or now < self.next_expiry:
+            return ()
+        dated = ((c.id, c.expires) for c in self._by_id.values() if not c.is_pinned)
+        return tuple(context_id for context_id, expires in dated if expires is not None and expires <= now)
 
     def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -84,6 +133,7 @@ class Contexts:
         path = self.get(context_id).path
         del self._by_id[context_id]
         self._segments.release(path.segments)
+        self._find_next_expiry()
 
     def check(self) -> None:
         for context in self._by_id.values():

@@ -8,12 +8,13 @@ from contextlib import suppress
 import msgspec
 
 from coordinator.blocks import Placer
-from coordinator.contexts import Context
+from coordinator.contexts import Context, check_settings
 from coordinator.events import ClusterView, ContextView, Ended, Prompt, RankShare, Started, Tokens, WorkerView
 from coordinator.scheduler import Acknowledged, Outcome, Scheduler
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.ports import Ranks
 from longleaf.step import Ready
 
@@ -98,11 +99,13 @@ class Engine:
         scheduler.admit(self._next_id, prompt)
         return self._new_stream(prompt.num_samples)
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> Stream:
+    def ingest(
+        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings = UNCHANGED
+    ) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
         context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
         scheduler = self._open()
-        scheduler.admit_ingest(self._next_id, context, token_ids, append=append)
+        scheduler.admit_ingest(self._next_id, context, token_ids, append=append, settings=settings)
         return self._new_stream()
 
     def get_context(self, context_id: str) -> ContextView:
@@ -120,11 +123,30 @@ class Engine:
         """
         return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
 
+    def update_context(self, context_id: str, settings: ContextSettings) -> ContextView:
+        """Raises NotFound, and InvalidArgument for a time that has passed."""
+        contexts, now = self._open().contexts, self._wall_clock()
+        check_settings(settings, now, "context")
+        view = self._view(contexts.change(context_id, settings, now))
+        self._wake.set()  # it may expire sooner
+        return view
+
     def delete_context(self, context_id: str) -> None:
         """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
-        for job_id in self._open().delete_context(context_id):
+        self._delete(self._open(), context_id)
+
+    def _delete(self, scheduler: Scheduler, context_id: str) -> None:
+        for job_id in scheduler.delete_context(context_id):
             self._close_stream(job_id, NotFound(f"contexts/{context_id}"))
         self._wake.set()
+
+    def _expire(self, scheduler: Scheduler) -> float | None:
+        """Deletes the contexts whose time has passed; gives the seconds until the next one's."""
+        now = self._wall_clock()
+        for context_id in scheduler.contexts.expired(now):
+            self._delete(scheduler, context_id)
+        following = scheduler.contexts.next_expiry
+        return None if following is None else following - now
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
@@ -151,10 +173,11 @@ class Engine:
         assert len(self._streams) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
-        """Raises what keeps the service from answering."""
+        """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
         if self._failure is not None:
             raise Unavailable(str(self._failure))
         assert self._scheduler is not None
+        self._expire(self._scheduler)
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
@@ -166,6 +189,9 @@ class Engine:
             created=context.created,
             updated=context.updated,
             shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
+            display_name=context.display_name,
+            expires=context.expires,
+            is_pinned=context.is_pinned,
         )
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
@@ -228,7 +254,9 @@ class Engine:
         self._publish(self._outcomes + scheduler.drain())
         self._outcomes = []
         if plan is None or step is None:
-            await self._wake.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._expire(scheduler)):
+                    await self._wake.wait()
             return
         self._outcomes = scheduler.commit(plan, await step, self._wall_clock())
 

@@ -87,6 +87,9 @@ class ContextView(msgspec.Struct, frozen=True):
     created: float
     updated: float
     shares: tuple[RankShare, ...]
+    display_name: str = ""
+    expires: float | None = None
+    is_pinned: bool = False
 
 
 class WorkerView(msgspec.Struct, frozen=True):

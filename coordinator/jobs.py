@@ -6,6 +6,7 @@ from collections.abc import Sequence as TokenIds
 from coordinator.blocks import Placer, Reservation
 from coordinator.events import Prompt
 from coordinator.paths import Path, Segment
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
 from longleaf.step import Prefill, Row, Seen
 
@@ -68,9 +69,18 @@ class Job:
 class Ingest(Job):
     """A document on its way into context `context`."""
 
-    def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], context: str) -> None:
+    def __init__(
+        self,
+        job_id: int,
+        path: Path,
+        token_ids: TokenIds[int],
+        context: str,
+        settings: ContextSettings = UNCHANGED,
+    ) -> None:
         super().__init__(job_id, path, token_ids, len(token_ids))
         self.context = context
+        self.settings = settings
+        """Of the context that is created."""
 
 
 class Sequence(Job):

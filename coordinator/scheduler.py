@@ -20,6 +20,7 @@ from coordinator.prompts import Prompts
 from coordinator.segments import Segments
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
 
@@ -87,7 +88,15 @@ class Scheduler:
         job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
         self._enqueue(job)
 
-    def admit_ingest(self, job_id: int, context: str, token_ids: TokenIds[int], *, append: bool) -> None:
+    def admit_ingest(
+        self,
+        job_id: int,
+        context: str,
+        token_ids: TokenIds[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+    ) -> None:
         """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted."""
         is_busy = self._is_read_into(context)
         if not append and (is_busy or context in self.contexts):
@@ -97,7 +106,7 @@ class Scheduler:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", RETRY_SECONDS)
-        job = Ingest(job_id, path, token_ids, context)
+        job = Ingest(job_id, path, token_ids, context, settings)
         job.num_blocks = self._limits.check(job, "text", 0)
         self._enqueue(job)
 
@@ -213,7 +222,7 @@ class Scheduler:
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
         self.segments.retain([job.segment])
-        self.contexts.append(job.context, job.segment, now)
+        self.contexts.append(job.context, job.segment, now, job.settings)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 

@@ -3,9 +3,11 @@
 `longleaf.codec` alone turns them into protobuf messages and back.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import MergeTiming
@@ -127,7 +129,7 @@ class RankShare(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """A context. `created` and `updated` are seconds since the epoch."""
+    """A context. `created`, `updated` and `expires` (None: never) are seconds since the epoch."""
 
     id: str
     tokens: int
@@ -135,6 +137,23 @@ class Context(msgspec.Struct, frozen=True):
     created: float
     updated: float
     shares: tuple[RankShare, ...] = ()
+    display_name: str = ""
+    expires: float | None = None
+    is_pinned: bool = False
+
+
+class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client decides about a context. What is unset stays as it is: at first no name, no expiry, no pin."""
+
+    display_name: str | UnsetType = UNSET
+    is_pinned: bool | UnsetType = UNSET
+    expires: float | UnsetType | None = UNSET
+    """Seconds since the epoch; None means never."""
+    ttl: float | UnsetType = UNSET
+    """Seconds until it expires, from now or from the acknowledgement of its ingest; instead of `expires`."""
+
+
+UNCHANGED = ContextSettings()
 
 
 class ForkContext(msgspec.Struct, frozen=True):
@@ -146,25 +165,38 @@ class ForkContext(msgspec.Struct, frozen=True):
 
 
 class IngestHeader(msgspec.Struct, frozen=True):
-    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand."""
+    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
+    makes the ingest resumable."""
 
     context: str
     append: bool = False
     total_bytes: int | None = None
+    upload_id: str = ""
+    settings: ContextSettings = UNCHANGED
 
 
-IngestPiece = IngestHeader | bytes | tuple[int, ...]
+IngestPiece = IngestHeader | bytes | Sequence[int]
 
 
 class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known."""
+    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known.
+
+    Of the first one, `received_bytes` and `received_tokens` (for token ids) tell where to send from."""
 
     phase: IngestPhase
     received_bytes: int = 0
+    received_tokens: int = 0
     processed: int = 0
     total: int = 0
     tokens_per_second: float = 0.0
     context: Context | None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The tokens of a text. `spans`, if asked for: each token's first character, and the one after its last."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

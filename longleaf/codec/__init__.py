@@ -9,14 +9,17 @@ from longleaf.codec.context import (
     decode_fork,
     decode_ingest_piece,
     decode_ingest_progress,
+    decode_update,
     encode_context,
     encode_fork,
     encode_ingest_piece,
     encode_ingest_progress,
+    encode_update,
 )
 from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.codec.sampling import decode_sampling, encode_sampling
+from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
 __all__ = [
     "context_id",
@@ -29,6 +32,8 @@ __all__ = [
     "decode_ingest_piece",
     "decode_ingest_progress",
     "decode_sampling",
+    "decode_tokenized",
+    "decode_update",
     "encodable",
     "encode_cluster",
     "encode_context",
@@ -39,4 +44,6 @@ __all__ = [
     "encode_ingest_progress",
     "encode_resume",
     "encode_sampling",
+    "encode_tokenized",
+    "encode_update",
 ]

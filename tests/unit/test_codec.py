@@ -1,6 +1,7 @@
 """Messages and errors survive the wire."""
 
 import math
+from array import array
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from longleaf.errors import (
 from longleaf.messages import (
     Cluster,
     Context,
+    ContextSettings,
     Delta,
     Event,
     Finished,
@@ -48,7 +50,13 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
-CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)))
+CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)), "The whale", 4.5, True)
+SETTINGS = [
+    ContextSettings(),
+    ContextSettings(display_name="", is_pinned=False, expires=None),
+    ContextSettings(display_name="Grüße", expires=1.5),
+    ContextSettings(is_pinned=True, ttl=0.25),
+]
 
 
 @pytest.mark.parametrize(
@@ -101,17 +109,31 @@ def test_wrong_forks_name_the_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [IngestHeader("moby"), IngestHeader("moby", True, 0), IngestHeader("a", False, 5), b"\xff\x00", (1, 2)]
+    "piece",
+    [
+        IngestHeader("moby"),
+        IngestHeader("moby", True, 0),
+        IngestHeader("a", False, 5, "id", SETTINGS[3]),
+        b"\xff\x00",
+        (1, 2),
+    ],
 )
 def test_ingest_pieces_survive(piece: IngestPiece) -> None:
     data = codec.encode_ingest_piece(piece).SerializeToString()
-    assert codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data)) == piece
+    decoded = codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data))
+    assert (tuple(decoded) if isinstance(decoded, array) else decoded) == piece
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_changes_survive(settings: ContextSettings) -> None:
+    data = codec.encode_update("moby", settings).SerializeToString()
+    assert codec.decode_update(ingest_pb.UpdateContextRequest.FromString(data)) == ("moby", settings)
 
 
 @pytest.mark.parametrize("phase", ["receiving", "tokenizing", "prefilling", "ready"])
 def test_ingest_progress_survives(phase: Any) -> None:
     progress = IngestProgress(
-        phase=phase, received_bytes=5, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
+        phase=phase, received_bytes=5, received_tokens=2, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
     )
     message = codec.encode_ingest_progress(progress)
     assert codec.decode_ingest_progress(message) == progress

@@ -1,7 +1,8 @@
 """The engine and its streams, on fake ranks."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
@@ -13,14 +14,17 @@ from coordinator.fakes import FakeRanks, echo_token
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, WorkerLost
+from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
 
 @asynccontextmanager
-async def running(ranks: FakeRanks) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
-    engine = Engine(ranks, CONFIG, max_positions=3000, wall_clock=lambda: 12.0)
+async def running(
+    ranks: FakeRanks, wall_clock: Callable[[], float] = lambda: 12.0
+) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
+    engine = Engine(ranks, CONFIG, max_positions=3000, wall_clock=wall_clock)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:
@@ -191,3 +195,86 @@ async def test_not_started() -> None:
     engine = Engine(FakeRanks(), CONFIG, max_positions=10)
     with pytest.raises(Unavailable, match="starting"):
         engine.submit(prompt(3, 1))
+
+
+class Days:
+    """A wall clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(engine: Engine) -> list[str]:
+    return [context.id for context in engine.list_contexts()]
+
+
+async def test_contexts_expire() -> None:
+    days = Days()
+    async with running(FakeRanks(2, 100), days) as (engine, _):
+        for name, settings in (
+            ("early", ContextSettings(ttl=10.0, display_name="E")),
+            ("late", ContextSettings(expires=1020.0)),
+            ("never", ContextSettings()),
+            ("pinned", ContextSettings(ttl=10.0, is_pinned=True)),
+        ):
+            [_ async for _ in engine.ingest(name, list(range(8)), append=False, settings=settings)]
+        view = engine.get_context("early")
+        assert (view.expires, view.display_name, view.is_pinned) == (1010.0, "E", False)
+        days.now = 1009.9
+        assert names(engine) == ["early", "late", "never", "pinned"]
+        days.now = 1010.0
+        assert names(engine) == ["late", "never", "pinned"]
+        engine.check()
+        with pytest.raises(NotFound):
+            engine.submit(prompt(3, 1, "early"))
+        assert engine.update_context("late", ContextSettings(expires=None)).expires is None
+        engine.update_context("never", ContextSettings(ttl=5.0))
+        days.now = 2000.0
+        assert names(engine) == ["late", "pinned"]
+        assert engine.get_context("pinned").expires == 1010.0
+        engine.update_context("pinned", ContextSettings(is_pinned=False))
+        assert names(engine) == ["late"]
+
+
+async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
+    has_passed = asyncio.Event()
+
+    def clock() -> float:
+        now = time.time()
+        if engine._scheduler is not None and (engine._scheduler.contexts.next_expiry or now) < now:
+            has_passed.set()
+        return now
+
+    async with running(FakeRanks(2, 100), clock) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1, 2], append=False, settings=ContextSettings(ttl=0.05))]
+        assert engine._scheduler is not None
+        await has_passed.wait()  # the engine looked for itself: nobody else asks
+        assert "doc" not in engine._scheduler.contexts
+
+
+async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:
+    days = Days()
+    async with running(FakeRanks(2, 1000), days) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1], append=False, settings=ContextSettings(ttl=10.0))]
+        answer, append = engine.submit(prompt(3, 5, "doc")), engine.ingest("doc", list(range(500)), append=True)
+        assert isinstance(await anext(answer), Started)
+        days.now = 1010.0
+        assert names(engine) == []
+        assert sum([len(event.token_ids) async for event in answer if isinstance(event, Tokens)]) == 5
+        with pytest.raises(NotFound):
+            [_ async for _ in append]
+
+
+async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1], append=False, settings=ContextSettings(ttl=10.0))]
+        [_ async for _ in engine.ingest("doc", [1], append=True)]
+        assert engine.get_context("doc").expires == 22.0
+        for settings in (ContextSettings(expires=12.0), ContextSettings(ttl=1e12)):
+            with pytest.raises(InvalidArgument, match=r"context\.(expire_time|ttl)"):
+                engine.update_context("doc", settings)
+        with pytest.raises(NotFound):
+            engine.update_context("none", ContextSettings(is_pinned=True))
