@@ -50,15 +50,20 @@ class Held:
 
 
 class Segments:
-    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all."""
+    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
+
+    A path may use only the beginning of a segment: each part of a path ends where the next one starts.
+    """
 
     def __init__(self, rank: int, block_size: int) -> None:
         self._rank = rank
         self._block_size = block_size
         self._held: dict[int, dict[int, Held]] = {}
+        self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run]) -> None:
-        """Notes the runs of a step."""
+        """Notes the runs of a step. The first of them all tells where the segment starts."""
+        self._starts.setdefault(segment, runs[0].start)
         held = self._held.setdefault(segment, {})
         for run in runs:
             held.setdefault(run.rank, Held()).put(run)
@@ -67,20 +72,25 @@ class Segments:
         """Forgets segments."""
         for segment in segments:
             self._held.pop(segment, None)
+            self._starts.pop(segment, None)
 
     def extents(self, path: Sequence[int], start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
         """What a rank, by default this one, holds of the positions [start, end) of a path, in position order."""
         holder = self._rank if rank is None else rank
-        for segment in path:
+        ends = [*(self._starts[segment] for segment in path[1:]), end]
+        for segment, part_end in zip(path, ends, strict=True):
             runs = self._held.get(segment, {}).get(holder, Held()).runs
-            first = bisect.bisect_right(runs, start, key=lambda run: run.end)
-            for run in runs[first:]:
-                if run.start >= end:
-                    break
-                for extent in extents(run, self._block_size):
-                    low, high = max(extent.start, start), min(extent.end, end)
-                    if low < high:
-                        yield Extent(low, high, extent.slot + low - extent.start)
+            yield from self._within(runs, start, min(part_end, end))
+
+    def _within(self, runs: Sequence[Run], start: int, end: int) -> Iterator[Extent]:
+        first = bisect.bisect_right(runs, start, key=lambda run: run.end)
+        for run in runs[first:]:
+            if run.start >= end:
+                break
+            for extent in extents(run, self._block_size):
+                low, high = max(extent.start, start), min(extent.end, end)
+                if low < high:
+                    yield Extent(low, high, extent.slot + low - extent.start)
 
     def stretches(self, path: Sequence[int], end: int) -> list[tuple[int, int]]:
         """Slots [start, end) that hold the positions before `end`, neighbours joined: order and gaps in the

@@ -80,12 +80,23 @@ class Ledger:
             grown = own.pop()
             assert (grown.rank, grown.blocks) == (runs[0].rank, runs[0].blocks[: len(grown.blocks)])
             assert grown.end == start < runs[0].end
-        held = [run for segment in path for run in self._segments[segment]]
-        assert [run.start for run in [*held, *runs]] == [0, *(run.end for run in [*held, *runs])][:-1]
+        held = [*self._held(path, runs[0].start), *runs]
+        assert [run.start for run in held] == [0, *(run.end for run in held)][:-1]
         assert runs[-1].end == start + count
         assert runs[0].start <= start < runs[0].end
         own.extend(runs)
         self._check_blocks()
+
+    def _held(self, path: tuple[int, ...], end: int) -> list[Run]:
+        """The runs of a path before `end`, each part cut where the next one starts."""
+        starts = [self._segments[segment][0].start for segment in path[1:] if self._segments[segment]]
+        ends = [*starts, end, end]  # the last segment may have no runs yet
+        return [
+            msgspec.structs.replace(run, end=min(run.end, part_end))
+            for segment, part_end in zip(path, ends, strict=False)
+            for run in self._segments[segment]
+            if run.start < part_end
+        ]
 
     def _check_blocks(self) -> None:
         runs = [run for segment in self._segments.values() for run in segment]
