@@ -57,7 +57,7 @@ class Reads(tuple[Read, ...]):
         rows = [(*read[:4], *self._mask(read)) for read in self]
         return torch.tensor(rows, dtype=torch.long).view(-1, 6)
 
-    @property
+    @cached_property
     def num_keys(self) -> int:
         """Keys that are read, each as often as it is read."""
         return sum(read.slot_end - read.slot_start for read in self)

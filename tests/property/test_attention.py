@@ -270,7 +270,9 @@ def test_the_compiled_kernel_agrees_with_float64(dim, num_keys, num_rows, softca
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), seed=seeds, num_rows=st.integers(1, 40), group=st.integers(1, 5), cap=st.sampled_from([None, 3.0]))
+@given(
+    data=st.data(), seed=seeds, num_rows=st.integers(1, 40), group=st.integers(1, 5), cap=st.sampled_from([None, 3.0])
+)
 def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, cap):
     generator, reads, slot = torch.Generator().manual_seed(seed), [], 0
     for _ in range(data.draw(st.integers(0, 6))):
