@@ -124,6 +124,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     epoch: int
     step: int
     token_ids: dict[int, int]
+    kv_bytes_read: int = 0
+    """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -36,6 +36,7 @@ class Rank:
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
+        self._kv_bytes_read = 0
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -99,8 +100,9 @@ class Rank:
         self._segments.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
+        self._kv_bytes_read = 0
         sampled = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
-        return StepResult(plan.epoch, plan.step, sampled) if self._spec.rank == 0 else None
+        return StepResult(plan.epoch, plan.step, sampled, self._kv_bytes_read) if self._spec.rank == 0 else None
 
     def close(self) -> None:
         """Leaves the group."""
@@ -125,6 +127,7 @@ class Rank:
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
+        self._kv_bytes_read = step.kv_bytes_read
         if self._peers and rows:
             ids = self._peers.comm.broadcast(ids)
         sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
