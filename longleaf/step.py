@@ -137,6 +137,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     token_ids: dict[int, int]
     logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict[int, Logprobs])
     """Of the sampled ids, by sequence, for those that ask for them."""
+    kv_bytes_read: int = 0
+    """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

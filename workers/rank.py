@@ -41,6 +41,7 @@ class Rank:
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
         self._sampler = Sampler()
+        self._kv_bytes_read = 0
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -105,8 +106,11 @@ class Rank:
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
         self._sampler.forget(plan.release_sequences)
+        self._kv_bytes_read = 0
         sampled, logprobs = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
-        return StepResult(plan.epoch, plan.step, sampled, logprobs) if self._spec.rank == 0 else None
+        return (
+            StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read) if self._spec.rank == 0 else None
+        )
 
     def close(self) -> None:
         """Leaves the group."""
@@ -132,6 +136,7 @@ class Rank:
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
+        self._kv_bytes_read = step.kv_bytes_read
         if self._peers and rows:
             ids = self._peers.comm.broadcast(ids)
         sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.blocks import Placer
 from longleaf.runs import Run
-from workers.cache import Segments
+from workers.cache import Segments, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200
@@ -90,7 +90,7 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
     path, end = tree.paths[number], data.draw(st.integers(tree.starts[number] + 1, tree.ends[number]))
     expected = list(tree.slots(path, end).values())
     for rank in range(tree.world_size):
-        found = [slot for low, high in told(tree, rank).stretches(path, end) for slot in range(low, high)]
+        found = [slot for low, high in stretches(told(tree, rank).extents(path, 0, end)) for slot in range(low, high)]
         assert sorted(found) == sorted(slot for holder, slot in expected if holder == rank)
 
 
