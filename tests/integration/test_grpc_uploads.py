@@ -139,7 +139,7 @@ async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.
     second = Raw(channel)
     answer = await second.open()
     assert (answer.phase, answer.received_size_bytes) == (ingest_pb.INGEST_PHASE_RECEIVING, PIECE)
-    await second.send(text[PIECE:])
+    await second.call.write(ingest_pb.IngestContextRequest(text=text[PIECE:]))
     assert (await second.finish()).phase == ingest_pb.INGEST_PHASE_READY
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
 
@@ -154,7 +154,7 @@ async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) 
     with pytest.raises(grpc.aio.AioRpcError, match="another stream") as caught:
         await old.finish()
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    await new.send(text[PIECE:])
+    await new.call.write(ingest_pb.IngestContextRequest(text=text[PIECE:]))
     await new.finish()
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
 
