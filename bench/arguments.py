@@ -44,7 +44,8 @@ def parse(
     given = vars(parser.parse_args())
     if min(given["repeats"], *given.setdefault("batches", batches)) < 1 or given.setdefault("tokens", 0) == 1:
         parser.error("too few repeats, generations or tokens to measure")
-    return Arguments(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    lists = {name: tuple(given[name]) for name in ("models", "contexts", "batches")}
+    return Arguments(**(given | lists))
 
 
 def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
