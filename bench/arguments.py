@@ -44,8 +44,9 @@ def parse(
     given = vars(parser.parse_args())
     if min(given["repeats"], *given.setdefault("batches", batches)) < 1 or given.setdefault("tokens", 0) == 1:
         parser.error("too few repeats, generations or tokens to measure")
-    lists = {name: tuple(given[name]) for name in ("models", "contexts", "batches")}
-    return Arguments(**(given | lists))
+    for name in ("models", "contexts", "batches"):
+        given[name] = tuple(given[name])
+    return Arguments(**given)
 
 
 def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
