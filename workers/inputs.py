@@ -91,12 +91,11 @@ class InputBuilder:
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
             last_rows[row.sequence] = len(ids) - 1
-        windows = {spec.window for spec in self._layers.values()}
         return Inputs(
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
-            reads={window: row_reads(self._segments, queries, window) for window in windows},
+            reads=row_reads(self._segments, queries, {spec.window for spec in self._layers.values()}),
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
         )
 

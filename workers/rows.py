@@ -3,16 +3,16 @@
 A path of segments is a way down a tree. Rows in the order of their paths have those that share a segment side by side,
 and of these the ones that see more of it first, so a part of a segment is read by a range of rows:
 
-    rows 0..3   [ a document ............ ][ question ][ tail of row 0 ]
-                                           [ question ][ tail of row 1 ]
-                                                       [ tail of row 2 ]
-                             [ a fork ....][ tail of row 3 ]
+    [ a document, read by rows 0 to 3 ][ an appendix, by rows 0 to 2 ][ tail of row 0 ]
+                                                                      [ tail of row 1 ]
+                                                                      [ tail of row 2 ]
+                                       [ tail of row 3 ]
 
 Where paths part, each row reads on alone. A sequence that brings several tokens counts as one here; what only some of
 its tokens see is read under a mask.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -43,22 +43,28 @@ class Query(NamedTuple):
         return low, min(part.end, self.run.start + 1)
 
 
+Users = tuple[int, list[Query]]
+"""The depth of a segment, and the queries whose path leads through it."""
+
+
 def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
     """Key by which rows at `start` are sorted: neighbours share as many segments as they can, those that see more of
     the last of them first."""
     return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
 
 
-def row_reads(segments: Segments, queries: Sequence[Query], window: int | None) -> Reads:
-    """What sorted queries read from this rank's pool."""
-    if window is None:
-        return Reads(_full_reads(segments, queries))
-    return Reads(_window_reads(segments, queries, window))
+def row_reads(segments: Segments, queries: Sequence[Query], windows: Iterable[int | None]) -> dict[int | None, Reads]:
+    """What sorted queries read from this rank's pool, by window."""
+    tree = list(_tree(queries))
+    return {
+        window: Reads(_full_reads(segments, queries, tree) if window is None else _window_reads(segments, tree, window))
+        for window in windows
+    }
 
 
-def _full_reads(segments: Segments, queries: Sequence[Query]) -> Iterator[Read]:
+def _full_reads(segments: Segments, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
     extents: dict[tuple[int, int], list[Extent]] = {}
-    for depth, users in _tree(queries):
+    for depth, users in tree:
         for rows, low, high in _bands(users, depth):
             extents.setdefault(rows, []).extend(segments.held(users[0].parts[depth].segment, low, high))
     for rows, found in extents.items():
@@ -80,17 +86,17 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
         left.pop()
 
 
-def _window_reads(segments: Segments, queries: Sequence[Query], window: int) -> Iterator[Read]:
-    for depth, users in _tree(queries):
+def _window_reads(segments: Segments, tree: Sequence[Users], window: int) -> Iterator[Read]:
+    for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, window):
-            if len(cluster) == 1:
-                low = high  # nothing is shared
-            rows = cluster[0].run.row, cluster[-1].row_end
-            yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high)))
+            is_shared = len(cluster) > 1
+            if is_shared:
+                rows = cluster[0].run.row, cluster[-1].row_end
+                yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high)))
             for query in cluster:
                 first, end = query.run.start - window + 1, query.parts[depth].end
-                for bounds in ((first, low), (max(first, high), end)):
+                for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
                     for extent in segments.held(segment, *bounds):
                         yield from window_reads(query.run, extent, window)
 
@@ -108,8 +114,8 @@ def _clusters(users: Sequence[Query], depth: int, window: int) -> Iterator[tuple
     yield cluster, low, high
 
 
-def _tree(queries: Sequence[Query]) -> Iterator[tuple[int, list[Query]]]:
-    """Each segment of the tree that the paths make up: its depth, and the queries whose path leads through it."""
+def _tree(queries: Sequence[Query]) -> Iterator[Users]:
+    """Each segment of the tree that the paths make up, by its users."""
     pending = [(0, list(queries))]
     while pending:
         depth, above = pending.pop()
