@@ -18,7 +18,7 @@ SECONDS = 2.0
 """What measuring may take in all."""
 CALLS = 4
 """Calls per turn: one alone would be lost in the clock's and the scheduler's noise."""
-MAX_TURNS = 16
+MAX_TURNS = 64
 HOPELESS = 1.5
 """A merge whose best turn took so many times the best of all is not measured further."""
 
