@@ -36,6 +36,10 @@ class Segment:
         self.runs.extend(runs)
         self.token_ids.extend(token_ids)
 
+    def fill(self, position: int, token_id: int) -> None:
+        """Tells the id of a token that was placed before it was known."""
+        self.token_ids[position - self.start] = token_id
+
     def check(self) -> None:
         """The runs cover the tokens, in order and without gaps."""
         ends = [self.start, *(run.end for run in self.runs)]

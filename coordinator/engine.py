@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.ports import Ranks
-from longleaf.step import Ready
+from longleaf.step import Ready, StepPlan, StepResult
 
 EPOCH = 1
 
@@ -61,7 +62,7 @@ class Engine:
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._streams: dict[int, tuple[Stream, Timings]] = {}
-        self._outcomes: list[Outcome] = []
+        self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
         self._next_id = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -181,7 +182,7 @@ class Engine:
             while not self._is_closing:
                 if lost.done():
                     raise lost.result()
-                await self._step_or_wait()
+                await self._turn()
         except asyncio.CancelledError:
             self._fail(Unavailable("the service is stopping"))
             if not self._is_closing:
@@ -194,19 +195,28 @@ class Engine:
             raise
         finally:
             lost.cancel()
+            await self._abandon_steps()
 
-    async def _step_or_wait(self) -> None:
-        scheduler = self._open()
+    async def _turn(self) -> None:
+        """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
+        scheduler, outcomes = self._open(), list[Outcome]()
         self._wake.clear()
-        plan = scheduler.schedule()
-        # First in line, so that what readers do with the outcomes of the step before overlaps with the ranks' work.
-        step = asyncio.ensure_future(self._ranks.step(plan)) if plan else None
-        self._publish(self._outcomes + scheduler.drain())
-        self._outcomes = []
-        if plan is None or step is None:
-            await self._wake.wait()
-            return
-        self._outcomes = scheduler.commit(plan, await step, self._wall_clock())
+        while self._steps and self._steps[0][1].done():
+            plan, step = self._steps.popleft()
+            outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
+        while (plan := scheduler.schedule()) is not None:
+            # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
+            step = asyncio.create_task(self._ranks.step(plan))
+            step.add_done_callback(lambda _: self._wake.set())
+            self._steps.append((plan, step))
+        self._publish(outcomes + scheduler.drain())
+        await self._wake.wait()
+
+    async def _abandon_steps(self) -> None:
+        steps = [step for _, step in self._steps]
+        for step in steps:
+            step.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)
 
     def _publish(self, outcomes: list[Outcome]) -> None:
         now = self._clock()

@@ -13,7 +13,8 @@ from longleaf.step import Prefill, Row
 class Job:
     """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
 
-    `segment` and `reservation` are None while the job waits. `num_read` counts the tokens whose keys and values exist.
+    `segment` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
+    place, `num_read` those whose keys and values exist: between the two lie the plans under way.
     """
 
     def __init__(self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], num_prefill: int) -> None:
@@ -23,7 +24,12 @@ class Job:
         self.num_prefill = num_prefill
         self.num_blocks = 0
         """Blocks that the job takes by its end, without those of its path."""
+        self.num_placed = 0
         self.num_read = 0
+        self.num_begins = 0
+        self.num_chunks = 0
+        self.last_turn = 0
+        """The step that read the last chunk, or after which the job began."""
         self.segment: Segment | None = None
         self.reservation: Reservation | None = None
         self._path_ids: tuple[int, ...] = ()
@@ -34,10 +40,12 @@ class Job:
         return self.path[-1].end if self.path else 0
 
     @property
-    def is_prefilling(self) -> bool:
-        return self.num_read < self.num_prefill
+    def has_chunks(self) -> bool:
+        """There are prompt tokens that no plan has placed yet."""
+        return self.num_placed < self.num_prefill
 
     def begin(self, segment: Segment, reservation: Reservation) -> None:
+        self.num_begins += 1
         self.segment, self.reservation = segment, reservation
         self._path_ids = (*(s.id for s in self.path), segment.id)
 
@@ -49,11 +57,12 @@ class Job:
     def next_chunk(self, placer: Placer, chunk_size: int) -> Prefill:
         """Places the next chunk and says what the ranks must do."""
         segment, reservation = self._active()
-        stop = min(self.num_read + chunk_size, self.num_prefill)
-        token_ids = tuple(self.token_ids[self.num_read : stop])
-        start, turn = segment.end, self.num_read // chunk_size
-        pieces = placer.place_chunk(start, start + len(token_ids), turn, reservation)
+        stop = min(self.num_placed + chunk_size, self.num_prefill)
+        token_ids = tuple(self.token_ids[self.num_placed : stop])
+        start = segment.end
+        pieces = placer.place_chunk(start, start + len(token_ids), self.num_chunks, reservation)
         segment.extend(token_ids, pieces)
+        self.num_placed, self.num_chunks = stop, self.num_chunks + 1
         return Prefill(self._path_ids, start, token_ids, pieces)
 
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
@@ -61,6 +70,7 @@ class Job:
         last = segment.runs[-1] if segment.runs else None
         runs = placer.grow(last, segment.end, len(token_ids), reservation)
         segment.extend(token_ids, runs)
+        self.num_placed += len(token_ids)
         return runs
 
 
@@ -73,25 +83,46 @@ class Ingest(Job):
 
 
 class Sequence(Job):
-    """One live generation."""
+    """One live generation. `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds
+    those that were sampled by now."""
 
     def __init__(self, job_id: int, path: tuple[Segment, ...], prompt: Prompt, num_prefill: int) -> None:
         super().__init__(job_id, path, prompt.token_ids, num_prefill)
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
-        self.num_generated = 0
-        self.last_token = -1
+        self.num_asked = 0
+        self.generated = array("I")
 
     @property
     def num_prompt(self) -> int:
         """Tokens of the path and the prompt."""
         return self.start + len(self.token_ids)
 
+    @property
+    def num_generated(self) -> int:
+        return len(self.generated)
+
+    @property
+    def has_rows(self) -> bool:
+        """The chunks are placed, and there are tokens of the answer that no plan has asked for yet."""
+        return not self.has_chunks and self.num_asked < self.sampling.max_tokens
+
     def next_row(self, placer: Placer) -> Row:
-        """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last."""
+        """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
+
+        That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
+        """
         segment, _ = self._active()
-        start, is_first = segment.end, self.num_generated == 0
-        token_ids = tuple(self.token_ids[self.num_read :]) if is_first else (self.last_token,)
-        runs = self._grow(placer, token_ids)
-        sent = token_ids if is_first else ()
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated)
+        start, index = segment.end, self.num_asked
+        sent = tuple(self.token_ids[self.num_placed :])
+        runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
+        self.num_asked += 1
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index)
+
+    def take(self, token_id: int) -> None:
+        """Adds the token that was sampled next to the answer."""
+        segment, _ = self._active()
+        self.num_read = len(self.token_ids)
+        self.generated.append(token_id)
+        if (position := self.num_prompt + self.num_generated - 1) < segment.end:
+            segment.fill(position, token_id)

@@ -7,6 +7,7 @@ never run out of room. Steps alternate between one chunk of one job and one toke
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +21,8 @@ from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, Resou
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
 
 RETRY_SECONDS = 2.0
+MAX_UNDER_WAY = 2
+"""Plans that the ranks may hold: the one they execute, and the one after it."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -32,8 +35,21 @@ Outcome = tuple[int, Event | Acknowledged | LongleafError]
 """Job id, and what its stream gets. An error, Ended and Acknowledged are the last one of a job."""
 
 
+class Flight(NamedTuple):
+    """A plan under way, and the jobs it works for, each with the number of times that it has begun: what the plan
+    yields for a job that has ended since, or begun anew, is dropped."""
+
+    plan: StepPlan
+    jobs: tuple[tuple[Job, int], ...]
+
+
 class Scheduler:
-    """Jobs, their segments and their blocks. One plan may be under way at a time: schedule, then commit."""
+    """Jobs, their segments and their blocks. Plans are committed in the order in which they were scheduled; two may be
+    under way, so that the ranks find the next one when they have finished the first.
+
+    Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
+    them anew is scheduled later, and ranks execute plans in order.
+    """
 
     def __init__(self, config: EngineConfig, placer: Placer, max_positions: int, epoch: int) -> None:
         self._config = config
@@ -44,11 +60,9 @@ class Scheduler:
         self.contexts = Contexts(self.segments)
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
-        self._prefilling: deque[Job] = deque()
-        self._decoding: dict[int, Sequence] = {}
         self._forgotten: list[int] = []
         self._outcomes: list[Outcome] = []
-        self._under_way: tuple[Job, ...] = ()
+        self._flights: deque[Flight] = deque()
         self._step = 0
         self._was_prefill = False
 
@@ -115,16 +129,40 @@ class Scheduler:
     # --- schedule ---
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing is ready. Outcomes may appear as well: see `drain`."""
-        assert not self._under_way, "a step is under way"
-        self._begin_waiting()
-        if not self._prefilling and not self._decoding:
+        """The next step, or None when nothing is ready or enough is under way. Outcomes may appear: see `drain`."""
+        if len(self._flights) == MAX_UNDER_WAY:
             return None
-        self._was_prefill = bool(self._prefilling) and not (self._was_prefill and self._decoding)
-        work = self._plan_prefill() if self._was_prefill else self._plan_decode()
+        self._begin_waiting()
+        prefilling = self._prefilling()
+        decoding = [job for job in self._running.values() if isinstance(job, Sequence) and job.has_rows]
+        if not prefilling and not decoding:
+            return None
+        self._was_prefill = bool(prefilling) and not (self._was_prefill and decoding)
+        if self._was_prefill:
+            return self._plan_chunk(min(prefilling, key=lambda job: job.last_turn))
+        return self._plan_rows(decoding)
+
+    def _prefilling(self) -> list[Job]:
+        """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
+        the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
+        if any(isinstance(flight.plan.work, Prefill) for flight in self._flights):
+            return []
+        return [job for job in self._running.values() if job.has_chunks]
+
+    def _plan_chunk(self, job: Job) -> StepPlan:
+        work = job.next_chunk(self._placer, self._config.chunk_size)
+        job.last_turn = self._step + 1
+        return self._plan(work, [job])
+
+    def _plan_rows(self, jobs: TokenIds[Sequence]) -> StepPlan:
+        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
+
+    def _plan(self, work: Prefill | Decode, jobs: TokenIds[Job]) -> StepPlan:
         self._step += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
-        return StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
+        plan = StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
+        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs)))
+        return plan
 
     def _begin_waiting(self) -> None:
         while self._waiting:
@@ -144,35 +182,20 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         self._running[job.id] = job
+        job.last_turn = self._step
         if isinstance(job, Sequence):
             self._outcomes.append((job.id, Started(job.num_prompt, job.start)))
-        self._sort_in(job)
-
-    def _sort_in(self, job: Job) -> None:
-        if job.is_prefilling:
-            self._prefilling.append(job)
-        elif isinstance(job, Sequence):
-            self._decoding[job.id] = job
-
-    def _plan_prefill(self) -> Prefill:
-        job = self._prefilling.popleft()
-        self._under_way = (job,)
-        return job.next_chunk(self._placer, self._config.chunk_size)
-
-    def _plan_decode(self) -> Decode:
-        ready = tuple(self._decoding.values())[: self._config.max_sequences]
-        self._under_way = ready
-        return Decode(tuple(job.next_row(self._placer) for job in ready))
 
     # --- commit ---
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, "plans are committed in order"
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
-        under_way, self._under_way = self._under_way, ()
-        for job in under_way:
-            if job.id not in self._running:
-                continue  # cancelled meanwhile
+        for job, num_begins in flight.jobs:
+            if self._running.get(job.id) is not job or job.num_begins != num_begins:
+                continue
             if isinstance(plan.work, Prefill):
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
@@ -188,8 +211,7 @@ class Scheduler:
         job.num_read += num_tokens
         cached = job.start if isinstance(job, Sequence) else 0
         self._outcomes.append((job.id, Progress(cached + job.num_read, cached + len(job.token_ids))))
-        self._sort_in(job)
-        if isinstance(job, Ingest) and not job.is_prefilling:
+        if isinstance(job, Ingest) and job.num_read == job.num_prefill:
             self._acknowledge(job, now)
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
@@ -200,10 +222,8 @@ class Scheduler:
         self.finish(job)
 
     def _commit_token(self, job: Sequence, token: int) -> None:
-        job.num_read = len(job.token_ids)
         self._outcomes.append((job.id, Tokens(job.num_generated, (token,))))
-        job.num_generated += 1
-        job.last_token = token
+        job.take(token)
         if token in job.end_tokens:
             self._end(job, "end_token")
         elif job.num_generated == job.sampling.max_tokens:
@@ -218,8 +238,6 @@ class Scheduler:
     def finish(self, job: Job) -> None:
         """Gives back all that a running job holds."""
         del self._running[job.id]
-        if self._decoding.pop(job.id, None) is None and job in self._prefilling:
-            self._prefilling.remove(job)
         assert job.segment is not None
         assert job.reservation is not None
         self.segments.release((*job.path, job.segment))
@@ -255,10 +273,10 @@ class Scheduler:
     def check(self) -> None:
         """Blocks, segments, references and promises all add up."""
         check_scheduler(self.segments, self.contexts, self._placer, tuple(self._waiting), tuple(self._running.values()))
-        queued = [job.id for job in self._prefilling] + list(self._decoding)
-        busy = {job.id for job in self._under_way}
-        assert len(queued) == len(set(queued))
-        assert set(queued) <= set(self._running) <= set(queued) | busy
+        assert len(self._flights) <= MAX_UNDER_WAY
+        busy = {job.id for flight in self._flights for job, _ in flight.jobs}
+        for job in self._running.values():
+            assert job.has_chunks or (isinstance(job, Sequence) and job.has_rows) or job.id in busy
 
 
 def check_scheduler(

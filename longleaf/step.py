@@ -1,7 +1,8 @@
 """Messages between the coordinator and the ranks.
 
 Every rank receives the same StepPlan; rank 0 answers it. A plan carries no generated ids: ranks keep the last sampled
-token of each sequence themselves. Structs are encoded with msgpack.
+token of each sequence themselves, so a plan can be sent before the one before it is answered. Ranks execute plans in
+the order in which they were sent. Structs are encoded with msgpack.
 """
 
 import msgspec
@@ -124,6 +125,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     epoch: int
     step: int
     token_ids: dict[int, int]
+    seconds: float = 0.0
+    """How long rank 0 computed."""
+    idle_seconds: float = 0.0
+    """How long rank 0 did not compute between the step before and this one."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -1,5 +1,7 @@
 """Any order of requests, steps and cancellations keeps the books straight, and all that is admitted ends."""
 
+from collections import deque
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -46,7 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.placer = Placer(blocks, block_size)
         self.scheduler = Scheduler(config, self.placer, max_positions=150, epoch=1)
         self.ledger = Ledger(block_size)
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()
         self.num_jobs = 0
         self.open: set[int] = set()
         self.answers: dict[int, list[int]] = {}
@@ -76,27 +78,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answers[self.num_jobs] = []
         self.num_jobs += 1
 
-    @rule(steps=st.integers(1, 12))
-    def run_steps(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 12), ahead=st.integers(1, 2))
+    def run_steps(self, steps: int, ahead: int) -> None:
         """Random single rules would seldom finish a document."""
-        for _ in range(2 * steps):
-            (self.schedule if self.plan is None else self.commit)()
+        for _ in range(steps):
+            while len(self.plans) < ahead and self._schedule():
+                self.adds_up()
+            if self.plans:
+                self.commit()
             self.adds_up()
 
-    @precondition(lambda self: self.plan is None)
     @rule()
     def schedule(self) -> None:
-        self.plan = self.scheduler.schedule()
-        self._see(self.scheduler.drain())
-        assert self.plan is not None or not self.open
+        self._schedule()
 
-    @precondition(lambda self: self.plan is not None)
+    def _schedule(self) -> bool:
+        """Whether there was something to do."""
+        plan = self.scheduler.schedule()
+        self._see(self.scheduler.drain())
+        self.plans.extend([plan] if plan else [])
+        assert self.plans or not self.open
+        return plan is not None
+
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        result = StepResult(self.plan.epoch, self.plan.step, self.ledger.apply(self.plan))
-        self._see(self.scheduler.commit(self.plan, result))
-        self.plan = None
+        plan = self.plans.popleft()
+        result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan))
+        self._see(self.scheduler.commit(plan, result))
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for job, outcome in outcomes:
@@ -140,8 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         while self.open:
-            (self.schedule if self.plan is None else self.commit)()
-            self.adds_up()
+            self.run_steps(1, 2)
         for context in self.scheduler.contexts.list():
             self.scheduler.delete_context(context.id)
         self.adds_up()

@@ -62,6 +62,14 @@ class Bench:
             plans.append(plan)
         return plans
 
+    @staticmethod
+    def alone(count: int, max_tokens: int) -> list[int]:
+        """The answer to a prompt of `count` tokens."""
+        answer = [count - 1]
+        for index in range(max_tokens):
+            answer.append(echo_token(answer[-1], index))
+        return answer[1:]
+
     def tokens(self, job: int) -> list[int]:
         return [t for event in self.seen[job] if isinstance(event, Tokens) for t in event.token_ids]
 
@@ -105,6 +113,52 @@ def test_steps_alternate_and_prompts_take_turns() -> None:
     assert kinds(plans)[:9] == "PDPDPDPDP"
     lasts = [plan.work.path[-1] for plan in plans if isinstance(plan.work, Prefill)]
     assert lasts == [1, 2, 1, 2, 2]
+
+
+def test_the_next_plan_is_there_before_the_answer() -> None:
+    bench = Bench()
+    job = bench.ask(4, max_tokens=4)
+    first, second = bench.schedule(), bench.schedule()
+    assert first is not None and second is not None
+    assert bench.schedule() is None, "two plans are under way"
+    row = second.work.rows[0]  # type: ignore[union-attr]
+    assert (row.token_ids, row.start, row.token_index) == ((), 4, 1)
+    bench.commit(first)
+    (segment,) = bench.scheduler.segments
+    assert list(segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
+    bench.commit(second)
+    bench.run()
+    assert bench.tokens(job) == bench.alone(4, 4)
+
+
+def test_what_was_asked_for_after_the_end_is_dropped() -> None:
+    bench = Bench(blocks=(2,))
+    end = echo_token(3, 0)
+    job, waiting = bench.ask(4, max_tokens=5, ends=(end,)), bench.ask(8, max_tokens=1)
+    first, surplus = bench.schedule(), bench.schedule()
+    assert first is not None and surplus is not None
+    bench.commit(first)
+    assert bench.tokens(job) == [end]
+    later = bench.schedule()  # takes the blocks that the surplus still writes to
+    assert later is not None
+    assert later.release_segments == (first.work.rows[0].path[-1],)  # type: ignore[union-attr]
+    bench.commit(surplus)
+    assert bench.tokens(job) == [end]
+    bench.commit(later)
+    bench.run()
+    assert len(bench.tokens(waiting)) == 1
+
+
+def test_only_one_chunk_is_under_way() -> None:
+    bench = Bench()
+    job = bench.ingest("doc", 100)
+    plan = bench.schedule()
+    assert plan is not None
+    assert bench.schedule() is None
+    assert bench.scheduler.cancel(job)
+    assert bench.schedule() is None
+    bench.commit(plan)
+    assert bench.schedule() is None
 
 
 def test_end_token_ends_and_is_reported() -> None:
