@@ -184,12 +184,12 @@ class Placer:
         for run in runs:
             self.pools[run.rank].free(run.blocks)
 
-    def blocks_needed(self, num_prefill: int, num_rows: int, chunk_size: int) -> int:
-        """Blocks that `num_prefill` tokens in chunks and then `num_rows` tokens in rows will take, exactly."""
-        chunks, rest = divmod(num_prefill, chunk_size)
-        blocks = chunks * ceil_div(chunk_size, self.block_size) + ceil_div(rest, self.block_size)
-        last = rest or (chunk_size if chunks else 0)
-        return blocks + ceil_div(max(0, num_rows - (-last % self.block_size)), self.block_size)
+    def blocks_needed(self, num_prefill: int, num_rows: int) -> int:
+        """Blocks that `num_prefill` tokens in chunks and then `num_rows` tokens in rows will take, exactly.
+
+        Chunks but the last are whole blocks, however long they are, and rows begin in the last block.
+        """
+        return ceil_div(num_prefill + num_rows, self.block_size)
 
     def check(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""

@@ -10,15 +10,18 @@ import msgspec
 
 from coordinator.blocks import Placer
 from coordinator.contexts import Context
-from coordinator.events import ClusterView, ContextView, Ended, Prompt, RankShare, Started, Tokens, WorkerView
+from coordinator.events import ClusterView, ContextView, Ended, Event, Prompt, RankShare, Started, Tokens, WorkerView
+from coordinator.jobs import NO_CLAIM, Claim
 from coordinator.scheduler import Acknowledged, Outcome, Scheduler
 from coordinator.stream import Stream
-from longleaf.config import EngineConfig
+from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.ports import Ranks
 from longleaf.step import Ready, StepPlan, StepResult
 
 EPOCH = 1
+POSITION_SECONDS = 1.0
+"""How often those that wait are told that their place in the queue has changed."""
 
 
 class Timings:
@@ -26,14 +29,24 @@ class Timings:
 
     def __init__(self, now: float) -> None:
         self.submitted = now
-        self.started = now
+        self.started: float | None = None
         self.first_token: float | None = None
+        self.position: int | None = None
+        """Place in the queue that was told last."""
+
+    def take(self, event: Event, now: float) -> None:
+        """Notes when things happened for the first time: a preempted job begins again."""
+        if isinstance(event, Started):
+            self.started = now if self.started is None else self.started
+            self.position = None
+        if isinstance(event, Tokens) and self.first_token is None:
+            self.first_token = now
 
     def fill(self, ended: Ended, now: float) -> Ended:
         first = now if self.first_token is None else self.first_token
         return msgspec.structs.replace(
             ended,
-            queue_seconds=self.started - self.submitted,
+            queue_seconds=(self.started or self.submitted) - self.submitted,
             first_token_seconds=first - self.submitted,
             decode_seconds=now - first,
         )
@@ -63,6 +76,8 @@ class Engine:
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._streams: dict[int, tuple[Stream, Timings]] = {}
         self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        self._has_new = False
+        self._positions_told = 0.0
         self._next_id = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -89,16 +104,17 @@ class Engine:
     # --- what clients do ---
 
     def submit(self, prompt: Prompt) -> Stream:
-        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
+        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable."""
         scheduler = self._open()
-        scheduler.admit(self._next_id, prompt)
+        scheduler.admit(self._next_id, prompt, self._clock())
         return self._new_stream()
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> Stream:
+    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool, claim: Claim = NO_CLAIM) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
-        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
+        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
+        or Unavailable."""
         scheduler = self._open()
-        scheduler.admit_ingest(self._next_id, context, token_ids, append=append)
+        scheduler.admit_ingest(self._next_id, context, token_ids, append=append, claim=claim, now=self._clock())
         return self._new_stream()
 
     def get_context(self, context_id: str) -> ContextView:
@@ -159,8 +175,9 @@ class Engine:
 
     def _new_stream(self) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + 1
-        stream = Stream(lambda: self._cancel(job_id))
+        stream = Stream(lambda: self._cancel(job_id), lambda: self._pause(job_id, False))
         self._streams[job_id] = (stream, Timings(self._clock()))
+        self._has_new = True
         self._wake.set()
         return stream
 
@@ -168,6 +185,11 @@ class Engine:
         del self._streams[job_id]
         if self._scheduler is not None:
             self._scheduler.cancel(job_id)
+        self._wake.set()
+
+    def _pause(self, job_id: int, is_paused: bool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.pause(job_id, is_paused)
         self._wake.set()
 
     # --- the loop ---
@@ -204,13 +226,24 @@ class Engine:
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()
             outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
-        while (plan := scheduler.schedule()) is not None:
+        while (plan := scheduler.schedule(self._clock())) is not None:
             # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
             step = asyncio.create_task(self._ranks.step(plan))
             step.add_done_callback(lambda _: self._wake.set())
             self._steps.append((plan, step))
         self._publish(outcomes + scheduler.drain())
+        self._tell_positions(scheduler)
+        await self._wait(scheduler.next_deadline)
+
+    async def _wait(self, deadline: float | None) -> None:
+        """Waits for something to do, at most until a deadline."""
+        if deadline is None:
+            await self._wake.wait()
+            return
+        seconds = max(0.0, deadline - self._clock())
+        timer = asyncio.get_running_loop().call_later(min(seconds, MAX_SECONDS), self._wake.set)
         await self._wake.wait()
+        timer.cancel()
 
     async def _abandon_steps(self) -> None:
         steps = [step for _, step in self._steps]
@@ -233,10 +266,24 @@ class Engine:
                     stream.put(timings.fill(outcome, now))
                     self._close_stream(job_id)
                 case _:
-                    timings.started = now if isinstance(outcome, Started) else timings.started
-                    if isinstance(outcome, Tokens) and timings.first_token is None:
-                        timings.first_token = now
+                    timings.take(outcome, now)
                     stream.put(outcome)
+                    if stream.is_full:
+                        self._pause(job_id, True)
+
+    def _tell_positions(self, scheduler: Scheduler) -> None:
+        """Tells those that wait their place in the queue: at once when they come, changes once in a while."""
+        now = self._clock()
+        is_due = now - self._positions_told >= POSITION_SECONDS
+        if not scheduler.num_waiting or not (is_due or self._has_new):
+            return
+        for job_id, started in scheduler.positions().items():
+            stream, timings = self._streams[job_id]
+            if timings.position is None or (is_due and timings.position != started.queue_position):
+                timings.position = started.queue_position
+                stream.put(started)
+        self._has_new = False
+        self._positions_told = now if is_due else self._positions_told
 
     def _close_stream(self, job_id: int, error: Exception | None = None) -> None:
         if job_id in self._streams:

@@ -18,13 +18,22 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
+    priority: int = 0
+    """Higher goes first."""
+    client: str = ""
+    """Whom fair share counts."""
+    deadline: float | None = None
+    """When nobody waits for the answer any more, in seconds on the engine's clock."""
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Admitted. Counts are in tokens; cached ones are part of the prompt."""
+    """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
+    the job begins, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
+    queue_position: int = 0
+    """1 is next in the queue; 0 has begun."""
 
 
 class Progress(msgspec.Struct, frozen=True):

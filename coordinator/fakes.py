@@ -39,7 +39,7 @@ class FakeRanks:
         if plan.step == self.lose_at:
             raise WorkerLost(self.lost_rank, "was told to die")
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
-        return StepResult(plan.epoch, plan.step, {row.sequence: self._sample(row) for row in rows})
+        return StepResult(plan.epoch, plan.step, {row.sequence: self._sample(row) for row in rows}, 1e-6)
 
     def _sample(self, row: Row) -> int:
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]

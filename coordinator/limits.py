@@ -1,7 +1,6 @@
 """How large a job may be, and how many blocks it takes."""
 
 from coordinator.blocks import Placer
-from coordinator.events import Prompt
 from coordinator.jobs import Job
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
@@ -15,9 +14,8 @@ class Limits:
         self._placer = placer
         self._max_positions = max_positions
 
-    def num_prefill(self, prompt: Prompt) -> int:
+    def num_prefill(self, num_tokens: int) -> int:
         """Prompt tokens that go through chunks: all but the last, or none of a short prompt."""
-        num_tokens = len(prompt.token_ids)
         return num_tokens - 1 if num_tokens >= self._config.replicate_below else 0
 
     def check(self, job: Job, field: str, max_tokens: int) -> int:
@@ -36,7 +34,7 @@ class Limits:
     def _blocks(self, job: Job, max_tokens: int) -> int:
         # The token that is sampled last is never fed back, so it needs no slot.
         rows = len(job.token_ids) - job.num_prefill + max(0, max_tokens - 1)
-        return self._placer.blocks_needed(job.num_prefill, rows, self._config.chunk_size)
+        return self._placer.blocks_needed(job.num_prefill, rows)
 
 
 def _sum(job: Job, field: str, max_tokens: int) -> str:

@@ -7,16 +7,21 @@ from typing import Self
 
 from coordinator.events import Ended, Event, Progress, Started, Tokens
 
+MAX_UNREAD = 256
+"""Tokens that wait for a reader before its sequence is paused; those under way still come."""
+
 
 class Stream:
     """Events of one job, read by one task: Started, Progress, Tokens and last Ended, in this order.
 
-    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined.
+    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined. When
+    many tokens are joined it `is_full`; `on_read` is called when the reader then takes them.
     An error is raised after the events that came before it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None]) -> None:
+    def __init__(self, on_cancel: Callable[[], None], on_read: Callable[[], None]) -> None:
         self._on_cancel = on_cancel
+        self._on_read = on_read
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
@@ -30,6 +35,11 @@ class Stream:
     def is_closed(self) -> bool:
         """Nothing more will be put in."""
         return self._is_closed
+
+    @property
+    def is_full(self) -> bool:
+        """The reader is behind: its sequence should pause."""
+        return len(self._token_ids) >= MAX_UNREAD
 
     def put(self, event: Event) -> None:
         match event:
@@ -87,7 +97,10 @@ class Stream:
         elif self._progress is not None:
             event, self._progress = self._progress, None
         elif self._token_ids:
+            was_full = self.is_full
             event, self._token_ids = Tokens(self._index, tuple(self._token_ids)), []
+            if was_full and not self._is_closed:
+                self._on_read()
         else:
             event, self._ended = self._ended, None
         return event

@@ -15,7 +15,7 @@ class Store:
 
     def segment(self, start: int, count: int) -> Segment:
         segment = self.segments.create(start)
-        reservation = self.placer.reserve(self.placer.blocks_needed(count, 0, 100))
+        reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
         return segment
