@@ -82,6 +82,13 @@ class Segments:
                 # A segment without runs was never in a plan, so no rank knows it.
                 self._forgotten += [segment.id] if segment.runs else []
 
+    def tokens_by_rank(self) -> list[int]:
+        """Tokens whose keys and values each rank holds."""
+        held = [0] * len(self._placer.pools)
+        for run in (run for segment in self for run in segment.runs):
+            held[run.rank] += len(run)
+        return held
+
     def take_forgotten(self) -> tuple[int, ...]:
         """Ids for the next plan's release_segments; each is given once."""
         forgotten, self._forgotten = tuple(self._forgotten), []

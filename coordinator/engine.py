@@ -133,7 +133,7 @@ class Engine:
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
-        held = scheduler.tokens_by_rank()
+        held = scheduler.segments.tokens_by_rank()
         pairs = zip(self._readies, self._ranks.hellos, strict=True)
         workers = tuple(
             WorkerView(

@@ -332,15 +332,9 @@ class Scheduler:
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
         self.contexts.delete(context_id)
+        self._may_begin = True
         ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == context_id]
         return [job_id for job_id in ids if self.cancel(job_id)]
-
-    def tokens_by_rank(self) -> list[int]:
-        """Tokens whose keys and values each rank holds."""
-        held = [0] * len(self._placer.pools)
-        for run in (run for segment in self.segments for run in segment.runs):
-            held[run.rank] += len(run)
-        return held
 
     def check(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""

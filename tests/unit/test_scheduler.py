@@ -200,7 +200,7 @@ def test_question_about_a_context_attends_to_its_path() -> None:
     row = plan.work.rows[0]
     assert (len(row.path), row.start, row.num_tokens) == (3, 50, 5)
     assert bench.seen[job][0] == Started(55, 50)
-    assert sum(bench.scheduler.tokens_by_rank()) == 50
+    assert sum(bench.scheduler.segments.tokens_by_rank()) == 50
 
 
 def test_cancelled_ingest_leaves_the_context_as_it_was() -> None:
