@@ -14,7 +14,7 @@ class Turns:
     """Deals turns. Higher priorities go first; among equals the client that was served the fewest tokens.
 
     A client that comes counts as served as few as the least served one that is there, so that absence saves nothing up
-    and nobody must be remembered after leaving.
+    and nobody must be remembered after leaving. Every client of a job must have come.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,13 @@ class Turns:
         """The next turn goes by age."""
         return self._num_turns % AGEING == AGEING - 1
 
+    def enter(self, client: str) -> None:
+        """A client has come, or is there already."""
+        self._served.setdefault(client, min(self._served.values(), default=0))
+
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
         """Jobs as they are next; `since` tells which of them waits longer: the smaller number."""
-        ordered = sorted(jobs, key=lambda job: (-job.claim.priority, self._of(job.claim.client), since(job)))
+        ordered = sorted(jobs, key=lambda job: (-job.claim.priority, self._served[job.claim.client], since(job)))
         if ordered and self.is_for_the_oldest:
             oldest = min(ordered, key=since)
             ordered.remove(oldest)
@@ -42,11 +46,7 @@ class Turns:
 
     def charge(self, client: str, num_tokens: int) -> None:
         """Counts tokens; fewer than 0 give back."""
-        self._served[client] = self._of(client) + num_tokens
-
-    def _of(self, client: str) -> int:
-        served = self._served.get(client)
-        return min(self._served.values(), default=0) if served is None else served
+        self._served[client] += num_tokens
 
     def keep(self, clients: Container[str]) -> None:
         """Forgets all clients but these."""
@@ -69,6 +69,7 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
+        self._turns.enter(job.claim.client)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)

@@ -147,6 +147,7 @@ class Scheduler:
         self.segments.retain(job.path)
         self._deadlines.add(job.id, job.claim.deadline)
         self._queue.add(job)
+        self._chunk_turns.enter(job.claim.client)
         self._may_begin = True
 
     def _check_deadline(self, job: Job, now: float) -> None:
@@ -288,7 +289,7 @@ class Scheduler:
     def finish(self, job: Job) -> None:
         """Gives back all that a running job holds."""
         self._stop(job)
-        self.speeds.ended(self._now, bool(self._running))
+        self.speeds.ended(self._now, bool(self._running or self._queue))
         self._leave(job)
 
     def _stop(self, job: Job) -> None:

@@ -47,7 +47,7 @@ class Speeds:
             self.decode_step.add(seconds, 1)
 
     def ended(self, now: float, is_busy: bool) -> None:
-        """Takes in that a job has ended; `is_busy` when others still run."""
+        """Takes in that a job has ended; `is_busy` when there are others."""
         if self._last_end is not None:
             self.job.add(now - self._last_end, 1)
         self._last_end = now if is_busy else None

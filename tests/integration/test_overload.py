@@ -27,6 +27,8 @@ from workers.__main__ import main as worker_main
 pytestmark = pytest.mark.timeout(240)
 CAPACITY = 8
 MIB = 1 << 20
+MANY = 20_000
+"""Tokens that take longer than a test."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -134,7 +136,7 @@ async def test_clients_that_leave_free_everything() -> None:
 def read_for_ever(address: str, first: object) -> None:
     """In a process of its own: reads an answer that does not end."""
     with Client(address) as client:
-        for event in client.generate([65, 66, 67], max_tokens=100_000, ignore_end_token=True):
+        for event in client.generate([65, 66, 67], max_tokens=MANY, ignore_end_token=True):
             if isinstance(event, Delta):
                 first.set()  # type: ignore[attr-defined]
 
@@ -152,25 +154,33 @@ async def test_a_killed_client_frees_everything() -> None:
         await served.until_idle()
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_paused_and_slows_nobody() -> None:
     async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
-        request = service_pb.GenerateRequest(token_ids={"ids": [65, 66]})
-        request.sampling.max_token_count = 100_000
-        request.sampling.ignore_end_token = True
-        call = GenerationServiceStub(channel).Generate(request)
-        await call.read()
-        answers = [await ask(served.client, 1, 200) for _ in range(2)]
-        assert answers[0] == answers[1]
+        expected = await ask(served.client, 1)
+        call = GenerationServiceStub(channel).Generate(endless())
+        index = 0
+        await until(lambda: any(job.is_paused for job in served.engine._scheduler._running.values()))  # type: ignore[union-attr]
+        assert await ask(served.client, 1) == expected
+        while index < 5000:
+            message = await call.read()
+            if message.HasField("delta"):
+                assert message.delta.first_token_index == index
+                index += len(message.delta.token_ids)
         call.cancel()
         await served.until_idle()
 
 
+def endless() -> service_pb.GenerateRequest:
+    request = service_pb.GenerateRequest(token_ids={"ids": [65, 66]})
+    request.sampling.max_token_count = MANY
+    request.sampling.ignore_end_token = True
+    return request
+
+
 async def test_the_deadline_of_a_call_frees_everything() -> None:
     async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
-        request = service_pb.GenerateRequest(token_ids={"ids": [65, 66]})
-        request.sampling.max_token_count = 100_000
-        request.sampling.ignore_end_token = True
-        call = GenerationServiceStub(channel).Generate(request, timeout=1.0)
+        call = GenerationServiceStub(channel).Generate(endless(), timeout=1.0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [_ async for _ in call]
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
