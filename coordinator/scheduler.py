@@ -140,6 +140,8 @@ class Scheduler:
 
     def _enqueue(self, job: Job, now: float) -> None:
         if self.num_waiting >= self._config.max_waiting:
+            self._begin_waiting()  # those for whom there is room only wait for the next step
+        if self.num_waiting >= self._config.max_waiting:
             seconds = self.speeds.retry_seconds(self.num_waiting)
             raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", seconds)
         self._room.check(job, self._jobs())

@@ -26,9 +26,16 @@ class Bench:
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
 
-    def ask(self, count: int, max_tokens: int = 4, context: str | None = None, ends: tuple[int, ...] = ()) -> int:
-        sampling = Sampling(max_tokens=max_tokens)
-        prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=sampling, end_tokens=frozenset(ends))
+    def ask(
+        self, count: int, max_tokens: int = 4, context: str | None = None, ends: tuple[int, ...] = (), priority: int = 0
+    ) -> int:
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(range(count)),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset(ends),
+            priority=priority,
+        )
         return self._admitted(lambda job: self.scheduler.admit(job, prompt))
 
     def ingest(self, context: str, count: int, append: bool = False) -> int:
@@ -333,12 +340,40 @@ def test_a_large_job_is_not_passed_for_ever() -> None:
 
 
 def test_queue_is_bounded() -> None:
-    bench = Bench(max_waiting=2)
-    bench.ask(4)
-    bench.ask(4)
+    bench = Bench(max_waiting=2, max_sequences=3)
+    for _ in range(5):
+        bench.ask(4)  # three of them need not wait
     with pytest.raises(ResourceExhausted, match="2 requests wait already") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
+
+
+def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
+    bench = Bench(blocks=(5, 5), max_sequences=1)
+    bench.ask(4, 2)
+    large = bench.ask(20, 10)
+    with pytest.raises(ResourceExhausted, match="under way") as caught:
+        bench.ingest("doc", 16)  # it might come first, and stay
+    assert caught.value.retry_seconds
+    bench.run()
+    assert len(bench.tokens(large)) == 10
+    bench.ingest("doc", 16)
+    bench.run()
+
+
+def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
+    bench = Bench(max_sequences=1)
+    low = bench.ask(70, max_tokens=3)
+    chunk = bench.schedule()
+    assert chunk is not None
+    high = bench.ask(40, max_tokens=1, priority=1)
+    assert bench.schedule() is None, "one chunk is under way"
+    assert bench.scheduler.cancel(high)
+    assert bench.schedule() is None
+    bench.commit(chunk)
+    bench.run()
+    assert bench.tokens(low) == bench.alone(70, 3)
+    assert [e.processed for e in bench.seen[low] if isinstance(e, Progress)] == [32, 64, 69]
 
 
 def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
