@@ -18,6 +18,7 @@ class Arguments:
     tokens: int
     repeats: int
     json: bool
+    batches: tuple[int, ...] = (1,)
 
 
 def unwind_on_terminate() -> None:
@@ -25,7 +26,9 @@ def unwind_on_terminate() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int) -> Arguments:
+def parse(
+    description: str | None, *, contexts: tuple[int, ...], tokens: int, repeats: int, batches: tuple[int, ...] = (1,)
+) -> Arguments:
     """Reads the command line; the keywords are the defaults."""
     unwind_on_terminate()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,10 +38,13 @@ def parse(description: str | None, *, contexts: tuple[int, ...], tokens: int, re
     parser.add_argument("--repeats", type=int, default=repeats, help="timed turns of each side")
     if tokens:
         parser.add_argument("--tokens", type=int, default=tokens, help="tokens to generate, at least 2")
+    if len(batches) > 1:
+        help = "generations at once"
+        parser.add_argument("--batch", dest="batches", nargs="+", type=int, default=batches, help=help)
     given = vars(parser.parse_args())
-    if given["repeats"] < 1 or given.setdefault("tokens", 0) == 1:
-        parser.error("too few repeats or tokens to measure")
-    return Arguments(**{**given, "models": tuple(given["models"]), "contexts": tuple(given["contexts"])})
+    if min(given["repeats"], *given.setdefault("batches", batches)) < 1 or given.setdefault("tokens", 0) == 1:
+        parser.error("too few repeats, generations or tokens to measure")
+    return Arguments(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
@@ -48,7 +54,8 @@ def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
         return
     for row in rows:
         print(
-            f"{row['bench']:7} {row['model']:13} {row['context_tokens']:>7} tokens  ratio {row['ratio']:>6}"
+            f"{row['bench']:7} {row['model']:13} {row['batch']} x {row['context_tokens']:>7} tokens"
+            f" in {row.get('contexts', 1)}  ratio {row['ratio']:>6}"
             f"  ({row['service_tokens_per_s']} against {row['baseline_tokens_per_s']} tokens/s)"
         )
 

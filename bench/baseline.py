@@ -57,19 +57,36 @@ class Baseline:
             cache.update(more[0], more[1], i)
         return cache
 
+    @torch.inference_mode()
+    def prefill_batch(self, contexts: list[list[int]], chunk_size: int) -> DynamicCache:
+        """One cache of several contexts of equal length; a context that repeats is read once."""
+        if all(ids == contexts[0] for ids in contexts):
+            cache = self.prefill(contexts[0], chunk_size)
+            cache.batch_repeat_interleave(len(contexts))
+            return cache
+        cache = DynamicCache(config=self._model.config)
+        for start in range(0, len(contexts[0]), chunk_size):
+            chunk = torch.tensor([ids[start : start + chunk_size] for ids in contexts])
+            self._model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
     def decode(self, ids: list[int], cache: DynamicCache, num_tokens: int) -> Decoded:
         """Generates greedily from a cache that holds all of `ids` but the last; leaves the cache as it was."""
+        return self.decode_together([ids], cache, num_tokens)
+
+    def decode_together(self, ids: list[list[int]], cache: DynamicCache, num_tokens: int) -> Decoded:
+        """The same for a batch."""
         clock = Clock()
         used = copy.deepcopy(cache)  # layers with a window cannot be cut back to what they held
         begin = time.perf_counter()
         output = self._model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            torch.tensor(ids),
+            attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
             past_key_values=used,
             max_new_tokens=num_tokens,
             do_sample=False,
             streamer=clock,
         )
         wall = time.perf_counter() - begin
-        token_ids = output[0, len(ids) :].tolist()
-        return Decoded(token_ids, decode_seconds=clock.times[-1] - clock.times[-num_tokens], wall_seconds=wall)
+        token_ids = output[:, len(ids[0]) :].flatten().tolist()
+        return Decoded(token_ids, clock.times[-1] - clock.times[-num_tokens], wall, len(ids))

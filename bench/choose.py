@@ -25,8 +25,7 @@ from bench.machine import describe
 from bench.ranks import Placement, Rank, run
 from bench.timing import slowest
 from longleaf.attention import Partial
-from longleaf.config import MergeName
-from longleaf.tree import Wire, choose_merge, make_merge
+from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 16, 128
@@ -72,11 +71,12 @@ def race(rank: Rank, repeats: int) -> Row:
     begin = time.perf_counter()
     chosen = choose_merge(groups, Wire(), HEADS, DIM, rank.device)
     seconds = time.perf_counter() - begin
-    merges = {name: make_merge(name, groups, Wire()) for name in chosen.timings[0].microseconds}
+    raced = chosen.timings[0].microseconds
+    merges = {name: make_merge(name, groups, Wire()) for name in MERGES if name in raced}
     turns: dict[int, dict[str, list[float]]] = {}
     for timing in chosen.timings:
         partial = Partial(torch.randn(timing.rows, HEADS, DIM), torch.randn(timing.rows, HEADS))
-        calls = {name: functools.partial(merge.merge, partial) for name, merge in merges.items()}
+        calls = {str(name): functools.partial(merge.merge, partial) for name, merge in merges.items()}
         turns[timing.rows] = rank.take_turns(calls, repeats=repeats, warm_up=3, in_a_row=4)
     choices = {timing.rows: timing.merge for timing in chosen.timings}
     return {"transport": groups.node.transport, "seconds": seconds, "choices": choices, "turns": turns}
@@ -85,7 +85,7 @@ def race(rank: Rank, repeats: int) -> Row:
 def judge(placement: Placement, runs: Sequence[Sequence[Row]]) -> Iterator[Row]:
     """A row per number of rows, from what the ranks of each run found."""
     for num_rows in runs[0][0]["choices"]:
-        chosen: list[MergeName] = [ranks[0]["choices"][num_rows] for ranks in runs]
+        chosen: list[str] = [ranks[0]["choices"][num_rows] for ranks in runs]
         medians = [
             {name: median(times) for name, times in slowest([rank["turns"][num_rows] for rank in ranks]).items()}
             for ranks in runs

@@ -10,17 +10,24 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One timed generation. `decode_seconds` runs from the first generated token to the last, `wall_seconds` from the
-    call to its return."""
+    """One timed generation, or several at once, whose tokens then follow one another. `decode_seconds` runs from the
+    first generated token to the last, `wall_seconds` from the call to its return."""
 
     token_ids: Sequence[int]
     decode_seconds: float
     wall_seconds: float
+    num_sequences: int = 1
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second."""
-        return (len(self.token_ids) - 1) / self.decode_seconds
+        """Tokens per second, without each generation's first."""
+        return (len(self.token_ids) - self.num_sequences) / self.decode_seconds
+
+    @property
+    def answers(self) -> list[Sequence[int]]:
+        """The tokens of each generation; all have the same number."""
+        length = len(self.token_ids) // self.num_sequences
+        return [self.token_ids[i * length : (i + 1) * length] for i in range(self.num_sequences)]
 
     @property
     def wall_rate(self) -> float:

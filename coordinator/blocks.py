@@ -94,6 +94,12 @@ class Reservation:
     def __init__(self, num_blocks: int) -> None:
         self.left = num_blocks
 
+    def split(self, num_blocks: int) -> "Reservation":
+        """Hands a part of the promise over."""
+        assert num_blocks <= self.left
+        self.left -= num_blocks
+        return Reservation(num_blocks)
+
 
 class Placer:
     """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
@@ -185,11 +191,11 @@ class Placer:
             self.pools[run.rank].free(run.blocks)
 
     def blocks_needed(self, num_prefill: int, num_rows: int) -> int:
-        """Blocks that `num_prefill` tokens in chunks and then `num_rows` tokens in rows will take, exactly.
+        """Blocks that `num_prefill` tokens in chunks and `num_rows` in rows, in another segment, take, exactly.
 
-        Chunks but the last are whole blocks, however long they are, and rows begin in the last block.
+        Chunks but the last are whole blocks, however long they are.
         """
-        return ceil_div(num_prefill + num_rows, self.block_size)
+        return ceil_div(num_prefill, self.block_size) + ceil_div(num_rows, self.block_size)
 
     def check(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""

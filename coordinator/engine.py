@@ -6,50 +6,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from coordinator.blocks import Placer
-from coordinator.contexts import Context
-from coordinator.events import ClusterView, ContextView, Ended, Event, Prompt, RankShare, Started, Tokens, WorkerView
+from coordinator.contexts import Context, check_settings
+from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, RankShare, WorkerView
 from coordinator.jobs import NO_CLAIM, Claim
-from coordinator.scheduler import Acknowledged, Outcome, Scheduler
+from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
+from coordinator.timings import Timings
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.ports import Ranks
 from longleaf.step import Ready, StepPlan, StepResult
 
 EPOCH = 1
 POSITION_SECONDS = 1.0
 """How often those that wait are told that their place in the queue has changed."""
-
-
-class Timings:
-    """When a job was submitted, started and answered first, in seconds of the engine's clock."""
-
-    def __init__(self, now: float) -> None:
-        self.submitted = now
-        self.started: float | None = None
-        self.first_token: float | None = None
-        self.position: int | None = None
-        """Place in the queue that was told last."""
-
-    def take(self, event: Event, now: float) -> None:
-        """Notes when things happened for the first time: a preempted job begins again."""
-        if isinstance(event, Started):
-            self.started = now if self.started is None else self.started
-            self.position = None
-        if isinstance(event, Tokens) and self.first_token is None:
-            self.first_token = now
-
-    def fill(self, ended: Ended, now: float) -> Ended:
-        first = now if self.first_token is None else self.first_token
-        return msgspec.structs.replace(
-            ended,
-            queue_seconds=(self.started or self.submitted) - self.submitted,
-            first_token_seconds=first - self.submitted,
-            decode_seconds=now - first,
-        )
 
 
 class Engine:
@@ -104,17 +76,31 @@ class Engine:
     # --- what clients do ---
 
     def submit(self, prompt: Prompt) -> Stream:
-        """Starts a generation. Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        """Starts a generation. Its stream ends when all samples have ended.
+
+        Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
+        """
         scheduler = self._open()
         scheduler.admit(self._next_id, prompt, self._clock())
-        return self._new_stream()
+        return self._new_stream(prompt.num_samples)
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool, claim: Claim = NO_CLAIM) -> Stream:
+    def ingest(
+        self,
+        context: str,
+        token_ids: Sequence[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
+    ) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
         context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
         or Unavailable."""
         scheduler = self._open()
-        scheduler.admit_ingest(self._next_id, context, token_ids, append=append, claim=claim, now=self._clock())
+        now = self._clock()
+        scheduler.admit_ingest(
+            self._next_id, context, token_ids, append=append, settings=settings, claim=claim, now=now
+        )
         return self._new_stream()
 
     def get_context(self, context_id: str) -> ContextView:
@@ -125,11 +111,37 @@ class Engine:
         """Sorted by id."""
         return [self._view(context) for context in self._open().contexts.list()]
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> ContextView:
+        """Raises NotFound, and InvalidArgument for a time that has passed."""
+        contexts, now = self._open().contexts, self._wall_clock()
+        check_settings(settings, now, "context")
+        view = self._view(contexts.change(context_id, settings, now))
+        self._wake.set()  # it may expire sooner
+        return view
+
     def delete_context(self, context_id: str) -> None:
         """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
-        for job_id in self._open().delete_context(context_id):
+        self._delete(self._open(), context_id)
+
+    def _delete(self, scheduler: Scheduler, context_id: str) -> None:
+        for job_id in scheduler.delete_context(context_id):
             self._close_stream(job_id, NotFound(f"contexts/{context_id}"))
         self._wake.set()
+
+    def _expire(self, scheduler: Scheduler) -> float | None:
+        """Deletes the contexts whose time has passed; gives the seconds until the next one's."""
+        now = self._wall_clock()
+        for context_id in scheduler.contexts.expired(now):
+            self._delete(scheduler, context_id)
+        following = scheduler.contexts.next_expiry
+        return None if following is None else following - now
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
@@ -156,10 +168,11 @@ class Engine:
         assert len(self._streams) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
-        """Raises what keeps the service from answering."""
+        """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
         if self._failure is not None:
             raise Unavailable(str(self._failure))
         assert self._scheduler is not None
+        self._expire(self._scheduler)
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
@@ -171,12 +184,19 @@ class Engine:
             created=context.created,
             updated=context.updated,
             shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
+            display_name=context.display_name,
+            expires=context.expires,
+            is_pinned=context.is_pinned,
         )
 
-    def _new_stream(self) -> Stream:
-        job_id, self._next_id = self._next_id, self._next_id + 1
-        stream = Stream(lambda: self._cancel(job_id), lambda: self._pause(job_id, False))
-        self._streams[job_id] = (stream, Timings(self._clock()))
+    def _new_stream(self, num_samples: int = 1) -> Stream:
+        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(
+            lambda: self._cancel(job_id),
+            lambda sample: self._cancel_sample(job_id, sample),
+            lambda: self._pause(job_id, False),
+        )
+        self._streams[job_id] = (stream, Timings(self._clock(), num_samples))
         self._has_new = True
         self._wake.set()
         return stream
@@ -186,6 +206,18 @@ class Engine:
         if self._scheduler is not None:
             self._scheduler.cancel(job_id)
         self._wake.set()
+
+    def _cancel_sample(self, job_id: int, sample: int) -> None:
+        if self._scheduler is not None and self._scheduler.cancel_sample(job_id, sample):
+            self._end_sample(job_id)
+        self._wake.set()
+
+    def _end_sample(self, job_id: int) -> None:
+        """Ends the stream with the last of its samples."""
+        _, timings = self._streams[job_id]
+        timings.num_open -= 1
+        if timings.num_open == 0:
+            self._close_stream(job_id)
 
     def _pause(self, job_id: int, is_paused: bool) -> None:
         if self._scheduler is not None:
@@ -233,15 +265,14 @@ class Engine:
             self._steps.append((plan, step))
         self._publish(outcomes + scheduler.drain())
         self._tell_positions(scheduler)
-        await self._wait(scheduler.next_deadline)
+        await self._wait(scheduler)
 
-    async def _wait(self, deadline: float | None) -> None:
-        """Waits for something to do, at most until a deadline."""
-        if deadline is None:
-            await self._wake.wait()
-            return
-        seconds = max(0.0, deadline - self._clock())
-        timer = asyncio.get_running_loop().call_later(min(seconds, MAX_SECONDS), self._wake.set)
+    async def _wait(self, scheduler: Scheduler) -> None:
+        """Waits for something to do, at most until a job's deadline or a context's expiry."""
+        deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
+        waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
+        waits += [] if expiry is None else [expiry]
+        timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
         await self._wake.wait()
         timer.cancel()
 
@@ -264,7 +295,7 @@ class Engine:
                     self._close_stream(job_id)
                 case Ended():
                     stream.put(timings.fill(outcome, now))
-                    self._close_stream(job_id)
+                    self._end_sample(job_id)
                 case _:
                     timings.take(outcome, now)
                     stream.put(outcome)

@@ -4,9 +4,10 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.sampling import Sampling
+from longleaf.errors import LongleafError
+from longleaf.sampling import Logprobs, Sampling
 
-EndReason = Literal["end_token", "length"]
+EndReason = Literal["end_token", "length", "stop_token"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +19,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
+    num_samples: int = 1
+    """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
     priority: int = 0
     """Higher goes first."""
     client: str = ""
@@ -48,10 +51,13 @@ class Tokens(msgspec.Struct, frozen=True):
 
     index: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each id, or none when they were not asked for."""
+    sample: int = 0
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The last event of a stream. Times in seconds."""
+    """The last event of a sample, and of the stream when all samples have ended. Times in seconds."""
 
     reason: EndReason
     prompt_tokens: int
@@ -60,9 +66,18 @@ class Ended(msgspec.Struct, frozen=True):
     queue_seconds: float
     first_token_seconds: float
     decode_seconds: float
+    sample: int = 0
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """The document of an ingest is part of its context."""
+
+    context: str
 
 
 Event = Started | Progress | Tokens | Ended
+Outcome = tuple[int, Event | Acknowledged | LongleafError]
+"""Job id, and what its stream gets. An error, the last Ended and Acknowledged are the last one of a job."""
 
 
 class RankShare(msgspec.Struct, frozen=True):
@@ -81,6 +96,9 @@ class ContextView(msgspec.Struct, frozen=True):
     created: float
     updated: float
     shares: tuple[RankShare, ...]
+    display_name: str = ""
+    expires: float | None = None
+    is_pinned: bool = False
 
 
 class WorkerView(msgspec.Struct, frozen=True):

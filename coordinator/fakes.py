@@ -3,6 +3,7 @@
 import asyncio
 
 from longleaf.errors import LongleafError, WorkerLost
+from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Hello, Ready, Row, StepPlan, StepResult
 
 
@@ -12,7 +13,8 @@ def echo_token(last: int, token_index: int, vocab: int) -> int:
 
 
 class FakeRanks:
-    """Answers every step at once with `echo_token`; rank `lost_rank` dies at step number `lose_at`, if given."""
+    """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
+    number `lose_at`, if given."""
 
     def __init__(
         self, world_size: int = 1, num_blocks: int = 1024, vocab: int = 1000, lose_at: int = 0, lost_rank: int = 0
@@ -39,7 +41,11 @@ class FakeRanks:
         if plan.step == self.lose_at:
             raise WorkerLost(self.lost_rank, "was told to die")
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
-        return StepResult(plan.epoch, plan.step, {row.sequence: self._sample(row) for row in rows}, 1e-6)
+        sampled = {row.sequence: self._sample(row) for row in rows}
+        asking = (row.sequence for row in rows if row.sampling.num_logprobs is not None)
+        return StepResult(
+            plan.epoch, plan.step, sampled, {i: Logprobs(-float(sampled[i])) for i in asking}, seconds=1e-6
+        )
 
     def _sample(self, row: Row) -> int:
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]

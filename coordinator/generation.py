@@ -1,18 +1,19 @@
 """A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Protocol
 
 from coordinator import events
-from coordinator.text import Piece, TextStream
+from coordinator.answer import Answer
+from coordinator.replay import CallLater, Replays, call_later
 from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
-from coordinator.wire import finished_of
-from longleaf.errors import InvalidArgument, Unavailable
-from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started, Timings, Usage
+from longleaf.errors import AlreadyExists, InvalidArgument, Unavailable
+from longleaf.messages import Event, Finished, Generate, Resume
 
 
 class EventStream(Protocol):
@@ -24,6 +25,10 @@ class EventStream(Protocol):
         """Ends the job, and returns at once when it has ended."""
         ...
 
+    def cancel_sample(self, sample: int) -> None:
+        """Ends one sample, whose Ended will not come. Idempotent."""
+        ...
+
 
 class Submitter(Capacity, Protocol):
     """The engine, as generations see it."""
@@ -33,35 +38,92 @@ class Submitter(Capacity, Protocol):
         ...
 
 
-class Generation:
-    """Runs generations on an engine. `clock` counts seconds."""
+def random_id() -> str:
+    """An id for a generation that its caller did not name."""
+    return secrets.token_hex(16)
 
-    def __init__(self, engine: Submitter, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Generation:
+    """Runs generations on an engine, and holds those that may be resumed. `clock` is the engine's, in seconds."""
+
+    def __init__(
+        self,
+        engine: Submitter,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+        later: CallLater = call_later,
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
+        self._replays = Replays(later)
+        self._running: set[str] = set()
+        """Ids, so that a repeated request does not run twice."""
 
-    async def run(self, request: Generate) -> AsyncGenerator[Event, None]:
-        """Events of one generation, the last Finished. Closing the iterator ends the generation.
+    def run(self, request: Generate | Resume, seconds: float | None = None) -> AsyncGenerator[Event, None]:
+        """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
 
-        Raises InvalidArgument, NotFound, ResourceExhausted, Unavailable or WorkerLost.
+        The client waits `seconds`, if given. Raises, now or later, InvalidArgument, NotFound, AlreadyExists,
+        ResourceExhausted, Unavailable or WorkerLost.
         """
-        answer = _Answer(self._tokenizer, request, self._clock)
-        self._check_size(request)
-        token_ids = await asyncio.to_thread(self._prompt_ids, request)
-        prompt = events.Prompt(
-            context=request.context,
-            token_ids=tuple(token_ids),
-            sampling=request.sampling,
-            end_tokens=self._tokenizer.end_tokens,
-        )
-        async with aclosing(self._engine.submit(prompt)) as stream:
-            async for event in stream:
-                for message in answer.take(event):
-                    yield message
-                if answer.is_finished:
-                    return
+        if isinstance(request, Resume):
+            return self._replays.find(request.request_id).read(request.token_index)
+        if (held := self._replays.get(request.request_id)) is not None:
+            if not held.answers(request):
+                raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
+            return held.read()
+        deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
+        request_id = request.request_id or random_id()
+        answer = self._events(request_id, request, deadline)
+        return self._replays.hold(request_id, request, answer).read() if request.resume_seconds else answer
+
+    async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
+        with self._only(request_id):
+            token_ids = await self._check(request)
+            answer = self._answer(request_id, request)
+            prompt = events.Prompt(
+                context=request.context,
+                token_ids=tuple(token_ids),
+                sampling=request.sampling,
+                end_tokens=self._tokenizer.end_tokens,
+                num_samples=request.num_samples,
+                priority=request.priority,
+                client=request.client,
+                deadline=deadline,
+            )
+            async with aclosing(self._engine.submit(prompt)) as stream:
+                async for event in stream:
+                    for message in answer.take(event):
+                        if isinstance(message, Finished) and message.reason == "stop":
+                            stream.cancel_sample(message.sample)
+                        yield message
+                    if answer.is_finished:
+                        return
         raise Unavailable("the engine ended the stream before the answer's end")
+
+    @contextmanager
+    def _only(self, request_id: str) -> Generator[None, None, None]:
+        """Raises AlreadyExists when a generation of this id runs."""
+        if request_id in self._running:
+            raise AlreadyExists(f"generations/{request_id}")
+        self._running.add(request_id)
+        try:
+            yield
+        finally:
+            self._running.remove(request_id)
+
+    def _answer(self, request_id: str, request: Generate) -> Answer:
+        tokenizer = self._tokenizer
+        wanted = (request.sampling, tokenizer.end_tokens, request.num_samples)
+        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock)
+
+    async def _check(self, request: Generate) -> Sequence[int]:
+        """The prompt's ids. Raises InvalidArgument or NotFound."""
+        self._check_size(request)
+        size = self._tokenizer.vocabulary_size
+        _check_known("sampling.logit_bias", request.sampling.logit_bias, size)
+        _check_known("sampling.stop_token_ids", request.sampling.stop_tokens, size)
+        return await asyncio.to_thread(self._prompt_ids, request)
 
     def _check_size(self, request: Generate) -> None:
         """Raises InvalidArgument for a text that cannot fit, and NotFound for a context that is not there."""
@@ -100,69 +162,7 @@ def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "toke
     return token_ids
 
 
-class _Answer:
-    """Turns the engine's events into the client's, and ends the answer at a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Generate, clock: Callable[[], float]) -> None:
-        self._text = TextStream(tokenizer.alphabet, request.sampling.stop)
-        self._end_tokens = frozenset[int]() if request.sampling.ignore_end_token else tokenizer.end_tokens
-        self._clock = clock
-        self._arrived = self._started_at = clock()
-        self._first_token_at: float | None = None
-        self._usage = Usage()
-        self._num_tokens = 0
-        self._end_ids: tuple[int, ...] = ()
-        self.is_finished = False
-
-    def take(self, event: events.Event) -> list[Event]:
-        match event:
-            case events.Started(prompt_tokens, cached_tokens):
-                self._started_at = self._clock()
-                self._usage = Usage(prompt_tokens, cached_tokens)
-                return [Started(prompt_tokens, cached_tokens)]
-            case events.Progress(processed, total):
-                return [Progress(processed, total)]
-            case events.Tokens():
-                return self._take_tokens(event)
-            case events.Ended():
-                return self._finish(event)
-
-    def _take_tokens(self, event: events.Tokens) -> list[Event]:
-        if self._first_token_at is None:
-            self._first_token_at = self._clock()
-        pieces: list[Piece] = []
-        for token_id in event.token_ids:
-            self._num_tokens += 1
-            if token_id in self._end_tokens:
-                self._end_ids = (token_id,)  # its text, if it has any, is not part of the answer
-                break
-            if (piece := self._text.push(token_id)) is not None:
-                pieces.append(piece)
-            if self._text.matched_stop:
-                return [*_delta(pieces), self._stop()]
-        return [*_delta(pieces)]
-
-    def _finish(self, event: events.Ended) -> list[Event]:
-        piece = self._text.finish(*self._end_ids)
-        delta = _delta([piece] if piece else [])
-        if self._text.matched_stop:
-            return [*delta, self._stop()]
-        self.is_finished = True
-        return [*delta, finished_of(event)]
-
-    def _stop(self) -> Finished:
-        """The end that the engine does not know of: its stream is closed here, so the times are taken here too."""
-        self.is_finished = True
-        now = self._clock()
-        first = now if self._first_token_at is None else self._first_token_at
-        usage = Usage(self._usage.prompt_tokens, self._usage.cached_tokens, self._num_tokens)
-        timings = Timings(self._started_at - self._arrived, first - self._arrived, now - first)
-        return Finished("stop", self._text.matched_stop, usage, timings)
-
-
-def _delta(pieces: list[Piece]) -> list[Event]:
-    """The pieces of one event as one delta; none when there is none."""
-    if not pieces:
-        return []
-    token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
-    return [Delta(pieces[0].index, token_ids, "".join(piece.text for piece in pieces))]
+def _check_known(field: str, token_ids: Iterable[int], vocabulary_size: int) -> None:
+    wrong = next((token_id for token_id in token_ids if token_id >= vocabulary_size), None)
+    if wrong is not None:
+        raise InvalidArgument(field, f"{wrong} is not in the vocabulary of {vocabulary_size} tokens")

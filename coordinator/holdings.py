@@ -2,8 +2,9 @@
 job, and every job that runs something to do."""
 
 from coordinator.blocks import Placer
-from coordinator.contexts import Contexts, Segments
+from coordinator.contexts import Contexts
 from coordinator.jobs import Job, Sequence
+from coordinator.segments import Segments
 
 
 def check_holdings(
@@ -15,14 +16,12 @@ def check_holdings(
     placer.check(run for segment in segments for run in segment.runs)
     owners: dict[int, int] = {}
     paths = [context.path for context in contexts.list()] + [job.path for job in (*waiting, *running)]
-    for segment in [s for path in paths for s in path] + [job.segment for job in running if job.segment]:
+    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
-    assert owners == {segment.id: segment.num_references for segment in segments}
+    assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
     assert placer.num_reserved == sum(job.reservation.left for job in running if job.reservation)
     assert not any(job.segment or job.reservation for job in waiting)
-    for job in running:
-        assert job.segment and job.reservation
-        assert job.segment.num_blocks + job.reservation.left == job.num_blocks
+    assert all(job.segment and job.reservation for job in running)
 
 
 def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:

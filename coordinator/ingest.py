@@ -1,66 +1,106 @@
 """An ingest from its first piece to its acknowledged context."""
 
-import asyncio
-import codecs
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from coordinator import events
-from coordinator.generation import EventStream, check_ids
+from coordinator.contexts import check_settings
+from coordinator.document import STEP_BYTES, Document
+from coordinator.generation import EventStream
 from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
+from coordinator.uploads import Prefill, Upload, Uploads
 from coordinator.wire import context_of
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
-from longleaf.messages import IngestHeader, IngestPiece, IngestProgress
+from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from longleaf.messages import ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
 
 REPORT_BYTES = 1 << 18
 """Received bytes between two reports."""
+REPORT_TOKENS = 1 << 16
 
 
 class Ingester(Capacity, Protocol):
     """The engine, as ingests see it."""
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> EventStream:
+    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
         ...
 
 
 class Ingest:
-    """Runs ingests on an engine. `clock` counts seconds."""
+    """Runs ingests on an engine. `clock` counts seconds, `wall_clock` those since the epoch."""
 
-    def __init__(self, engine: Ingester, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: Ingester,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        uploads: Uploads | None = None,
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._uploads = uploads or Uploads(clock)
 
     async def run(self, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
-        """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind.
+        """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind,
+        unless it has an upload id: then it can be resumed.
 
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, Unavailable or WorkerLost.
         """
         header = await anext(pieces, None)
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
-        document = Document(self._limit(header))
+        upload = self._known(header) or self._new(header)
+        claim = upload.claim()
+        try:
+            async with aclosing(self._go_on(upload, claim, pieces)) as reports:
+                async for report in reports:
+                    upload.check_owner(claim)
+                    yield report
+                    upload.check_owner(claim)
+        except LongleafError as error:
+            # A document that waits for room need not be sent again.
+            if claim == upload.num_claims and not (upload.document and isinstance(error, ResourceExhausted)):
+                self._uploads.forget(upload)
+            raise
+        finally:
+            if not self._uploads.leave(upload, claim) and upload.prefill is not None:
+                await upload.prefill.stop()
+
+    def _known(self, header: IngestHeader) -> Upload | None:
+        """The ingest that is resumed, if it is one and there is something to resume."""
+        upload = self._uploads.find(header) if header.upload_id else None
+        ready = upload.prefill.latest if upload is not None and upload.prefill is not None else None
+        if upload is None or ready is None or ready.context is None:
+            return upload
+        try:
+            is_there = self._engine.get_context(header.context).created == ready.context.created
+        except NotFound:
+            is_there = False
+        if not is_there:  # deleted since: the name is free, or another's
+            self._uploads.forget(upload)
+        return upload if is_there else None
+
+    def _new(self, header: IngestHeader) -> Upload:
+        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
+        check_settings(header.settings, self._wall_clock(), "config")
+        limit = self._limit(header)
+        encoder = self._tokenizer.document_encoder(is_first=not header.append)
+        document = Document(encoder, limit, self._tokenizer.vocabulary_size)
         document.expect(header.total_bytes)
-        yield IngestProgress(phase="receiving")
-        reported = 0
-        async for piece in pieces:
-            document.add(piece)
-            if document.num_bytes - reported >= REPORT_BYTES:
-                reported = document.num_bytes
-                yield IngestProgress(phase="receiving", received_bytes=reported)
-        document.finish()
-        yield IngestProgress(phase="tokenizing", received_bytes=document.num_bytes)
-        token_ids = await asyncio.to_thread(self._token_ids, document, is_first=not header.append)
-        async with aclosing(self._prefill(header, token_ids, document.num_bytes)) as reports:
-            async for report in reports:
-                yield report
+        upload = Upload(header, document)
+        self._uploads.add(upload)
+        return upload
 
     def _limit(self, header: IngestHeader) -> TextLimit:
-        """What the document may be at most. Raises NotFound or AlreadyExists, before a long text is sent in vain."""
+        """What the document may be at most."""
         try:
             held = self._engine.get_context(header.context).tokens
         except NotFound:
@@ -72,92 +112,83 @@ class Ingest:
                 raise AlreadyExists(f"contexts/{header.context}")
         return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
 
-    def _token_ids(self, document: "Document", is_first: bool) -> Sequence[int]:
-        if document.token_ids:
-            return check_ids(document.token_ids, self._tokenizer.vocabulary_size)
-        token_ids = self._tokenizer.document_ids(document.text, is_first)
-        return check_ids(token_ids, self._tokenizer.vocabulary_size, "text")
-
-    async def _prefill(
-        self, header: IngestHeader, token_ids: Sequence[int], num_bytes: int
+    async def _go_on(
+        self, upload: Upload, claim: int, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
-        total = len(token_ids)
-        yield IngestProgress(phase="prefilling", received_bytes=num_bytes, total=total)
-        began, speed = self._clock(), 0.0
-        async with aclosing(self._engine.ingest(header.context, token_ids, append=header.append)) as stream:
-            async for event in stream:
-                if isinstance(event, events.Progress):
-                    seconds = self._clock() - began
-                    speed = event.processed / seconds if seconds > 0 else 0.0
-                    yield IngestProgress(
-                        phase="prefilling",
-                        received_bytes=num_bytes,
-                        processed=event.processed,
-                        total=event.total,
-                        tokens_per_second=speed,
-                    )
-        yield IngestProgress(
-            phase="ready",
-            received_bytes=num_bytes,
-            processed=total,
-            total=total,
-            tokens_per_second=speed,
-            context=context_of(self._engine.get_context(header.context)),
-        )
+        await upload.settle()
+        document = upload.document
+        if upload.prefill is None and document is not None:
+            async with aclosing(_receive(upload, claim, document, pieces)) as reports:
+                async for report in reports:
+                    yield report
+            yield _report("prefilling", document, total=document.num_tokens)
+            upload.begin(self._prefill(upload.header, document))
+        assert upload.prefill is not None
+        async for report in upload.prefill.follow():
+            yield report
+
+    def _prefill(self, header: IngestHeader, document: Document) -> Prefill:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
+        stream = self._engine.ingest(header.context, document.token_ids, append=header.append, settings=header.settings)
+        begun = _report("prefilling", document, total=document.num_tokens)
+        return Prefill(stream, self._reports(header.context, stream, begun))
+
+    async def _reports(
+        self, context: str, stream: EventStream, report: IngestProgress
+    ) -> AsyncGenerator[IngestProgress, None]:
+        began = self._clock()
+        async for event in stream:
+            if isinstance(event, events.Progress):
+                seconds = self._clock() - began
+                speed = event.processed / seconds if seconds > 0 else 0.0
+                report = replace(report, processed=event.processed, tokens_per_second=speed)
+                yield report
+        held = context_of(self._engine.get_context(context))
+        yield replace(report, phase="ready", processed=report.total, context=held)
 
 
-class Document:
-    """A document that arrives in pieces."""
+async def _receive(
+    upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
+) -> AsyncGenerator[IngestProgress, None]:
+    reported = _report("receiving", document)
+    yield reported
+    async for piece in pieces:
+        async for _ in _take(upload, claim, document, piece):
+            report = _report("receiving", document)
+            if _is_news(report, reported):
+                reported = report
+                yield report
+    # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+    yield _report("tokenizing", document)
+    upload.check_owner(claim)
+    await upload.work(document.finish)
 
-    def __init__(self, limit: TextLimit) -> None:
-        self._limit = limit
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.num_bytes = 0
 
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
+async def _take(upload: Upload, claim: int, document: Document, piece: IngestPiece) -> AsyncIterator[None]:
+    """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
+    the upload."""
+    upload.check_owner(claim)
+    match piece:
+        case IngestHeader():
+            raise InvalidArgument("config", "must be in the first request, and only there")
+        case bytes():
+            for start in range(0, len(piece), STEP_BYTES):
+                document.receive(piece[start : start + STEP_BYTES])
+                if document.is_due:
+                    await upload.work(document.digest)
+                    upload.check_owner(claim)
+                    yield
+        case _:
+            await upload.work(document.add_ids, piece)
+    yield
 
-    def expect(self, num_bytes: int | None) -> None:
-        """Takes the declared size. Raises InvalidArgument when it is no size, or can never fit."""
-        if num_bytes is not None and num_bytes < 0:
-            raise InvalidArgument("config.total_size_bytes", f"{num_bytes} is negative")
-        self._limit.check("config.total_size_bytes", num_bytes or 0)
 
-    def add(self, piece: IngestPiece) -> None:
-        """Raises InvalidArgument for text that is not UTF-8 or too long, and for a mixture of payloads."""
-        match piece:
-            case bytes():
-                if self.token_ids:
-                    raise InvalidArgument("text", "cannot be mixed with token_ids")
-                self._limit.check("text", self.num_bytes + len(piece))
-                self._decode(piece)
-                self.num_bytes += len(piece)
-            case IngestHeader():
-                raise InvalidArgument("config", "must be in the first request, and only there")
-            case _:
-                if self.num_bytes:
-                    raise InvalidArgument("token_ids", "cannot be mixed with text")
-                self._add_ids(piece)
+def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestProgress:
+    return IngestProgress(
+        phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
+    )
 
-    def _add_ids(self, token_ids: tuple[int, ...]) -> None:
-        total = len(self.token_ids) + len(token_ids)
-        if total > self._limit.num_tokens:
-            raise InvalidArgument("token_ids", f"{total} tokens or more cannot fit in the {self._limit.name}")
-        self.token_ids += token_ids
 
-    def _decode(self, piece: bytes, is_last: bool = False) -> None:
-        waiting = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
-        try:
-            self._texts.append(self._decoder.decode(piece, is_last))
-        except UnicodeDecodeError as error:
-            offset = self.num_bytes - waiting + error.start
-            raise InvalidArgument("text", f"is not UTF-8 at byte {offset}: {error.reason}") from None
-
-    def finish(self) -> None:
-        """Raises InvalidArgument when the document is empty or ends inside a character."""
-        self._decode(b"", is_last=True)
-        if not self.num_bytes and not self.token_ids:
-            raise InvalidArgument("text", "the document is empty")
+def _is_news(report: IngestProgress, last: IngestProgress) -> bool:
+    num_tokens = report.received_tokens - last.received_tokens
+    return report.received_bytes - last.received_bytes >= REPORT_BYTES or num_tokens >= REPORT_TOKENS

@@ -6,10 +6,11 @@ from collections.abc import Sequence as TokenIds
 import msgspec
 
 from coordinator.blocks import Placer, Reservation
-from coordinator.contexts import Segment
 from coordinator.events import Prompt
+from coordinator.paths import Path, Segment
+from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
-from longleaf.step import Prefill, Row
+from longleaf.step import Prefill, Row, Seen
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,16 +32,22 @@ class Job:
     """
 
     def __init__(
-        self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], num_prefill: int, claim: Claim
+        self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int, claim: Claim = NO_CLAIM
     ) -> None:
         self.id = job_id
         """Ids grow: of two jobs the one with the smaller id is older."""
+        self.owner = job_id
+        """Id of the job that the client waits for: other samples of it have ids of their own."""
         self.path = path
         self.claim = claim
+        self.start = path.end
+        """Position of the first of token_ids."""
         self.token_ids = array("I", token_ids)
         self.num_prefill = num_prefill
         self.num_blocks = 0
-        """Blocks that the job takes by its end, without those of its path."""
+        """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""
+        self.num_tails = 0
+        """Answers that the job will have at a time, each in a segment of its own."""
         self.num_placed = 0
         self.num_read = 0
         self.num_begins = 0
@@ -62,11 +69,6 @@ class Job:
         self._path_ids: tuple[int, ...] = ()
 
     @property
-    def start(self) -> int:
-        """Position of the first token."""
-        return self.path[-1].end if self.path else 0
-
-    @property
     def num_tokens_left(self) -> int:
         """Tokens that ranks may still have to compute."""
         return len(self.token_ids) - self.num_read
@@ -85,9 +87,8 @@ class Job:
         return self.num_placed < self.num_prefill
 
     def begin(self, segment: Segment, reservation: Reservation) -> None:
-        self.num_begins += 1
         self.segment, self.reservation = segment, reservation
-        self._path_ids = (*(s.id for s in self.path), segment.id)
+        self._path_ids = segment.path.ids
 
     def _active(self) -> tuple[Segment, Reservation]:
         assert self.segment is not None
@@ -118,50 +119,114 @@ class Ingest(Job):
     """A document on its way into context `context`."""
 
     def __init__(
-        self, job_id: int, path: tuple[Segment, ...], token_ids: TokenIds[int], context: str, claim: Claim
+        self,
+        job_id: int,
+        path: Path,
+        token_ids: TokenIds[int],
+        context: str,
+        settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
     ) -> None:
         super().__init__(job_id, path, token_ids, len(token_ids), claim)
         self.context = context
+        self.settings = settings
+        """Of the context that is created."""
 
 
 class Sequence(Job):
-    """One live generation. `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds
-    those that were sampled by now."""
+    """One live generation: at first, while the prompt is read, for all its samples, then for one of them.
 
-    def __init__(self, job_id: int, path: tuple[Segment, ...], prompt: Prompt, num_prefill: int) -> None:
+    `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds those that were sampled.
+    """
+
+    def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
         claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline)
         super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
-        self.num_prompt = self.start + len(self.token_ids)
-        """Tokens of the path and the prompt."""
+        self.prompt = prompt
+        self.origin = path
+        """The context's path; `path` may go on through segments of the prompt."""
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
+        self.num_tails = prompt.num_samples
+        self.sample = 0
+        self.num_cached = path.end
+        """Tokens of the path and the prompt that were held before."""
+        self.is_answering = False
+        """The chunks are read, and the job stands for one sample alone."""
         self.num_asked = 0
         self.generated = array("I")
+
+    def reuse(self, path: Path, num_prefill: int) -> None:
+        """Goes on after `path`, which holds the beginning of a plain prompt."""
+        assert self.start == 0
+        self.path, self.num_prefill = path, num_prefill
+        self.num_placed = self.num_read = path.end
+        if not self.num_begins:
+            self.num_cached = path.end
+
+    def answer(self, segment: Segment) -> None:
+        """Goes on in `segment`, which continues the one that the prompt was read into."""
+        assert self.reservation is not None
+        self.path = segment.before
+        self.begin(segment, self.reservation)
+
+    def fan_out(self) -> list["Sequence"]:
+        """The other samples, which share what was read. Their reservations are theirs; segments they lack."""
+        assert self.reservation is not None
+        num_blocks, num_tails, self.num_tails = self.reservation.left // self.num_tails, self.num_tails, 1
+        self.is_answering = True
+        samples: list[Sequence] = []
+        for i in range(1, num_tails):
+            other = Sequence(self.id + i, self.path, self.prompt, self.num_prefill)
+            other.owner, other.sample, other.num_tails, other.is_answering = self.id, i, 1, True
+            other.origin, other.start, other.num_cached = self.origin, self.start, self.num_cached
+            other.num_placed = other.num_read = self.num_read
+            other.num_begins, other.is_spared, other.is_paused = 1, self.is_spared, self.is_paused
+            other.num_blocks = self.num_blocks
+            other.sampling = self.sampling.of_sample(i)
+            other.reservation = self.reservation.split(num_blocks)
+            samples.append(other)
+        return samples
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the context and the prompt."""
+        return self.start + len(self.prompt.token_ids)
 
     @property
     def num_generated(self) -> int:
         return len(self.generated)
 
     @property
+    def num_answer_left(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.sampling.max_tokens - self.num_generated
+
+    @property
     def num_tokens_left(self) -> int:
-        return super().num_tokens_left + self.sampling.max_tokens - self.num_generated
+        return super().num_tokens_left + self.num_tails * self.num_answer_left
 
     @property
     def can_end_early(self) -> bool:
         """Something other than the length may end the answer."""
-        return bool(self.end_tokens or self.sampling.stop)
+        return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens)
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Where it stands is where the whole request stands: it is not one sample of several."""
+        return self.num_tails == self.prompt.num_samples
 
     @property
     def has_rows(self) -> bool:
-        """The chunks are placed, and there are tokens of the answer that no plan has asked for yet."""
-        return not (self.has_chunks or self.is_paused) and self.num_asked < self.sampling.max_tokens
+        """There are tokens of the answer that no plan has asked for yet."""
+        return self.is_answering and not self.is_paused and self.num_asked < self.sampling.max_tokens
 
     def preempt(self) -> None:
         """Goes back to where nothing is read: what was generated is read again with the prompt, later, and the answer
         goes on at its next token. That is the same one as without: randomness depends on the token's index alone."""
-        self.token_ids = self.token_ids[: self.num_prompt - self.start] + self.generated
-        self.num_placed = self.num_read = self.num_chunks = 0
-        self.num_asked = self.num_generated
+        self.token_ids = array("I", self.prompt.token_ids) + self.generated
+        self.path, self.num_placed, self.num_read, self.num_chunks = self.origin, 0, 0, 0
+        self.num_asked, self.is_answering = self.num_generated, False
         self.segment = self.reservation = None
 
     def next_row(self, placer: Placer) -> Row:
@@ -172,9 +237,10 @@ class Sequence(Job):
         segment, _ = self._active()
         start, index = segment.end, self.num_asked
         sent = tuple(self.token_ids[self.num_placed :])  # empty, once the prompt is placed
+        seen = self._seen() if sent else None
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index)
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen)
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""
@@ -183,3 +249,12 @@ class Sequence(Job):
         self.generated.append(token_id)
         if (position := self.num_prompt + self.num_generated - 1) < segment.end:
             segment.fill(position, token_id)
+
+    def _seen(self) -> Seen | None:
+        """What rank 0 cannot know of the tokens that penalties count."""
+        if not self.sampling.has_penalties:
+            return None
+        generated = tuple(self.generated)
+        if self.sampling.repetition_penalty == 1.0:
+            return Seen((), generated)
+        return Seen(tuple({*self.path.token_ids(), *self.prompt.token_ids}), generated)

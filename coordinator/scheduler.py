@@ -5,48 +5,29 @@ higher priority may send it back to the queue. Steps alternate between one chunk
 sequence that is ready.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
-from typing import NamedTuple
 
-import msgspec
-
+from coordinator.admission import Admission
 from coordinator.blocks import Placer
 from coordinator.budget import Budget
-from coordinator.contexts import Contexts, Segments
+from coordinator.contexts import Context, Contexts
 from coordinator.deadlines import Deadlines
-from coordinator.events import Ended, EndReason, Event, Progress, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Ended, EndReason, Outcome, Progress, Prompt, Started, Tokens
+from coordinator.flights import Flights
 from coordinator.holdings import check_holdings, check_jobs
 from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
+from coordinator.prompts import Prompts
 from coordinator.queue import Queue, Turns
 from coordinator.room import Room
+from coordinator.segments import Segments
 from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
+from longleaf.messages import UNCHANGED, ContextSettings
+from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
-
-MAX_UNDER_WAY = 2
-"""Plans that the ranks may hold: the one they execute, and the one after it."""
-
-
-class Acknowledged(msgspec.Struct, frozen=True):
-    """The document of an ingest is part of its context."""
-
-    context: str
-
-
-Outcome = tuple[int, Event | Acknowledged | LongleafError]
-"""Job id, and what its stream gets. An error, Ended and Acknowledged are the last one of a job."""
-
-
-class Flight(NamedTuple):
-    """A plan under way, and the jobs it works for, each with the number of times that it has begun: what the plan
-    yields for a job that has ended since, or begun anew, is dropped."""
-
-    plan: StepPlan
-    jobs: tuple[tuple[Job, int], ...]
 
 
 class Scheduler:
@@ -67,7 +48,9 @@ class Scheduler:
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
-        self._room = Room(config, placer, self.contexts, self.speeds)
+        self._prompts = Prompts(self.segments, placer, self._limits)
+        self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
+        self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
         self._budget = Budget(config, len(placer.pools), self.speeds)
         self._deadlines = Deadlines()
         self._queue = Queue()
@@ -77,18 +60,20 @@ class Scheduler:
         self._chunk_turns = Turns()
         self._forgotten: list[int] = []
         self._outcomes: list[Outcome] = []
-        self._flights: deque[Flight] = deque()
+        self._flights = Flights()
         self._step = 0
         self._was_prefill = False
         self._now = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        """Jobs of which nothing runs, however many samples each of them has."""
+        return len({job.owner for job in self._queue} - {job.owner for job in self._running.values()})
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Jobs, however many samples each of them has."""
+        return len({job.owner for job in self._running.values()})
 
     @property
     def next_deadline(self) -> float | None:
@@ -98,21 +83,17 @@ class Scheduler:
     def positions(self) -> dict[int, Started]:
         """What the generations in the queue are told, by job: 1 is next."""
         order = enumerate(self._queue.order(), start=1)
-        return {job.id: Started(job.num_prompt, job.start, at) for at, job in order if isinstance(job, Sequence)}
+        told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
+        return {job.owner: Started(job.num_prompt, job.num_cached, at) for at, job in told}
 
     # --- admit ---
 
     def admit(self, job_id: int, prompt: Prompt, now: float = 0.0) -> None:
-        """Queues a generation. Raises InvalidArgument, NotFound, ResourceExhausted or DeadlineExceeded, and then keeps
-        nothing."""
-        prompt.sampling.check()
-        path = self.contexts.get(prompt.context).path if prompt.context is not None else ()
-        if not prompt.token_ids:
-            raise InvalidArgument("input", "has no tokens")
-        job = Sequence(job_id, path, prompt, self._limits.num_prefill(len(prompt.token_ids)))
-        self._limits.check(job, "input", 1)
-        job.num_blocks = self._limits.check(job, "sampling.max_token_count", prompt.sampling.max_tokens)
-        self._enqueue(job, now)
+        """Queues a generation. Its sample number i runs under the id job_id + i.
+
+        Raises InvalidArgument, NotFound, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
+        """
+        self._enqueue(self._admission.sequence(job_id, prompt), now)
 
     def admit_ingest(
         self,
@@ -121,22 +102,17 @@ class Scheduler:
         token_ids: TokenIds[int],
         *,
         append: bool,
+        settings: ContextSettings = UNCHANGED,
         claim: Claim = NO_CLAIM,
         now: float = 0.0,
     ) -> None:
         """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or DeadlineExceeded."""
-        is_busy = any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
-        if not append and (is_busy or context in self.contexts):
-            raise AlreadyExists(f"contexts/{context}")
-        path = self.contexts.get(context).path if append else ()
-        if not token_ids:
-            raise InvalidArgument("text", "has no tokens")
-        if is_busy:
-            seconds = self.speeds.retry_seconds(1)
-            raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
-        job = Ingest(job_id, path, token_ids, context, claim)
-        job.num_blocks = self._limits.check(job, "text", 0)
-        self._enqueue(job, now)
+        is_busy = self._is_read_into(context)
+        document = (context, token_ids, settings, claim)
+        self._enqueue(self._admission.ingest(job_id, *document, append=append, is_busy=is_busy), now)
+
+    def _is_read_into(self, context: str) -> bool:
+        return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
 
     def _enqueue(self, job: Job, now: float) -> None:
         if self.num_waiting >= self._config.max_waiting:
@@ -144,22 +120,12 @@ class Scheduler:
         if self.num_waiting >= self._config.max_waiting:
             seconds = self.speeds.retry_seconds(self.num_waiting)
             raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", seconds)
-        self._room.check(job, self._jobs())
-        self._check_deadline(job, now)
-        self.segments.retain(job.path)
+        self._admission.check(job, list(self._queue), list(self._running.values()), now)
+        self.segments.retain(job.path.segments)
         self._deadlines.add(job.id, job.claim.deadline)
         self._queue.add(job)
         self._chunk_turns.enter(job.claim.client)
         self._may_begin = True
-
-    def _check_deadline(self, job: Job, now: float) -> None:
-        """Raises DeadlineExceeded when it cannot be met."""
-        if job.claim.deadline is None:
-            return
-        left = job.claim.deadline - now
-        needed = self.speeds.least_seconds(job, self._queue, self._running.values())
-        if left <= 0 or needed > left:
-            raise DeadlineExceeded(f"{max(0.0, left):.3g} seconds are left, and {needed:.3g} are needed at least")
 
     def _jobs(self) -> Iterable[Job]:
         yield from self._queue
@@ -173,7 +139,7 @@ class Scheduler:
         for job_id in self._deadlines.passed(now):
             self._outcomes.append((job_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(job_id)
-        if len(self._flights) == MAX_UNDER_WAY:
+        if self._flights.is_full:
             return None
         self._begin_waiting()
         prefilling = self._prefilling()
@@ -187,36 +153,44 @@ class Scheduler:
 
     def _begin_waiting(self) -> None:
         while self._may_begin:
-            if (job := self._queue.take(self._make_room)) is None:
+            if (job := self._queue.take(self._reserve)) is None:
                 assert self._running or not self._queue.order(), "a queued job can never begin"
                 self._may_begin = False
                 return
-            reservation = self._placer.reserve(job.num_blocks)
-            assert reservation is not None
-            job.begin(self.segments.create(job.start), reservation)
+            job.num_begins += 1
             job.last_turn = self._step
             self._running[job.id] = job
             if isinstance(job, Sequence):
-                self._outcomes.append((job.id, Started(job.num_prompt, job.start)))
+                if job.speaks_for_all:
+                    self._outcomes.append((job.owner, Started(job.num_prompt, job.num_cached)))
+                self._answer(job)
 
-    def _make_room(self, job: Job) -> bool:
-        """Whether the job can begin, after those that must give way have given way."""
-        victims = self._room.victims(job, self._running.values())
-        for victim in victims or ():
-            self._preempt(victim)
-        return victims is not None
+    def _reserve(self, job: Job) -> bool:
+        """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
+        reservation = None
+        if self._room.has_places(job, self._running.values()):
+            reservation = self._prompts.reserve(job)
+        if reservation is None:
+            if (victims := self._room.victims(job, self._running.values())) is None:
+                return False
+            for victim in victims:
+                self._stop(victim)
+                self._prompts.preempt(victim)
+                self._queue.add(victim)
+            reservation = self._prompts.reserve(job)
+            assert reservation is not None
+        job.begin(self.segments.create(job.path), reservation)
+        return True
 
-    def _preempt(self, job: Sequence) -> None:
-        """Frees what the sequence holds, but for its path, and queues it as old as it is."""
-        self._stop(job)
-        job.preempt()
-        job.num_prefill = self._limits.num_prefill(len(job.token_ids))
-        self._queue.add(job)
+    def _answer(self, job: Sequence) -> None:
+        """Lets the samples of a job answer, once its chunks are read."""
+        if job.num_read >= job.num_prefill:
+            self._running |= {sample.id: sample for sample in self._prompts.share(job)}
 
     def _prefilling(self) -> list[Job]:
         """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
         the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
-        if any(isinstance(flight.plan.work, Prefill) for flight in self._flights):
+        if self._flights.has_chunk:
             return []
         return [job for job in self._running.values() if job.has_chunks]
 
@@ -234,25 +208,21 @@ class Scheduler:
         self._step += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
-        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs)))
+        self._flights.add(plan, jobs)
         return plan
 
     # --- commit ---
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
-        flight = self._flights.popleft()
-        assert flight.plan is plan, "plans are committed in order"
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.speeds.measure(plan, result.seconds)
-        for job, num_begins in flight.jobs:
-            if self._running.get(job.id) is not job or job.num_begins != num_begins:
-                continue
+        for job in self._flights.land(plan, self._running):
             if isinstance(plan.work, Prefill):
                 job.seconds_per_token = result.seconds / len(plan.work.token_ids)
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
-                self._commit_token(job, result.token_ids[job.id])
+                self._commit_token(job, result.token_ids[job.id], result.logprobs.get(job.id))
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -262,28 +232,37 @@ class Scheduler:
 
     def _commit_chunk(self, job: Job, num_tokens: int, now: float) -> None:
         job.num_read += num_tokens
-        cached = job.start if isinstance(job, Sequence) else 0
-        self._outcomes.append((job.id, Progress(cached + job.num_read, cached + len(job.token_ids))))
-        if isinstance(job, Ingest) and job.num_read == job.num_prefill:
-            self._acknowledge(job, now)
+        if isinstance(job, Ingest):
+            self._outcomes.append((job.id, Progress(job.num_read, len(job.token_ids))))
+            if job.num_read == job.num_prefill:
+                self._acknowledge(job, now)
+        elif isinstance(job, Sequence):
+            if job.speaks_for_all:
+                done = Progress(job.start + job.num_read, job.start + len(job.token_ids))
+                self._outcomes.append((job.owner, done))
+            self._answer(job)
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
         self.segments.retain([job.segment])
-        self.contexts.append(job.context, job.segment, now)
+        self.contexts.append(job.context, job.segment, now, job.settings)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 
-    def _commit_token(self, job: Sequence, token: int) -> None:
-        self._outcomes.append((job.id, Tokens(job.num_generated, (token,))))
+    def _commit_token(self, job: Sequence, token: int, logprobs: Logprobs | None) -> None:
+        told = (logprobs,) if logprobs is not None else ()
+        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), told, job.sample)))
         job.take(token)
         if token in job.end_tokens:
             self._end(job, "end_token")
+        elif token in job.sampling.stop_tokens:
+            self._end(job, "stop_token")
         elif job.num_generated == job.sampling.max_tokens:
             self._end(job, "length")
 
     def _end(self, job: Sequence, reason: EndReason) -> None:
-        self._outcomes.append((job.id, Ended(reason, job.num_prompt, job.start, job.num_generated, 0.0, 0.0, 0.0)))
+        counts = (job.num_prompt, job.num_cached, job.num_generated)
+        self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample)))
         self.finish(job)
 
     # --- finish, cancel, pause ---
@@ -307,30 +286,53 @@ class Scheduler:
             self._forgotten.append(job.id)
 
     def _leave(self, job: Job) -> None:
-        self.segments.release(job.path)
-        self._deadlines.discard(job.id)
-        clients = {other.claim.client for other in self._jobs()}
+        self.segments.release(job.path.segments)
+        self._may_begin = True
+        others = list(self._jobs())
+        if not any(other.owner == job.owner for other in others):
+            self._deadlines.discard(job.owner)
+        clients = {other.claim.client for other in others}
         self._queue.keep(clients)
         self._chunk_turns.keep(clients)
 
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
-        if job_id in self._running:
-            self.finish(self._running[job_id])
-        elif (job := self._queue.remove(job_id)) is not None:
-            self._may_begin = True
-            self._leave(job)
+        samples = [job for job in self._jobs() if job.owner == job_id]
+        for job in samples:
+            self._drop(job)
+        return bool(samples)
+
+    def cancel_sample(self, job_id: int, sample: int) -> bool:
+        """Ends one sample of a job; the others go on. False when it does not answer yet, or any more."""
+        for job in self._jobs():
+            if (job.owner, job.id) == (job_id, job_id + sample) and isinstance(job, Sequence) and job.num_tails == 1:
+                self._drop(job)
+                return True
+        return False
+
+    def _drop(self, job: Job) -> None:
+        if self._running.get(job.id) is job:
+            self.finish(job)
         else:
-            return False
-        return True
+            self._queue.remove(job.id)
+            self._leave(job)
 
     def pause(self, job_id: int, is_paused: bool) -> None:
-        """Stops or resumes the rows of a sequence whose reader is behind. It keeps its blocks until others need them;
-        jobs that have ended are none of its business."""
+        """Stops or resumes the rows of a job whose reader is behind. It keeps its blocks until others need them; jobs
+        that have ended are none of its business."""
         for job in self._jobs():
-            if job.id == job_id:
+            if job.owner == job_id:
                 job.is_paused = is_paused
                 self._may_begin = True
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
+        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        if self._is_read_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+        return self.contexts.fork(source, context_id, num_tokens, now)
 
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
@@ -343,5 +345,5 @@ class Scheduler:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
-        check_jobs(waiting, running, {job.id for flight in self._flights for job, _ in flight.jobs})
-        assert set(self._deadlines) == {job.id for job in self._jobs() if job.claim.deadline is not None}
+        check_jobs(waiting, running, self._flights.job_ids)
+        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}

@@ -18,6 +18,7 @@ from coordinator.servicers import (
     GenerationServicer,
     TokenizerServicer,
 )
+from coordinator.tokenization import Tokenization
 from coordinator.tokenizer import Tokenizer
 from longleaf.errors import StartError
 from longleaf.messages import Cluster
@@ -69,7 +70,7 @@ class Server:
         generations = GenerationServicer(Generation(engine, tokenizer))
         self._add(generation_service_pb2_grpc, "GenerationService", generations)
         self._add(context_service_pb2_grpc, "ContextService", contexts)
-        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(tokenizer))
+        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(Tokenization(tokenizer)))
         self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(cluster))
         self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -4,20 +4,22 @@ import asyncio
 import base64
 import binascii
 import secrets
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
 
+import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
-from coordinator.tokenizer import Tokenizer
+from coordinator.tokenization import Tokenization
 from coordinator.wire import context_of
 from longleaf import codec
 from longleaf.errors import InvalidArgument, LongleafError
-from longleaf.messages import Cluster, IngestPiece
+from longleaf.messages import Cluster, ContextSettings, Generate, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -30,6 +32,8 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+LARGE_PIECE = 1 << 16
+"""Token ids above which decoding a message would keep other calls waiting."""
 DRAIN_SECONDS = 5.0
 """Longest wait for the end of an upload that was refused in its middle."""
 
@@ -45,9 +49,33 @@ class ContextStore(Protocol):
         """By id."""
         ...
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+        """Raises NotFound, AlreadyExists or InvalidArgument."""
+        ...
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+        """Raises NotFound or InvalidArgument."""
+        ...
+
     def delete_context(self, context_id: str) -> None:
         """Raises NotFound."""
         ...
+
+
+class Call(Protocol):
+    """What gRPC knows of a call."""
+
+    def peer(self) -> str:
+        """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds that the client waits yet; None when it set no limit."""
+        ...
+
+
+def _host(peer: str) -> str:
+    return peer.rpartition(":")[0] or peer
 
 
 def random_seed() -> int:
@@ -63,16 +91,18 @@ class GenerationServicer(GenerationServiceServicer):
         self._seed = seed
 
     async def Generate(
-        self, request: service_pb.GenerateRequest, context: object
+        self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         decoded = codec.decode_generate(request, self._seed())
-        async with aclosing(self._generation.run(decoded)) as answer:
+        if isinstance(decoded, Generate) and not decoded.client:
+            decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
+        async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
             async for event in answer:
                 yield codec.encode_event(event)
 
 
 class ContextServicer(ContextServiceServicer):
-    """Creates, reads and deletes contexts."""
+    """Creates, reads, changes, forks and deletes contexts."""
 
     def __init__(self, ingest: Ingest, contexts: ContextStore) -> None:
         self._ingest = ingest
@@ -109,6 +139,14 @@ class ContextServicer(ContextServiceServicer):
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
+    async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
+        fork = codec.decode_fork(request)
+        view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(context_of(view))
+
+    async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
+        return codec.encode_context(context_of(self._contexts.update_context(*codec.decode_update(request))))
+
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         self._contexts.delete_context(codec.context_id(request.name))
         return Empty()
@@ -118,7 +156,10 @@ async def _pieces(
     requests: AsyncIterable[ingest_pb.IngestContextRequest],
 ) -> AsyncGenerator[IngestPiece, None]:
     async for request in requests:
-        yield codec.decode_ingest_piece(request)
+        if len(request.token_ids.ids) > LARGE_PIECE:
+            yield await asyncio.to_thread(codec.decode_ingest_piece, request)
+        else:
+            yield codec.decode_ingest_piece(request)
 
 
 async def _drain(requests: AsyncIterable[object]) -> None:
@@ -142,16 +183,28 @@ def _decode_page_token(token: str) -> str:
 
 
 class TokenizerServicer(TokenizerServiceServicer):
-    """Counts tokens."""
+    """Turns texts into ids and back, and counts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenization: Tokenization) -> None:
+        self._tokenization = tokenization
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
     ) -> tokenizer_pb.CountTokensResponse:
-        count = await asyncio.to_thread(self._tokenizer.count, request.text)
-        return tokenizer_pb.CountTokensResponse(token_count=count)
+        return tokenizer_pb.CountTokensResponse(token_count=await self._tokenization.count(request.text))
+
+    async def Tokenize(self, request: tokenizer_pb.TokenizeRequest, context: object) -> tokenizer_pb.TokenizeResponse:
+        found = await self._tokenization.tokenize(
+            request.text, add_special=request.add_special_tokens, has_spans=request.return_spans
+        )
+        return codec.encode_tokenized(found)
+
+    async def Detokenize(
+        self, request: tokenizer_pb.DetokenizeRequest, context: object
+    ) -> tokenizer_pb.DetokenizeResponse:
+        token_ids, keep_special = array("I", request.token_ids.ids), request.keep_special_tokens
+        text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
+        return tokenizer_pb.DetokenizeResponse(text=text)
 
 
 class ClusterServicer(ClusterServiceServicer):

@@ -59,8 +59,10 @@ class Speeds:
         low, high = RETRY_SECONDS
         return min(high, max(low, per_job * num_waiting / 2))
 
-    def least_seconds(self, job: Job, waiting: Iterable[Job], running: Iterable[Job]) -> float:
+    def least_seconds(self, job: Job, num_held: int, waiting: Iterable[Job], running: Iterable[Job]) -> float:
         """What a new job takes at least: those in the queue that surely go first, its share of the prefill, its answer.
+
+        `num_held` of its tokens need not be read.
 
         Only an answer that nothing can end early counts with all its tokens. What was never measured counts nothing.
         """
@@ -68,7 +70,8 @@ class Speeds:
         first = sum(1 for other in waiting if _goes_first(other, job))
         rivals = [other for other in running if other.claim.priority >= job.claim.priority]
         # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
-        tokens = job.num_prefill + sum(min(other.num_prefill - other.num_placed, job.num_prefill) for other in rivals)
+        own = max(0, job.num_prefill - num_held)
+        tokens = own + sum(min(other.num_prefill - other.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
 
 

@@ -6,28 +6,61 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Ended, Event, Progress, Started, Tokens
+from longleaf.sampling import Logprobs
 
 MAX_UNREAD = 256
-"""Tokens that wait for a reader before its sequence is paused; those under way still come."""
+"""Tokens of a sample that wait for a reader before its job is paused; those under way still come."""
+
+
+class Unread:
+    """What one sample has said since it was read."""
+
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
+        self._index = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self.ended: Ended | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._token_ids) >= MAX_UNREAD
+
+    def join(self, tokens: Tokens) -> None:
+        self._index = self._index if self._token_ids else tokens.index
+        self._token_ids += tokens.token_ids
+        self._logprobs += tokens.logprobs
+
+    def take(self) -> Tokens | Ended | None:
+        if self._token_ids:
+            tokens = Tokens(self._index, tuple(self._token_ids), tuple(self._logprobs), self._sample)
+            self._token_ids, self._logprobs = [], []
+            return tokens
+        ended, self.ended = self.ended, None
+        return ended
 
 
 class Stream:
-    """Events of one job, read by one task: Started, Progress, Tokens and last Ended, in this order.
+    """Events of one job, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
 
-    However slow the reader, it holds at most one event of each kind: progress is replaced, tokens are joined. When
-    many tokens are joined it `is_full`; `on_read` is called when the reader then takes them.
+    However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
+    joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
     An error is raised after the events that came before it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None], on_read: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        on_cancel: Callable[[], None],
+        on_cancel_sample: Callable[[int], None],
+        on_read: Callable[[], None],
+    ) -> None:
         self._on_cancel = on_cancel
+        self._on_cancel_sample = on_cancel_sample
         self._on_read = on_read
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
-        self._index = 0
-        self._token_ids: list[int] = []
-        self._ended: Ended | None = None
+        self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
         self._is_closed = False
 
@@ -38,8 +71,8 @@ class Stream:
 
     @property
     def is_full(self) -> bool:
-        """The reader is behind: its sequence should pause."""
-        return len(self._token_ids) >= MAX_UNREAD
+        """The reader is behind: the job should pause."""
+        return any(unread.is_full for unread in self._unread.values())
 
     def put(self, event: Event) -> None:
         match event:
@@ -48,11 +81,13 @@ class Stream:
             case Progress():
                 self._progress = event
             case Tokens():
-                self._index = self._index if self._token_ids else event.index
-                self._token_ids += event.token_ids
+                self._of(event.sample).join(event)
             case Ended():
-                self._ended = event
+                self._of(event.sample).ended = event
         self._changed.set()
+
+    def _of(self, sample: int) -> Unread:
+        return self._unread.setdefault(sample, Unread(sample))
 
     def close(self, error: Exception | None = None) -> None:
         """Ends the stream, with an error or without, unless it has ended already."""
@@ -65,6 +100,11 @@ class Stream:
         if not self._is_closed:
             self._on_cancel()
             self.close()
+
+    def cancel_sample(self, sample: int) -> None:
+        """Ends one sample, whose Ended will not come; the last one ends the stream. Idempotent."""
+        if not self._is_closed:
+            self._on_cancel_sample(sample)
 
     async def aclose(self) -> None:
         self.cancel()
@@ -96,11 +136,9 @@ class Stream:
             event, self._started = self._started, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
-        elif self._token_ids:
-            was_full = self.is_full
-            event, self._token_ids = Tokens(self._index, tuple(self._token_ids)), []
-            if was_full and not self._is_closed:
-                self._on_read()
         else:
-            event, self._ended = self._ended, None
+            was_full = self.is_full
+            event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
+            if was_full and not self.is_full and not self._is_closed:
+                self._on_read()
         return event

@@ -8,15 +8,12 @@ from typing import Any, cast
 from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.checkpoint import Checkpoint
+from coordinator.encoder import Encoder
 from coordinator.template import split_template
 from coordinator.text import Alphabet
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"
-SLICE_CHARACTERS = 1 << 18
-"""Documents are encoded in slices of about this size: the library takes some 160 bytes per character at its peak."""
-SEAM_CHARACTERS = 256
-"""Text on each side of a cut that is encoded whole, to prove that the cut changes no id."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 """Steps before the model that drop no text (Split unless told to remove)."""
 
@@ -30,10 +27,11 @@ class Tokenizer:
         self.checkpoint = checkpoint
         self.vocabulary_size = checkpoint.vocabulary_size or plain.get_vocab_size()
         self.has_chat_template = checkpoint.chat_template is not None
-        self._opening = _opening(control)
+        self.opening = _opening(control)
+        """Special tokens that come before a plain prompt."""
         separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
         self._separator = tuple(control.encode(separator, add_special_tokens=False).ids)
-        self._prefix, self._suffix = self._opening, ()
+        self._prefix, self._suffix = self.opening, ()
         if checkpoint.chat_template is not None:
             parts = split_template(checkpoint.chat_template, checkpoint.special_tokens)
             self._prefix, self._suffix = (tuple(control.encode(part, add_special_tokens=False).ids) for part in parts)
@@ -65,10 +63,11 @@ class Tokenizer:
     def end_tokens(self) -> frozenset[int]:
         return self.checkpoint.end_tokens
 
-    def document_ids(self, text: str, is_first: bool) -> list[int]:
-        """Ids of a document; those that start a context carry the template's opening before them."""
-        ids = self._encode(text)
-        return [*self._prefix, *ids] if is_first else ids
+    def document_encoder(self, is_first: bool) -> Encoder:
+        """Makes the ids of a document; those that start a context carry the template's opening before them."""
+        encoder = Encoder(self._plain)
+        encoder.token_ids.extend(self._prefix if is_first else ())
+        return encoder
 
     def question_ids(self, question: str) -> list[int]:
         """Ids that follow a document: separator, question, and the template's end."""
@@ -78,37 +77,16 @@ class Tokenizer:
         """Ids of a prompt without a context."""
         if use_chat_template:
             return [*self._prefix, *self._encode(text), *self._suffix]
-        return [*self._opening, *self._encode(text)]
+        return [*self.opening, *self._encode(text)]
 
-    def count(self, text: str) -> int:
-        """Tokens of `text` as of a document, without the template's opening."""
-        return len(self._encode(text))
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return self._plain.decode(list(token_ids), skip_special_tokens=not keep_special)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._plain.decode(list(token_ids), skip_special_tokens=True)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        start = 0
-        while start < len(text):
-            end = self._cut(text, start + SLICE_CHARACTERS)
-            ids += self._encode_slice(text[start:end])
-            start = end
-        return ids
-
-    def _encode_slice(self, text: str) -> list[int]:
-        return self._plain.encode(text, add_special_tokens=False).ids
-
-    def _cut(self, text: str, wanted: int) -> int:
-        """The first place from `wanted` on where cutting changes no id: a line's end, checked on its surroundings."""
-        while (newline := text.find("\n", wanted)) >= 0:
-            cut = newline + 1
-            left, right = text[max(0, cut - SEAM_CHARACTERS) : cut], text[cut : cut + SEAM_CHARACTERS]
-            is_clean = not left[-2:-1].isspace() and not right[:1].isspace()
-            if is_clean and self._encode_slice(left + right) == self._encode_slice(left) + self._encode_slice(right):
-                return cut
-            wanted = newline + max(1, SEAM_CHARACTERS)
-        return len(text)
+    def _encode(self, text: str) -> Sequence[int]:
+        encoder = self.document_encoder(is_first=False)
+        encoder.push(text)
+        encoder.finish()
+        return encoder.token_ids
 
     def _alphabet(self, description: dict[str, Any]) -> Alphabet:
         added = self._plain.get_added_tokens_decoder()

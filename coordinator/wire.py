@@ -9,7 +9,17 @@ from longleaf.step import Ready
 def context_of(view: events.ContextView) -> Context:
     bytes_per_token = view.kv_bytes // view.tokens if view.tokens else 0
     shares = (RankShare(share.rank, share.tokens, share.tokens * bytes_per_token) for share in view.shares)
-    return Context(view.id, view.tokens, view.kv_bytes, view.created, view.updated, tuple(shares))
+    return Context(
+        id=view.id,
+        tokens=view.tokens,
+        kv_bytes=view.kv_bytes,
+        created=view.created,
+        updated=view.updated,
+        shares=tuple(shares),
+        display_name=view.display_name,
+        expires=view.expires,
+        is_pinned=view.is_pinned,
+    )
 
 
 def cluster_of(
@@ -37,5 +47,11 @@ def finished_of(event: events.Ended) -> Finished:
         event.reason,
         "",
         Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
-        Timings(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+        timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+        event.sample,
     )
+
+
+def timings_of(queue: float, first_token: float, decode: float) -> Timings:
+    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token on."""
+    return Timings(queue, first_token, decode, max(0.0, first_token - queue))

@@ -3,14 +3,16 @@
 `longleaf.codec` alone turns them into protobuf messages and back.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import MergeTiming
 
-FinishReason = Literal["end_token", "stop", "length"]
+FinishReason = Literal["end_token", "stop", "length", "stop_token"]
 IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
 
 
@@ -24,6 +26,13 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: tuple[str, ...] | list[str] | None
     ignore_end_token: bool | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: dict[int, float] | None
+    stop_tokens: tuple[int, ...] | list[int] | None
+    num_logprobs: int | None
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +43,21 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
     sampling: Sampling
+    num_samples: int = 1
+    request_id: str = ""
+    """Names the generation; the service makes one when empty."""
+    resume_seconds: float = 0.0
+    """How long the generation is held when nobody reads it."""
+    priority: int = 0
+    client: str = ""
+    """Whom fair share counts; the address of the peer when empty."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request to go on with a generation, after `token_index` tokens of all its samples together."""
+
+    request_id: str
+    token_index: int
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -45,18 +69,22 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Queue and first token count from arrival; decode from the first token to the last."""
+    """Queue and first token count from arrival, prefill from the end of the queue to the first token; decode from
+    there to the last."""
 
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was admitted."""
+    """The request was admitted; comes again when its place in the queue changes: 1 is next, 0 has begun."""
 
     prompt_tokens: int
     cached_tokens: int
+    queue_position: int = 0
+    request_id: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -67,11 +95,16 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token."""
+    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token.
+
+    `logprobs` has one entry for each token, or none when they were not asked for.
+    """
 
     index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[Logprobs, ...] = ()
+    sample: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -81,6 +114,7 @@ class Finished(msgspec.Struct, frozen=True):
     matched_stop: str = ""
     usage: Usage = Usage()
     timings: Timings = Timings()
+    sample: int = 0
 
 
 Event = Started | Progress | Delta | Finished
@@ -95,7 +129,7 @@ class RankShare(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """A context. `created` and `updated` are seconds since the epoch."""
+    """A context. `created`, `updated` and `expires` (None: never) are seconds since the epoch."""
 
     id: str
     tokens: int
@@ -103,28 +137,66 @@ class Context(msgspec.Struct, frozen=True):
     created: float
     updated: float
     shares: tuple[RankShare, ...] = ()
+    display_name: str = ""
+    expires: float | None = None
+    is_pinned: bool = False
+
+
+class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client decides about a context. What is unset stays as it is: at first no name, no expiry, no pin."""
+
+    display_name: str | UnsetType = UNSET
+    is_pinned: bool | UnsetType = UNSET
+    expires: float | UnsetType | None = UNSET
+    """Seconds since the epoch; None means never."""
+    ttl: float | UnsetType = UNSET
+    """Seconds until it expires, from now or from the acknowledgement of its ingest; instead of `expires`."""
+
+
+UNCHANGED = ContextSettings()
+
+
+class ForkContext(msgspec.Struct, frozen=True):
+    """A request for a context of the first `tokens` tokens of another one; None takes all."""
+
+    source: str
+    context: str
+    tokens: int | None = None
 
 
 class IngestHeader(msgspec.Struct, frozen=True):
-    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand."""
+    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
+    makes the ingest resumable."""
 
     context: str
     append: bool = False
     total_bytes: int | None = None
+    upload_id: str = ""
+    settings: ContextSettings = UNCHANGED
 
 
-IngestPiece = IngestHeader | bytes | tuple[int, ...]
+IngestPiece = IngestHeader | bytes | Sequence[int]
 
 
 class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known."""
+    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known.
+
+    Of the first one, `received_bytes` and `received_tokens` (for token ids) tell where to send from."""
 
     phase: IngestPhase
     received_bytes: int = 0
+    received_tokens: int = 0
     processed: int = 0
     total: int = 0
     tokens_per_second: float = 0.0
     context: Context | None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The tokens of a text. `spans`, if asked for: each token's first character, and the one after its last."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""How the next token is chosen, and how likely it was."""
 
 import msgspec
 
@@ -7,10 +7,16 @@ from longleaf.errors import InvalidArgument
 MAX_TOKENS = 1 << 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
+MAX_STOP_TOKENS = 64
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of one generation. The defaults are greedy decoding of 128 tokens."""
+    """Sampling parameters of one generation. The defaults are greedy decoding of 128 tokens.
+
+    They act in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -18,9 +24,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Drops tokens less likely than this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of all tokens seen, in context, prompt and answer."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token of the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that it is in the answer."""
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict[int, float])
+    """Added to the logits of these ids."""
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    """Ids that end the generation; the one that does is reported, without text."""
     ignore_end_token: bool = False
+    num_logprobs: int | None = None
+    """Reports each token's logprob and so many alternatives; None reports nothing."""
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first field that is out of range."""
@@ -29,9 +49,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} ids"),
+            ("logit_bias", all(0 <= i < 2**31 for i in self.logit_bias), "for ids of 0 or more"),
+            ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "between -100 and 100"),
             ("seed", 0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             ("stop", all(0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop), f"1-{MAX_STOP_BYTES} bytes each"),
+            ("stop_token_ids", len(self.stop_tokens) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} ids"),
+            ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_tokens), "ids of 0 or more"),
+            ("logprob_count", 0 <= (self.num_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         ):
             if not is_right:
                 raise InvalidArgument(f"sampling.{field}", f"must be {limit}")
@@ -39,3 +69,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the one of the largest logit, as the model gave it."""
+        return self.is_greedy and not self.has_penalties and not self.logit_bias
+
+    def of_sample(self, sample: int) -> "Sampling":
+        """The parameters of sample number `sample`: what a generation with that much larger a seed would get."""
+        return msgspec.structs.replace(self, seed=(self.seed + sample) % 2**64) if sample else self
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """How likely a token was by the model's own distribution: softmax of the logits, before bias, penalties,
+    temperature and filters. `top` are the most likely tokens, in falling order."""
+
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()

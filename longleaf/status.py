@@ -35,6 +35,8 @@ from longleaf.errors import (
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "longleaf"
+BROKEN_SEND = "Internal error from Core"
+"""What the library itself, not the server, says of a call that ended while it was being sent to."""
 MAX_TEXT = 1000
 """Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
 
@@ -137,6 +139,8 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
         case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
+        case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:
+            return Unavailable(f"the connection to {server} broke while it was being sent to")
         case grpc.StatusCode.UNIMPLEMENTED:
             return Unavailable(f"{server} does not serve longleaf.v1: {message}")
         case grpc.StatusCode.UNKNOWN:

@@ -9,7 +9,7 @@ import msgspec
 
 from longleaf.config import EngineConfig
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -22,6 +22,15 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     token_ids: tuple[int, ...]
     pieces: tuple[Run, ...]
     """Consecutive, covering the chunk, at most one per rank."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What penalties must know of a sequence's past. Rank 0 adds the tokens that it samples from then on."""
+
+    token_ids: tuple[int, ...]
+    """Distinct ids of context and prompt; empty when no repetition penalty asks for them."""
+    generated: tuple[int, ...]
+    """Ids of the answer so far, each as often as it was generated."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -39,6 +48,8 @@ class Row(msgspec.Struct, frozen=True):
     sampling: Sampling
     token_index: int
     """Index in the answer of the token to sample from the last position; -1 samples nothing."""
+    seen: Seen | None = None
+    """With every row that brings token ids, if the sequence has penalties."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +71,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
     release_segments: tuple[int, ...] = ()
     """Segments to forget before the work; their blocks may be handed out again in this very plan."""
     release_sequences: tuple[int, ...] = ()
-    """Sequences whose last token may be forgotten."""
+    """Sequences whose last token and history may be forgotten."""
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +136,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     epoch: int
     step: int
     token_ids: dict[int, int]
+    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict[int, Logprobs])
+    """Of the sampled ids, by sequence, for those that ask for them."""
+    kv_bytes_read: int = 0
+    """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
     idle_seconds: float = 0.0

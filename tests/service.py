@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
-from longleaf.messages import Cluster, Delta, Event, Finished, ModelInfo
+from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo
 from longleaf.step import Ready
 
 END = "<|end|>"
@@ -56,13 +56,16 @@ def write_model(folder: Path, tokenizer: FastTokenizer | None = None, template: 
 
 
 class FakeStream:
-    """Says its events; then fails, hangs or ends."""
+    """Says its events; then fails, waits for its release, or ends."""
 
     def __init__(self, script: Sequence[events.Event], error: LongleafError | None, is_endless: bool) -> None:
         self._script = list(script)
         self._error = error
         self._is_endless = is_endless
+        self.on_release: Callable[[], None] = lambda: None
+        self.released = asyncio.Event()
         self.closed = asyncio.Event()
+        self.cancelled: list[int] = []
 
     def __aiter__(self) -> AsyncIterator[events.Event]:
         return self
@@ -73,11 +76,15 @@ class FakeStream:
         if self._error is not None:
             raise self._error
         if self._is_endless:
-            await asyncio.Event().wait()
+            await self.released.wait()
+            self.on_release()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self.closed.set()
+
+    def cancel_sample(self, sample: int) -> None:
+        self.cancelled.append(sample)
 
 
 class FakeEngine:
@@ -87,6 +94,8 @@ class FakeEngine:
         self.max_positions = 4096
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
+        self.script: tuple[events.Event, ...] = ()
+        """What streams say after Started and Progress instead of `answer`."""
         self.reason: events.EndReason = "length"
         self.error: Exception | None = None
         """Raised at once by submit and ingest."""
@@ -95,6 +104,8 @@ class FakeEngine:
         self.is_endless = False
         self.prompts: list[events.Prompt] = []
         self.contexts: dict[str, list[int]] = {}
+        self.settings: dict[str, ContextSettings] = {}
+        self.created = 1.5
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
 
@@ -115,32 +126,65 @@ class FakeEngine:
         for token_ids in self.answer:
             script.append(events.Tokens(index, token_ids))
             index += len(token_ids)
-        if not self.is_endless and self.late_error is None:
+        script += self.script
+        if not self.is_endless and self.late_error is None and not self.script:
             script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25))
         return self._stream(script)
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool) -> FakeStream:
+    def ingest(
+        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings = UNCHANGED
+    ) -> FakeStream:
         if self.error is not None:
             raise self.error
         if not append and context in self.contexts:
             raise AlreadyExists(f"contexts/{context}")
         total = len(token_ids)
+        stream = self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+        stream.on_release = lambda: self._acknowledge(context, token_ids, settings)
         if not self.is_endless and self.late_error is None:
-            self.contexts.setdefault(context, []).extend(token_ids)
-        return self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+            self._acknowledge(context, token_ids, settings)
+        return stream
+
+    def _acknowledge(self, context: str, token_ids: Sequence[int], settings: ContextSettings) -> None:
+        self.contexts.setdefault(context, []).extend(token_ids)
+        self.settings.setdefault(context, settings)
 
     def get_context(self, context_id: str) -> events.ContextView:
         if context_id not in self.contexts:
             raise NotFound(f"contexts/{context_id}")
         size = len(self.contexts[context_id])
-        return events.ContextView(context_id, size, size * 64, 1.5, 2.5, (events.RankShare(0, size),))
+        given = self.settings.get(context_id, ContextSettings())
+        return events.ContextView(
+            id=context_id,
+            tokens=size,
+            kv_bytes=size * 64,
+            created=self.created,
+            updated=2.5,
+            shares=(events.RankShare(0, size),),
+            display_name=given.display_name or "",
+            expires=given.expires or None,
+            is_pinned=bool(given.is_pinned),
+        )
 
     def list_contexts(self) -> list[events.ContextView]:
         return [self.get_context(name) for name in sorted(self.contexts)]
 
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+        self.get_context(source)
+        if context_id in self.contexts:
+            raise AlreadyExists(f"contexts/{context_id}")
+        self.contexts[context_id] = self.contexts[source][:num_tokens]
+        return self.get_context(context_id)
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+        self.get_context(context_id)
+        self.settings[context_id] = settings
+        return self.get_context(context_id)
+
     def delete_context(self, context_id: str) -> None:
         self.get_context(context_id)
         del self.contexts[context_id]
+        self.settings.pop(context_id, None)
 
     def cluster(self) -> events.ClusterView:
         worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)

@@ -6,7 +6,8 @@ coordinator; this module only remembers.
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,67 +30,97 @@ class Pool:
         self.keys = {i: torch.empty(shape, dtype=dtype, device=device) for i, shape in shapes.items()}
         self.values = {i: torch.empty(shape, dtype=dtype, device=device) for i, shape in shapes.items()}
 
+    def bytes_per_slot(self, layer: int) -> int:
+        """Of a token's keys and values in a layer."""
+        num_heads, _, dim = self.keys[layer].shape
+        return 2 * num_heads * dim * self.dtype.itemsize
+
     def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
         """Writes the keys and values of T tokens into their slots."""
         self.keys[layer].index_copy_(1, slots_T, k_KTD)
         self.values[layer].index_copy_(1, slots_T, v_KTD)
 
 
+class Part(NamedTuple):
+    """Positions [start, end) of a segment that a path uses."""
+
+    segment: int
+    start: int
+    end: int
+
+
 class Held:
     """The part of one segment that one rank holds, in position order."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.extents: list[Extent] = []
 
-    def put(self, run: Run) -> None:
+    def put(self, run: Run, block_size: int) -> None:
         """Adds a run, or replaces the last one by its grown self."""
-        if self.runs and self.runs[-1].start == run.start:
-            self.runs[-1] = run
-        else:
-            self.runs.append(run)
+        while self.extents and self.extents[-1].start >= run.start:
+            self.extents.pop()
+        self.extents.extend(extents(run, block_size))
+
+    def within(self, start: int, end: int) -> Iterator[Extent]:
+        """What is held of the positions [start, end)."""
+        first = bisect.bisect_right(self.extents, start, key=lambda extent: extent.end)
+        for extent in self.extents[first:]:
+            low, high = max(extent.start, start), min(extent.end, end)
+            if low >= high:
+                break
+            yield Extent(low, high, extent.slot + low - extent.start)
 
 
 class Segments:
-    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all."""
+    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
+
+    A path may use only the beginning of a segment: each part of a path ends where the next one starts.
+    """
 
     def __init__(self, rank: int, block_size: int) -> None:
         self._rank = rank
         self._block_size = block_size
         self._held: dict[int, dict[int, Held]] = {}
+        self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run]) -> None:
-        """Notes the runs of a step."""
+        """Notes the runs of a step. The first of them all tells where the segment starts."""
+        self._starts.setdefault(segment, runs[0].start)
         held = self._held.setdefault(segment, {})
         for run in runs:
-            held.setdefault(run.rank, Held()).put(run)
+            held.setdefault(run.rank, Held()).put(run, self._block_size)
 
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""
         for segment in segments:
             self._held.pop(segment, None)
+            self._starts.pop(segment, None)
+
+    def parts(self, path: Sequence[int], end: int) -> list[Part]:
+        """What a path uses of its segments before the position `end`."""
+        starts = [self._starts[segment] for segment in path]
+        ends = [*(min(start, end) for start in starts[1:]), end]
+        return [Part(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
+
+    def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
+        """What a rank, by default this one, holds of the positions [start, end) of a segment, in position order."""
+        held = self._held[segment].get(self._rank if rank is None else rank)
+        return held.within(start, end) if held else iter(())
 
     def extents(self, path: Sequence[int], start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
-        """What a rank, by default this one, holds of the positions [start, end) of a path, in position order."""
-        holder = self._rank if rank is None else rank
-        for segment in path:
-            runs = self._held.get(segment, {}).get(holder, Held()).runs
-            first = bisect.bisect_right(runs, start, key=lambda run: run.end)
-            for run in runs[first:]:
-                if run.start >= end:
-                    break
-                for extent in extents(run, self._block_size):
-                    low, high = max(extent.start, start), min(extent.end, end)
-                    if low < high:
-                        yield Extent(low, high, extent.slot + low - extent.start)
+        """The same of a path."""
+        for part in self.parts(path, end):
+            yield from self.held(part.segment, max(part.start, start), part.end, rank)
 
-    def stretches(self, path: Sequence[int], end: int) -> list[tuple[int, int]]:
-        """Slots [start, end) that hold the positions before `end`, neighbours joined: order and gaps in the
-        positions do not matter to queries that see all of them."""
-        joined: list[tuple[int, int]] = []
-        for extent in self.extents(path, 0, end):
-            low, high = extent.slot, extent.slot + extent.end - extent.start
-            if joined and joined[-1][1] == low:
-                joined[-1] = (joined[-1][0], high)
-            else:
-                joined.append((low, high))
-        return joined
+
+def stretches(extents: Iterable[Extent]) -> list[tuple[int, int]]:
+    """Slots [start, end) of extents, neighbours joined: order and gaps in the positions do not matter to queries that
+    see all of them."""
+    joined: list[tuple[int, int]] = []
+    for extent in extents:
+        low, high = extent.slot, extent.slot + extent.end - extent.start
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return joined

@@ -49,12 +49,13 @@ class Ledger:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._segments: dict[int, list[Run]] = {}
+        self._token_ids: dict[int, list[int]] = {}
         self._last: dict[int, int] = {}
 
     def apply(self, plan: StepPlan) -> dict[int, int]:
         """Does the step; sampled ids by sequence."""
         for segment in plan.release_segments:
-            del self._segments[segment]
+            del self._segments[segment], self._token_ids[segment]
         for sequence in plan.release_sequences:
             self._last.pop(sequence, None)
         if isinstance(plan.work, Prefill):
@@ -65,27 +66,46 @@ class Ledger:
 
     def _prefill(self, work: Prefill) -> None:
         assert len({run.rank for run in work.pieces}) == len(work.pieces)
-        self._store(work.path, work.start, len(work.token_ids), work.pieces)
+        self._store(work.path, work.start, work.token_ids, work.pieces)
 
     def _row(self, row: Row) -> int:
-        self._store(row.path, row.start, row.num_tokens, row.runs)
-        last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
-        self._last[row.sequence] = echo_token(last, row.token_index)
+        token_ids = row.token_ids or (self._last[row.sequence],)
+        self._store(row.path, row.start, token_ids, row.runs)
+        self._last[row.sequence] = echo_token(token_ids[-1], row.token_index)
         return self._last[row.sequence]
 
-    def _store(self, path: tuple[int, ...], start: int, count: int, runs: tuple[Run, ...]) -> None:
-        """Checks that the path is known and gapless and that `runs` receive the tokens [start, start + count)."""
+    def _store(self, path: tuple[int, ...], start: int, token_ids: tuple[int, ...], runs: tuple[Run, ...]) -> None:
+        """Checks that the path is known and gapless and that `runs` receive the tokens from `start` on."""
         own = self._segments.setdefault(path[-1], [])
         if own and own[-1].start == runs[0].start:
             grown = own.pop()
             assert (grown.rank, grown.blocks) == (runs[0].rank, runs[0].blocks[: len(grown.blocks)])
             assert grown.end == start < runs[0].end
-        held = [run for segment in path for run in self._segments[segment]]
-        assert [run.start for run in [*held, *runs]] == [0, *(run.end for run in [*held, *runs])][:-1]
-        assert runs[-1].end == start + count
+        held = [*self._held(path, runs[0].start), *runs]
+        assert [run.start for run in held] == [0, *(run.end for run in held)][:-1]
+        assert runs[-1].end == start + len(token_ids)
         assert runs[0].start <= start < runs[0].end
         own.extend(runs)
+        self._token_ids.setdefault(path[-1], []).extend(token_ids)
         self._check_blocks()
+
+    def token_ids(self, path: tuple[int, ...]) -> list[int]:
+        """The tokens that a path leads through."""
+        found: list[int] = []
+        for segment in path:
+            found[self._segments[segment][0].start :] = self._token_ids[segment]
+        return found
+
+    def _held(self, path: tuple[int, ...], end: int) -> list[Run]:
+        """The runs of a path before `end`, each part cut where the next one starts."""
+        starts = [self._segments[segment][0].start for segment in path[1:] if self._segments[segment]]
+        ends = [*starts, end, end]  # the last segment may have no runs yet
+        return [
+            msgspec.structs.replace(run, end=min(run.end, part_end))
+            for segment, part_end in zip(path, ends, strict=False)
+            for run in self._segments[segment]
+            if run.start < part_end
+        ]
 
     def _check_blocks(self) -> None:
         runs = [run for segment in self._segments.values() for run in segment]

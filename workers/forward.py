@@ -39,11 +39,14 @@ class LocalAttention:
         self.inputs = inputs
         self.pool = pool
         self.kernel = kernel
+        self.kv_bytes_read = 0
+        """Of all layers so far; what several rows read together counts once."""
         self._has_sink = peers is None or peers.comm.rank == 0
 
     def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
         """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
         keys, values, reads = self.pool.keys[layer], self.pool.values[layer], self.inputs.reads[call.window]
+        self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
         partial = self.kernel(q_THD, keys, values, reads, call.scale, call.softcap)
         return with_sink(partial, call) if self._has_sink else partial
 
@@ -58,6 +61,11 @@ class DecodeStep:
     def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None) -> None:
         self._local = LocalAttention(inputs, pool, kernel, peers)
         self._peers = peers
+
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of this rank's keys and values that were read so far."""
+        return self._local.kv_bytes_read
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: LayerCall) -> Tensor:
         local = self._local

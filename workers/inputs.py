@@ -1,9 +1,9 @@
 """From a StepPlan to the tensors and reads of one rank: everything the layers need, decided before the model runs.
 
 Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
-rank. In prefill each rank computes its own piece; the gathered queries of all pieces lie one piece after the other,
-each padded to the longest, so the piece of rank r begins at row r * num_tokens. Layers that gather keys instead have
-their own rows only, and a past.
+rank, in an order in which rows that see the same keys are neighbours (`workers.rows`). In prefill each rank computes
+its own piece; the gathered queries of all pieces lie one piece after the other, each padded to the longest, so the
+piece of rank r begins at row r * num_tokens. Layers that gather keys instead have their own rows only, and a past.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.runs import Run
 from longleaf.step import Decode, Prefill
-from workers.cache import Pool, Segments
+from workers.cache import Pool, Segments, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
+from workers.rows import Query, order, row_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Inputs:
     positions_T: Tensor
     slots_T: Tensor
     """Slot of each token's keys; the trash slot for tokens that another rank owns."""
-    reads: dict[int | None, list[Read]]
+    reads: dict[int | None, Reads]
     """What the rows read from this rank's pool, by window; windows of layers that gather keys only are left out."""
     pasts: dict[int, Past] = field(default_factory=dict)
     """In prefill, by layer: where keys are gathered, not queries."""
@@ -69,58 +70,52 @@ class InputBuilder:
             token_ids_T=self._tensor([*ids, *[0] * padding]),
             positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
-            reads=self._reads([(work.path, queries)], windows, past_row=(0, num_tokens * self._world_size)),
+            reads=self._chunk_reads(work.path, queries, windows, past_row=(0, num_tokens * self._world_size)),
             pasts=pasts,
         )
 
     def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
         """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
+        for row in work.rows:
+            self._segments.put(row.path[-1], row.runs)
+        found = [(row, self._segments.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        queries: list[tuple[tuple[int, ...], list[QueryRun]]] = []
-        sample_rows: list[int] = []
-        for row in work.rows:
-            self._segments.put(row.path[-1], row.runs)
-            queries.append((row.path, [QueryRun(row.start, row.start + row.num_tokens, len(ids))]))
-            ids += row.token_ids or (last_ids[row.sequence],)
+        queries: list[Query] = []
+        last_rows: dict[int, int] = {}
+        for row, parts in sorted(found, key=lambda pair: order(pair[1], pair[0].start)):
             end = row.start + row.num_tokens
+            queries.append(Query(QueryRun(row.start, end, len(ids)), parts))
+            ids += row.token_ids or (last_ids[row.sequence],)
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
-            if row.token_index >= 0:
-                sample_rows.append(len(ids) - 1)
+            last_rows[row.sequence] = len(ids) - 1
+        windows = {spec.window for spec in self._layers.values()}
         return Inputs(
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
-            reads=self._reads(queries, {spec.window for spec in self._layers.values()}),
-            sample_rows=tuple(sample_rows),
+            reads={window: row_reads(self._segments, queries, window) for window in windows},
+            sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
         )
 
-    def _reads(
-        self,
-        queries: Sequence[tuple[tuple[int, ...], list[QueryRun]]],
-        windows: set[int | None],
-        past_row: tuple[int, int] | None = None,
-    ) -> dict[int | None, list[Read]]:
-        """Reads of all query runs, by window. Runs of one path are in position order."""
-        reads: dict[int | None, list[Read]] = {}
-        for window in windows:
-            found = reads.setdefault(window, [])
-            for path, runs in queries:
-                found += self._full_reads(path, runs, past_row) if window is None else self._banded(path, runs, window)
-        return reads
+    def _chunk_reads(
+        self, path: tuple[int, ...], runs: list[QueryRun], windows: set[int | None], past_row: tuple[int, int]
+    ) -> dict[int | None, Reads]:
+        """Reads of the query runs of a chunk, which are in position order, by window."""
+        return {
+            window: Reads(
+                self._full_reads(path, runs, past_row) if window is None else self._banded(path, runs, window)
+            )
+            for window in windows
+        }
 
-    def _full_reads(
-        self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int] | None
-    ) -> Iterator[Read]:
+    def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
         """Without a window: all rows see the past before the first query; from there on, causally."""
         first, last = min(run.start for run in runs), max(run.end for run in runs)
-        if last - first == 1:
-            first = last  # a single query sees its own key as well: one read less per layer
-        row_start, row_end = past_row or (runs[0].row, runs[0].row + runs[0].end - runs[0].start)
-        for low, high in self._segments.stretches(path, first):
-            yield Read(row_start, row_end, low, high)
+        for slots in stretches(self._segments.extents(path, 0, first)):
+            yield Read(*past_row, *slots)
         for extent in self._segments.extents(path, first, last):
             for run in runs:
                 yield from causal_reads(run, extent)

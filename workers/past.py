@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.config import PrefillName
 from longleaf.runs import Extent, Run
 from longleaf.step import Prefill
@@ -42,9 +42,9 @@ class Past:
 
     slots_L: Tensor
     """Slots of this rank's share, padded with the trash slot. Empty on all ranks when there is nothing to gather."""
-    reads: list[Read]
+    reads: Reads
     """What the rows of the own piece read from the gathered keys: everything before the piece."""
-    own_reads: list[Read]
+    own_reads: Reads
     """What they read from the keys of the piece itself, which begin at slot 0."""
 
 
@@ -107,13 +107,14 @@ class PastBuilder:
         slots = [torch.arange(e.slot, e.slot + e.end - e.start) for e in shares[self._rank]]
         padding = longest - num_tokens(shares[self._rank])
         slots.append(torch.full((padding,), self._pool.trash_slot))
-        past = Past(torch.cat(slots).to(self._pool.device), [], [])
+        before: list[Read] = []
+        own: list[Read] = []
         for piece in pieces:
             if piece.rank == self._rank:
                 query = QueryRun(piece.start, piece.end, 0)
-                past.own_reads.extend(reads(query, Extent(piece.start, piece.end, 0), window))
-                past.reads.extend(past_reads(query, shares, longest, window))
-        return past
+                own += reads(query, Extent(piece.start, piece.end, 0), window)
+                before += past_reads(query, shares, longest, window)
+        return Past(torch.cat(slots).to(self._pool.device), Reads(before), Reads(own))
 
 
 def before_pieces(pieces: Sequence[Run], window: int | None) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
 from longleaf.errors import StartError
+from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
 from longleaf.topology import Topology
 from longleaf.tree import Wire, choose_merge, make_merge
@@ -19,10 +20,13 @@ from workers.cache import Pool, Segments
 from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
 from workers.past import PastBuilder
-from workers.sampler import sample
+from workers.sampler import Sampler
 
 FREE_MEMORY_SHARE = 0.4
 """Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+
+Sampled = tuple[dict[int, int], dict[int, Logprobs]]
+"""Ids by sequence, and the logprobs of those that ask for them (on rank 0)."""
 
 
 class Rank:
@@ -36,6 +40,8 @@ class Rank:
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
+        self._sampler = Sampler()
+        self._kv_bytes_read = 0
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -99,37 +105,43 @@ class Rank:
         self._segments.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
-        sampled = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
-        return StepResult(plan.epoch, plan.step, sampled) if self._spec.rank == 0 else None
+        self._sampler.forget(plan.release_sequences)
+        self._kv_bytes_read = 0
+        sampled, logprobs = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
+        return (
+            StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read) if self._spec.rank == 0 else None
+        )
 
     def close(self) -> None:
         """Leaves the group."""
         if self._process_groups is not None:
             self._process_groups.close()
 
-    def _prefill(self, work: Prefill) -> dict[int, int]:
+    def _prefill(self, work: Prefill) -> Sampled:
         inputs = self._inputs.prefill(work)
         step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self._model.decoder, inputs, step)
-        return {}
+        return {}, {}
 
-    def _decode(self, work: Decode) -> dict[int, int]:
+    def _decode(self, work: Decode) -> Sampled:
         inputs = self._inputs.decode(work, self._last_ids)
         step = DecodeStep(inputs, self._pool, self._kernel, self._peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
+        logprobs: dict[int, Logprobs] = {}
         if self._spec.rank == 0:
             logits_RV = self._logits(inputs, step)
-            chosen = [sample(logits_RV[i], r.sampling, r.token_index) for i, r in enumerate(rows)]
+            chosen, logprobs = self._sampler.choose(rows, logits_RV)
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
+        self._kv_bytes_read = step.kv_bytes_read
         if self._peers and rows:
             ids = self._peers.comm.broadcast(ids)
         sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         self._last_ids.update(sampled)
-        return sampled
+        return sampled, logprobs
 
     def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""

@@ -1,11 +1,15 @@
-/* Attention of a few query rows over one stretch of float32 keys, one pass, online softmax.
+/* Attention of the query rows of a decode step over one rank's float32 keys: all reads of a layer in one call, online
+   softmax.
 
    Torch's flash kernel splits this into thousands of tiny matrix products, whose overhead costs more than reading the
-   keys. Here every block of keys and values is read once into the first-level cache and used by all rows.
+   keys, and each read costs a call and a merge. Here a block of keys and values is brought into the first-level cache
+   once and used by all rows of its read, and what a row has seen goes on from read to read.
 
-   Shapes: q [heads, rows, dim], out the same, lse [heads, rows], all contiguous; keys and values [heads, num_keys, dim]
-   with `head_stride` floats between heads. num_keys >= 1, rows <= MAX_ROWS. Scores s become cap * tanh(s / cap), unless
-   cap is 0. lse is the natural log of the sum of exponentials. */
+   Shapes: q [tokens, kv_heads * group, dim] with strides between tokens and heads; keys and values
+   [kv_heads, slots, dim] with a stride between heads; out [tokens, kv_heads * group, dim] and
+   lse [tokens, kv_heads * group] contiguous. dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats.
+   Scores s become cap * tanh(s / cap), unless cap is 0. lse is the natural log of the sum of exponentials; a row that
+   sees nothing gives out 0, lse -inf. */
 
 #include <float.h>
 #include <math.h>
@@ -13,84 +17,333 @@
 
 /* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
 #define BLOCK 32
-#define MAX_ROWS 8
+#define LANES 8
+/* rows that are computed together, one per lane of two vectors; fewer than one vector are computed one by one */
+#define TILE (2 * LANES)
+/* products that are added one after the other: in long sums each rounds off more */
+#define CHUNK 32
+/* floats that memory brings at once */
+#define LINE 16
 /* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
    Left alone they would reach the exponential's slow path, and denormal numbers, a hundred times slower than others. */
 #define NEGLIGIBLE -60.0f
+/* fast-math knows no infinities: a finite score below all others */
+#define HIDDEN -1e38f
 
-static inline __attribute__((always_inline)) void head(
-    const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
-    float *restrict lse, long rows, long dim, long num_keys, float scale, float cap)
+#define INLINE static inline __attribute__((always_inline))
+/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do */
+#ifdef __x86_64__
+#define IN_REGISTERS(a, b) __asm__("" : "+x"(a), "+x"(b))
+#else
+#define IN_REGISTERS(a, b)
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* Rows [first_row, end_row) of tokens against keys in slots [first_slot, end_slot); query i sees key j iff
+   0 <= offset + i - j < window. */
+struct read {
+    long first_row, end_row, first_slot, end_slot, offset, window;
+};
+
+/* The rows of one key head, a token and a head of its group each, and what they have seen so far. */
+struct rows {
+    float *q;          /* [num_rows, dim], times the scale */
+    float *q_by_dim;   /* [dim, stride], the same transposed */
+    float *out;        /* [num_rows, dim], not yet divided by `sum` */
+    float *peak, *sum; /* [num_rows] */
+    long dim, stride, group;
+    float cap;
+};
+
+/* A block of a read's keys and values, and the rows it is added to. */
+struct block {
+    const struct read *read;
+    const float *keys, *values;
+    long key, num_keys; /* the first key, counted from the read's first, and their number */
+    long row, num_rows; /* the first row, counted from the read's first, and their number */
+    long ahead;         /* distance of the block that comes next, 0 if it need not be asked for */
+    int is_masked;
+};
+
+INLINE int sees(const struct read *read, long group, long row, long key)
 {
-    float score[MAX_ROWS][BLOCK], peak[MAX_ROWS], sum[MAX_ROWS];
-    for (long r = 0; r < rows; r++) {
-        peak[r] = -FLT_MAX;
-        sum[r] = 0.0f;
-    }
-    memset(out, 0, sizeof(float) * rows * dim);
-    for (long first = 0; first < num_keys; first += BLOCK) {
-        const long count = num_keys - first < BLOCK ? num_keys - first : BLOCK;
-        const float *k = keys + first * dim, *v = values + first * dim;
-        for (long j = 0; j < count; j++)
-            for (long r = 0; r < rows; r++) {
-                float dot = 0.0f;
-                for (long d = 0; d < dim; d++)
-                    dot += q[r * dim + d] * k[j * dim + d];
-                score[r][j] = dot * scale;
-            }
-        if (cap > 0.0f)
-            for (long r = 0; r < rows; r++)
-                for (long j = 0; j < count; j++)
-                    score[r][j] = cap * tanhf(score[r][j] / cap);
-        for (long r = 0; r < rows; r++) {
-            float top = peak[r], total = 0.0f;
-            for (long j = 0; j < count; j++)
-                top = score[r][j] > top ? score[r][j] : top;
-            const float fade = expf(peak[r] - top);
-            for (long j = 0; j < count; j++) {
-                const float below = score[r][j] - top;
-                score[r][j] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
-                total += score[r][j];
-            }
-            sum[r] = sum[r] * fade + total;
-            peak[r] = top;
-            float *o = out + r * dim;
+    const long distance = read->offset + row / group - key;
+    return 0 <= distance && distance < read->window;
+}
+
+INLINE void add_few(const struct block *block, const float *restrict q, const float *restrict keys,
+                    const float *restrict values, float *restrict out, float *restrict peak, float *restrict sum,
+                    long group, float cap, long dim)
+{
+    const long num_rows = block->num_rows, num_keys = block->num_keys;
+    float score[LANES][BLOCK];
+    for (long j = 0; j < num_keys; j++)
+        for (long r = 0; r < num_rows; r++) {
+            float dot = 0.0f;
             for (long d = 0; d < dim; d++)
-                o[d] *= fade;
+                dot += q[r * dim + d] * keys[j * dim + d];
+            score[r][j] = dot;
         }
-        for (long r = 0; r < rows; r++) {
-            float *o = out + r * dim;
-            for (long j = 0; j < count; j++)
-                for (long d = 0; d < dim; d++)
-                    o[d] += score[r][j] * v[j * dim + d];
+    for (long r = 0; r < num_rows; r++) {
+        float top = peak[r], total = 0.0f;
+        if (cap > 0.0f)
+            for (long j = 0; j < num_keys; j++)
+                score[r][j] = cap * tanhf(score[r][j] / cap);
+        if (block->is_masked)
+            for (long j = 0; j < num_keys; j++)
+                score[r][j] = sees(block->read, group, block->row + r, block->key + j) ? score[r][j] : HIDDEN;
+        for (long j = 0; j < num_keys; j++)
+            top = score[r][j] > top ? score[r][j] : top;
+        for (long j = 0; j < num_keys; j++) {
+            const float below = score[r][j] - top;
+            score[r][j] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
         }
-    }
-    for (long r = 0; r < rows; r++) {
+        if (block->is_masked)
+            for (long j = 0; j < num_keys; j++)
+                score[r][j] = sees(block->read, group, block->row + r, block->key + j) ? score[r][j] : 0.0f;
+        for (long j = 0; j < num_keys; j++)
+            total += score[r][j];
+        const float fade = expf(peak[r] - top);
+        sum[r] = sum[r] * fade + total;
+        peak[r] = top;
         for (long d = 0; d < dim; d++)
-            out[r * dim + d] /= sum[r];
-        lse[r] = peak[r] + logf(sum[r]);
+            out[r * dim + d] *= fade;
     }
+    for (long r = 0; r < num_rows; r++)
+        for (long j = 0; j < num_keys; j++)
+            for (long d = 0; d < dim; d++)
+                out[r * dim + d] += score[r][j] * values[j * dim + d];
 }
 
 /* dims that models use get loops of known length, which the compiler unrolls into registers */
 #define CASE(DIM) \
-    case DIM: head(q, keys, values, out, lse, rows, DIM, num_keys, scale, cap); break
+    case DIM: add_few(block, q, block->keys, block->values, out, peak, sum, rows->group, rows->cap, DIM); break
 
-void longleaf_decode(const float *q, const float *keys, const float *values, float *out, float *lse, long heads,
-                     long rows, long dim, long num_keys, long head_stride, float scale, float cap)
+static void add_few_of_dim(const struct rows *rows, const struct block *block)
 {
-    for (long h = 0; h < heads; h++) {
-        switch (dim) {
-            CASE(32);
-            CASE(64);
-            CASE(96);
-            CASE(128);
-            default: head(q, keys, values, out, lse, rows, dim, num_keys, scale, cap);
+    const long row = block->read->first_row * rows->group + block->row, dim = rows->dim;
+    const float *q = rows->q + row * dim;
+    float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row;
+    switch (dim) {
+        CASE(32);
+        CASE(64);
+        CASE(96);
+        CASE(128);
+        default: add_few(block, q, block->keys, block->values, out, peak, sum, rows->group, rows->cap, dim);
+    }
+}
+
+/* scores of `vecs` times LANES rows against some keys */
+INLINE void score_tile(const float *q_by_dim, long stride, const float *keys, float score[][TILE], long dim,
+                       const int num_keys, const int vecs)
+{
+    vec total[LANES] = {{0}};
+    for (long first = 0; first < dim; first += CHUNK) {
+        vec sum[LANES] = {{0}};
+        for (long d = first; d < (first + CHUNK < dim ? first + CHUNK : dim); d++) {
+            const vec *q = (const vec *)(q_by_dim + d * stride);
+            vec part[2] = {q[0], q[vecs - 1]};
+            IN_REGISTERS(part[0], part[1]);
+#pragma GCC unroll 8
+            for (int j = 0; j < num_keys; j++)
+#pragma GCC unroll 2
+                for (int i = 0; i < vecs; i++)
+                    sum[j * vecs + i] += keys[j * dim + d] * part[i];
         }
-        q += rows * dim;
-        out += rows * dim;
-        lse += rows;
-        keys += head_stride;
-        values += head_stride;
+#pragma GCC unroll 8
+        for (int i = 0; i < num_keys * vecs; i++)
+            total[i] += sum[i];
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < num_keys; j++)
+#pragma GCC unroll 2
+        for (int i = 0; i < vecs; i++)
+            *(vec *)(score[j] + i * LANES) = total[j * vecs + i];
+}
+
+/* As many keys at once as there are registers for. Meanwhile the next block is asked for, a little at a time: the order
+   in which it will be read is none that the processor foresees. */
+INLINE void score_many(const struct block *block, const float *q_by_dim, long stride, float score[BLOCK][TILE],
+                       long dim, const int vecs)
+{
+    const int step = LANES / vecs;
+    long j = 0;
+    for (; j + step <= block->num_keys; j += step) {
+        for (long i = block->ahead + j * dim; block->ahead && i < block->ahead + (j + step) * dim; i += LINE) {
+            __builtin_prefetch(block->keys + i, 0, 2);
+            __builtin_prefetch(block->values + i, 0, 2);
+        }
+        score_tile(q_by_dim, stride, block->keys + j * dim, score + j, dim, step, vecs);
+    }
+    for (; j < block->num_keys; j++)
+        score_tile(q_by_dim, stride, block->keys + j * dim, score + j, dim, 1, vecs);
+}
+
+static void hide(const struct block *block, long group, float score[BLOCK][TILE], float value)
+{
+    for (long j = 0; j < block->num_keys; j++)
+        for (long r = 0; r < block->num_rows; r++)
+            if (!sees(block->read, group, block->row + r, block->key + j))
+                score[j][r] = value;
+}
+
+/* Scores become weights; gives the highest score so far and the sum of the weights by row. */
+INLINE void weigh(const struct block *block, long group, float cap, float score[BLOCK][TILE], float *top, float *total,
+                  const int width)
+{
+    if (cap > 0.0f)
+        for (long j = 0; j < block->num_keys; j++)
+            for (int r = 0; r < width; r++)
+                score[j][r] = cap * tanhf(score[j][r] / cap);
+    if (block->is_masked)
+        hide(block, group, score, HIDDEN);
+    for (long j = 0; j < block->num_keys; j++)
+        for (int r = 0; r < width; r++)
+            top[r] = score[j][r] > top[r] ? score[j][r] : top[r];
+    for (long j = 0; j < block->num_keys; j++)
+        for (int r = 0; r < width; r++) {
+            const float below = score[j][r] - top[r];
+            score[j][r] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
+        }
+    if (block->is_masked)
+        hide(block, group, score, 0.0f);
+    for (long j = 0; j < block->num_keys; j++)
+        for (int r = 0; r < width; r++)
+            total[r] += score[j][r];
+}
+
+/* out times fade, plus the values by their weights, for some rows and `vecs` times LANES columns */
+INLINE void value_tile(float weight[BLOCK][TILE], long row, const float *fade, const float *values, float *out,
+                       long dim, long num_keys, const int num_rows, const int vecs)
+{
+    vec total[LANES];
+#pragma GCC unroll 4
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < vecs; i++)
+            total[r * vecs + i] = fade[row + r] * *(vec *)(out + (row + r) * dim + i * LANES);
+    for (long j = 0; j < num_keys; j++) {
+        const vec *v = (const vec *)(values + j * dim);
+        vec part[2] = {v[0], v[vecs - 1]};
+        IN_REGISTERS(part[0], part[1]);
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 2
+            for (int i = 0; i < vecs; i++)
+                total[r * vecs + i] += weight[j][row + r] * part[i];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < vecs; i++)
+            *(vec *)(out + (row + r) * dim + i * LANES) = total[r * vecs + i];
+}
+
+INLINE void add_values(float weight[BLOCK][TILE], long row, const float *fade, const float *values, float *out,
+                       long dim, long num_keys, const int num_rows)
+{
+    long d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES)
+        value_tile(weight, row, fade, values + d, out + d, dim, num_keys, num_rows, 2);
+    if (d < dim)
+        value_tile(weight, row, fade, values + d, out + d, dim, num_keys, num_rows, 1);
+}
+
+/* Adds a block to at least LANES and at most TILE rows. */
+static void add_many(const struct rows *rows, const struct block *block)
+{
+    const long row = block->read->first_row * rows->group + block->row, num_rows = block->num_rows, dim = rows->dim;
+    float score[BLOCK][TILE], top[TILE] = {0}, total[TILE] = {0}, fade[TILE];
+    memcpy(top, rows->peak + row, sizeof(float) * num_rows);
+    if (num_rows > LANES) {
+        score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 2);
+        weigh(block, rows->group, rows->cap, score, top, total, 2 * LANES);
+    } else {
+        score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 1);
+        weigh(block, rows->group, rows->cap, score, top, total, LANES);
+    }
+    for (long r = 0; r < num_rows; r++) {
+        fade[r] = expf(rows->peak[row + r] - top[r]);
+        rows->sum[row + r] = rows->sum[row + r] * fade[r] + total[r];
+        rows->peak[row + r] = top[r];
+    }
+    long r = 0;
+    for (; r + 4 <= num_rows; r += 4)
+        add_values(score, r, fade, block->values, rows->out + row * dim, dim, block->num_keys, 4);
+    for (; r < num_rows; r++)
+        add_values(score, r, fade, block->values, rows->out + row * dim, dim, block->num_keys, 1);
+}
+
+static void add_read(const struct rows *rows, const struct read *read, const float *keys, const float *values)
+{
+    const long num_keys = read->end_slot - read->first_slot, group = rows->group;
+    const long num_rows = (read->end_row - read->first_row) * group;
+    for (long key = 0; key < num_keys; key += BLOCK) {
+        const long place = (read->first_slot + key) * rows->dim, rest = num_keys - key;
+        struct block block = {.read = read, .keys = keys + place, .values = values + place, .key = key};
+        block.num_keys = rest < BLOCK ? rest : BLOCK;
+        block.is_masked = !sees(read, group, 0, key + block.num_keys - 1) || !sees(read, group, num_rows - 1, key);
+        for (block.row = 0; block.row < num_rows; block.row += TILE) {
+            block.num_rows = num_rows - block.row < TILE ? num_rows - block.row : TILE;
+            block.ahead = block.row == 0 && rest >= 2 * BLOCK ? BLOCK * rows->dim : 0;
+            if (block.num_rows < LANES)
+                add_few_of_dim(rows, &block);
+            else
+                add_many(rows, &block);
+        }
+    }
+}
+
+static void begin(const struct rows *rows, const float *q, long tokens, long token_stride, long head_stride,
+                  float scale)
+{
+    for (long t = 0; t < tokens; t++)
+        for (long g = 0; g < rows->group; g++) {
+            const long row = t * rows->group + g;
+            for (long d = 0; d < rows->dim; d++) {
+                const float number = q[t * token_stride + g * head_stride + d] * scale;
+                rows->q[row * rows->dim + d] = rows->q_by_dim[d * rows->stride + row] = number;
+            }
+            rows->peak[row] = -FLT_MAX;
+            rows->sum[row] = 0.0f;
+        }
+    memset(rows->out, 0, sizeof(float) * tokens * rows->group * rows->dim);
+}
+
+static void finish(const struct rows *rows, float *out, float *lse, long tokens, long heads)
+{
+    for (long t = 0; t < tokens; t++)
+        for (long g = 0; g < rows->group; g++) {
+            const long row = t * rows->group + g, place = t * heads * rows->group + g;
+            const float sum = rows->sum[row], share = sum > 0.0f ? 1.0f / sum : 0.0f;
+            for (long d = 0; d < rows->dim; d++)
+                out[place * rows->dim + d] = rows->out[row * rows->dim + d] * share;
+            lse[place] = sum > 0.0f ? rows->peak[row] + logf(sum) : -HUGE_VALF;
+        }
+}
+
+/* Tiles look, but do not write, beyond the last row. */
+long longleaf_scratch_size(long num_rows, long dim)
+{
+    return 2 * num_rows * dim + (num_rows + TILE) * dim + 2 * num_rows;
+}
+
+void longleaf_decode(const float *q, const float *keys, const float *values, float *out, float *lse, float *scratch,
+                     const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
+                     long q_token_stride, long q_head_stride, long kv_head_stride, float scale, float cap)
+{
+    const long num_rows = tokens * group;
+    struct rows rows = {.q = scratch, .dim = dim, .stride = num_rows + TILE, .group = group, .cap = cap};
+    rows.q_by_dim = rows.q + num_rows * dim;
+    rows.out = rows.q_by_dim + rows.stride * dim;
+    rows.peak = rows.out + num_rows * dim;
+    rows.sum = rows.peak + num_rows;
+    memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
+    for (long h = 0; h < heads; h++) {
+        begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
+        for (long i = 0; i < num_reads; i++)
+            add_read(&rows, reads + i, keys + h * kv_head_stride, values + h * kv_head_stride);
+        finish(&rows, out + h * group * dim, lse + h * group, tokens, heads);
     }
 }

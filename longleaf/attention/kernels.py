@@ -50,10 +50,9 @@ def attend(
     softcap: float | None = None,
 ) -> Partial:
     """Runs `kernel` on each read and merges the results row by row. Rows without a read give the identity."""
+    check_shapes(q_THD, k_KSD, v_KSD)
     (num_rows, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
     group = num_heads // num_kv_heads
-    if num_heads != group * num_kv_heads or k_KSD.shape[2] != dim or v_KSD.shape != k_KSD.shape:
-        raise ValueError(f"queries {tuple(q_THD.shape)} do not fit keys {tuple(k_KSD.shape)}")
     q_KTGD = q_THD.view(num_rows, num_kv_heads, group, dim).transpose(0, 1).contiguous()
     # heads of one key head lie together, so a merge over [K, T, G] is one over [tokens, heads] with other names
     total = None
@@ -67,6 +66,13 @@ def attend(
         return Partial.identity(num_rows, num_heads, dim, device=str(q_THD.device))
     out_THD = total.out_THD.transpose(0, 1).reshape(num_rows, num_heads, dim)
     return Partial(out_THD, total.lse_TH.transpose(0, 1).reshape(num_rows, num_heads))
+
+
+def check_shapes(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    """Raises ValueError: kernels read wherever the sizes tell them to."""
+    (_, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
+    if num_heads % num_kv_heads or k_KSD.shape[2] != dim or v_KSD.shape != k_KSD.shape:
+        raise ValueError(f"queries {tuple(q_THD.shape)} do not fit keys {tuple(k_KSD.shape)}")
 
 
 def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Partial:
@@ -174,16 +180,30 @@ class CpuKernel:
         self._native = native
 
     def __call__(
-        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, read: Read, scale: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if self._native is not None and read.offset is None and self._native.can_run(q_KTGD, k_KSD, v_KSD):
-            return self._native(q_KTGD, k_KSD, v_KSD, scale, softcap)
-        return cpu_flash(q_KTGD, k_KSD, v_KSD, read, scale, softcap)
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+        /,
+    ) -> Partial:
+        if self._native is not None and self._native.can_run(q_THD, k_KSD, v_KSD):
+            check_shapes(q_THD, k_KSD, v_KSD)
+            return self._native(q_THD, k_KSD, v_KSD, reads, scale, softcap)
+        return attend(q_THD, k_KSD, v_KSD, reads, scale, cpu_flash, softcap)
 
 
 def kernel_for(device_type: str) -> Kernel:
     """The kernel of a device type (`cpu`, `cuda`). On CPUs the decode kernel is compiled at the first start."""
-    read_kernel: ReadKernel = CpuKernel(NativeDecode.load()) if device_type == "cpu" else dense
+    if device_type == "cpu":
+        return CpuKernel(NativeDecode.load())
+    return by_reads(dense)
+
+
+def by_reads(read_kernel: ReadKernel) -> Kernel:
+    """The kernel that runs `read_kernel` on each read."""
 
     def kernel(
         q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None = None

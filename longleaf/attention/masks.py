@@ -4,6 +4,7 @@ Shape letters: Q queries, S keys.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from longleaf.runs import Extent, overlaps
 
 MIN_TILE = 128
 """Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
+FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
+"""In a table, an offset at which every query sees every key, and the window of a read without one."""
 
 
 class QueryRun(NamedTuple):
@@ -43,6 +46,27 @@ class Read(NamedTuple):
         num_queries, num_keys = self.row_end - self.row_start, self.slot_end - self.slot_start
         in_window = self.window is None or num_keys <= self.window
         return self.offset == 0 and num_queries == num_keys and in_window
+
+
+class Reads(tuple[Read, ...]):
+    """The reads of a layer, decided once per step for all layers that see alike."""
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The same as integers, [N, 6] int64 in the order of a read's fields, for compiled kernels."""
+        rows = [(*read[:4], *self._mask(read)) for read in self]
+        return torch.tensor(rows, dtype=torch.long).view(-1, 6)
+
+    @cached_property
+    def num_keys(self) -> int:
+        """Keys that are read, each as often as it is read."""
+        return sum(read.slot_end - read.slot_start for read in self)
+
+    @staticmethod
+    def _mask(read: Read) -> tuple[int, int]:
+        if read.offset is None:
+            return FAR_AHEAD, UNBOUNDED
+        return read.offset, UNBOUNDED if read.window is None else read.window
 
 
 def causal_reads(query: QueryRun, keys: Extent) -> Iterator[Read]:

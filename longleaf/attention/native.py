@@ -1,31 +1,39 @@
-"""The compiled decode kernel of CPU ranks: attention of few query rows, from decode.c."""
+"""The compiled decode kernel of CPU ranks: attention of few query rows over all reads of a layer, from decode.c."""
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longleaf import native
+from longleaf.attention.masks import Read, Reads
+from longleaf.attention.partial import Partial
 
 SOURCE = Path(__file__).with_name("decode.c")
 # fast-math vectorises dot products and exponentials. It is for the compiler alone: a library that is also *linked* with
 # it flushes denormals to zero in the whole process that loads it.
 FLAGS = ("-O3", "-march=native", "-ffast-math")
-MAX_ROWS = 8
-"""From here on torch's matrix products are as fast."""
+LANES = 8
+"""The kernel computes so many columns at once: dims must be multiples."""
+MAX_ROWS = 512
+"""Rows per key head of a layer from which on torch's matrix products are faster on one thread."""
 
 log = logging.getLogger(__name__)
 
 
 class NativeDecode:
-    """Full reads of at most MAX_ROWS query rows per key head, in float32."""
+    """Reads of few query rows, in float32, on the calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_long] * 5 + [ctypes.c_float] * 2
+        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 8 + [ctypes.c_float] * 2
         self._run.restype = None
+        self._scratch_size = library.longleaf_scratch_size
+        self._scratch_size.argtypes = [ctypes.c_long] * 2
+        self._scratch_size.restype = ctypes.c_long
 
     @staticmethod
     def load() -> "NativeDecode | None":
@@ -36,21 +44,31 @@ class NativeDecode:
             log.warning("no compiled decode kernel, torch's own is used instead (slower): %s", error)
             return None
 
-    def can_run(self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-        """Whether rows are few, numbers float32, and the heads, keys and values lie as the kernel expects."""
-        rows, dim = q_KTGD.shape[1] * q_KTGD.shape[2], k_KSD.shape[2]
-        is_in_place = k_KSD.stride()[1:] == (dim, 1) and k_KSD.stride() == v_KSD.stride()
-        return rows <= MAX_ROWS and k_KSD.dtype == torch.float32 and is_in_place
+    def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
+        """Whether rows are few, numbers float32, and queries, keys and values lie as the kernel expects."""
+        (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
+        rows = num_tokens * (num_heads // num_kv_heads)
+        is_in_place = k_KSD.stride()[1:] == (dim, 1) and k_KSD.stride() == v_KSD.stride() and q_THD.stride(2) == 1
+        is_float32 = q_THD.dtype == k_KSD.dtype == torch.float32
+        return is_float32 and is_in_place and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
 
     def __call__(
-        self, q_KTGD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """out [K, T, G, D] and natural-log lse [K, T, G], like the queries; S >= 1."""
-        heads, num_rows, group, dim = q_KTGD.shape
-        q_KTGD = q_KTGD.contiguous()
-        out = torch.empty_like(q_KTGD)
-        lse = q_KTGD.new_empty(heads, num_rows, group)
-        tensors = (q_KTGD, k_KSD, v_KSD, out, lse)
-        sizes = (heads, num_rows * group, dim, k_KSD.shape[1], k_KSD.stride(0))
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        """The partial over all reads; rows without a read give the identity."""
+        (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
+        group = num_heads // num_kv_heads
+        table = reads.table if isinstance(reads, Reads) else Reads(reads).table
+        out_THD = q_THD.new_empty(num_tokens, num_heads, dim)
+        lse_TH = q_THD.new_empty(num_tokens, num_heads)
+        scratch = q_THD.new_empty(self._scratch_size(num_tokens * group, dim))
+        tensors = (q_THD, k_KSD, v_KSD, out_THD, lse_TH, scratch, table)
+        sizes = (len(table), num_tokens, num_kv_heads, group, dim, *q_THD.stride()[:2], k_KSD.stride(0))
         self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
-        return out, lse
+        return Partial(out_THD, lse_TH)

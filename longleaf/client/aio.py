@@ -1,7 +1,7 @@
 """The asynchronous client."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import aclosing, contextmanager
 from typing import Any, Self, Unpack
 
@@ -9,9 +9,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
-from longleaf.client.documents import Document, pieces_of, size_of
+from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.upload import Upload
 from longleaf.config import default_server
-from longleaf.errors import LongleafError, Unavailable
+from longleaf.errors import LongleafError, Unavailable, WorkerLost
 from longleaf.messages import (
     Cluster,
     Context,
@@ -37,6 +38,9 @@ OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.enable_http_proxy", 0),
 )
+
+RESUME_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Waits before an ingest whose connection broke is resumed, while the service gets no further."""
 
 OnProgress = Callable[[IngestProgress], None]
 
@@ -104,14 +108,22 @@ class AsyncClient:
         return self.generate(question, context=context, **sampling)
 
     async def ingest(
-        self, context: str, document: Document, *, append: bool = False, on_progress: OnProgress | None = None
+        self,
+        context: str,
+        document: Document,
+        *,
+        append: bool = False,
+        upload_id: str = "",
+        on_progress: OnProgress | None = None,
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
-        A cancelled or failed ingest leaves nothing behind.
+        A cancelled or failed ingest leaves nothing behind, unless it has an `upload_id`: then the service keeps for a
+        while what it received. When the connection breaks, the ingest goes on where it was; and a later call with the
+        same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
         """
         result: Context | None = None
-        async with aclosing(self.ingest_steps(context, document, append=append)) as steps:
+        async with aclosing(self.ingest_steps(context, document, append=append, upload_id=upload_id)) as steps:
             async for progress in steps:
                 if on_progress is not None:
                     on_progress(progress)
@@ -121,23 +133,43 @@ class AsyncClient:
         return result
 
     async def ingest_steps(
-        self, context: str, document: Document, *, append: bool = False
+        self, context: str, document: Document, *, append: bool = False, upload_id: str = ""
     ) -> AsyncGenerator[IngestProgress, None]:
         """As `ingest`, but streams the progress; the last one carries the context."""
-        header = IngestHeader(context, append, size_of(document))
-        sender = _Sender(header, document)
-        call = self._contexts.IngestContext(sender.requests())
+        header = IngestHeader(context, append, size_of(document), upload_id)
+        source, waits, furthest = Source(document), list(RESUME_SECONDS), -1
+        async with aclosing(source):
+            while True:
+                try:
+                    async with aclosing(self._ingest_once(Upload(header, source))) as steps:
+                        async for progress in steps:
+                            if (reached := _reached(progress)) > furthest:
+                                waits, furthest = list(RESUME_SECONDS), reached
+                            yield progress
+                    return
+                except Unavailable as error:
+                    if not upload_id or not waits or source.error or isinstance(error, WorkerLost):
+                        raise
+                await asyncio.sleep(waits.pop(0))
+
+    async def _ingest_once(self, upload: Upload) -> AsyncGenerator[IngestProgress, None]:
+        """One stream of an ingest, sending from where the service wants it."""
+        call = self._contexts.IngestContext(upload.requests())
         try:
             with self._typed():
                 async for response in call:
-                    sender.is_welcome.set()
-                    yield codec.decode_ingest_progress(response)
-        except (LongleafError, asyncio.CancelledError):
-            if sender.error is not None:  # the call only knows that its upward half broke
-                raise sender.error from None
-            raise
+                    progress = codec.decode_ingest_progress(response)
+                    upload.take(progress)
+                    yield progress
+        except (LongleafError, asyncio.CancelledError) as error:
+            if upload.error is not None:  # the call only knows that its upward half broke
+                raise upload.error from None
+            if isinstance(error, LongleafError) or is_cancelled():
+                raise
+            # The library cancels a call that ended while it was being sent to.
+            raise Unavailable(f"{self.server} ended the ingest") from None
         finally:
-            sender.stop()
+            upload.stop()
             call.cancel()
 
     async def get_context(self, context: str) -> Context:
@@ -182,32 +214,12 @@ class AsyncClient:
             return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-class _Sender:
-    """The upward half of an ingest: the header, and once the service answered it, the document.
+def _reached(progress: IngestProgress) -> int:
+    """A number that grows with what the service has done."""
+    return progress.received_bytes + progress.received_tokens + progress.processed
 
-    An error in the document's source is kept: the call would only say CANCELLED.
-    """
 
-    def __init__(self, header: IngestHeader, document: Document) -> None:
-        self._header = header
-        self._document = document
-        self.error: Exception | None = None
-        self.is_welcome = asyncio.Event()
-        self._is_over = False
-
-    def stop(self) -> None:
-        """The call has ended: what waits to send must not wait on."""
-        self._is_over = True
-        self.is_welcome.set()
-
-    async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
-        yield codec.encode_ingest_piece(self._header)
-        await self.is_welcome.wait()  # a refused name or size costs no upload
-        if self._is_over:
-            return
-        try:
-            async for piece in pieces_of(self._document):
-                yield codec.encode_ingest_piece(piece)
-        except Exception as error:
-            self.error = error
-            raise
+def is_cancelled() -> bool:
+    """Whether somebody cancels the task that asks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from longleaf.codec import encodable
-from longleaf.errors import InvalidArgument
-from longleaf.messages import IngestPiece
+from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.messages import IngestHeader, IngestPiece
 
 PIECE_BYTES = 1 << 18
 PIECE_TOKENS = 1 << 16
@@ -26,7 +27,7 @@ Document = str | bytes | Path | Readable | tuple[int, ...] | Iterator[bytes] | A
 """Text, UTF-8 bytes, a file's path, an open binary file, token ids, or UTF-8 bytes cut anywhere."""
 
 
-async def pieces_of(document: Document) -> AsyncIterator[IngestPiece]:
+async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
     """Raises InvalidArgument when a file cannot be read."""
     match document:
         case str():
@@ -48,6 +49,73 @@ async def pieces_of(document: Document) -> AsyncIterator[IngestPiece]:
     else:
         for piece in source:
             yield piece
+
+
+class Source:
+    """The pieces of a document. Those that the service has not acknowledged are kept, and can be sent again.
+
+    Offsets are in bytes, or in token ids. An error of the document's own is kept in `error`: a call whose upward half
+    breaks only says CANCELLED.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.is_token_ids = isinstance(document, tuple)
+        self.error: Exception | None = None
+        self._pieces = pieces_of(document)
+        self._next: asyncio.Task[IngestPiece | None] | None = None
+        self._kept: deque[bytes | Sequence[int]] = deque()
+        self._start = 0
+        """Offset of the first piece kept."""
+        self._num_readers = 0
+
+    def acknowledge(self, offset: int) -> None:
+        """The service has all before `offset`."""
+        while self._kept and self._start + len(self._kept[0]) <= offset:
+            self._start += len(self._kept.popleft())
+
+    async def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]:
+        """Ends when somebody else begins to read. Raises Unavailable when what is wanted was acknowledged before."""
+        self._num_readers += 1
+        reader = self._num_readers
+        if offset < self._start:
+            self.error = Unavailable("the service does not hold any more what it had acknowledged")
+            raise self.error
+        start = self._start
+        for piece in tuple(self._kept):
+            if start + len(piece) > offset:
+                yield piece[max(0, offset - start) :]
+            start += len(piece)
+        while (piece := await self._read(reader)) is not None:
+            start += len(piece)
+            if start > offset:
+                yield piece[max(0, offset - start + len(piece)) :]
+            else:
+                self.acknowledge(offset)
+
+    async def _read(self, reader: int) -> "bytes | Sequence[int] | None":
+        """The next piece, kept. A reader that is cancelled while it waits leaves the piece to the next one."""
+        try:
+            self._next = self._next or asyncio.create_task(self._take())
+            piece = await asyncio.shield(self._next)
+        except Exception as error:
+            self.error = error
+            raise
+        if reader != self._num_readers or piece is None:
+            return None
+        assert not isinstance(piece, IngestHeader)
+        self._next = None
+        self._kept.append(piece)
+        return piece
+
+    async def _take(self) -> IngestPiece | None:
+        return await anext(self._pieces, None)
+
+    async def aclose(self) -> None:
+        """Ends the reading of the document."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait([self._next])
+        await self._pieces.aclose()
 
 
 def _cut(data: bytes) -> Iterable[bytes]:

@@ -76,14 +76,22 @@ class Client:
         return self._iterate(self._client.ask(context, question, **sampling))
 
     def ingest(
-        self, context: str, document: Document, *, append: bool = False, on_progress: OnProgress | None = None
+        self,
+        context: str,
+        document: Document,
+        *,
+        append: bool = False,
+        upload_id: str = "",
+        on_progress: OnProgress | None = None,
     ) -> Context:
-        return self._run(self._client.ingest(context, document, append=append, on_progress=on_progress))
+        return self._run(
+            self._client.ingest(context, document, append=append, upload_id=upload_id, on_progress=on_progress)
+        )
 
     def ingest_steps(
-        self, context: str, document: Document, *, append: bool = False
+        self, context: str, document: Document, *, append: bool = False, upload_id: str = ""
     ) -> Generator[IngestProgress, None, None]:
-        return self._iterate(self._client.ingest_steps(context, document, append=append))
+        return self._iterate(self._client.ingest_steps(context, document, append=append, upload_id=upload_id))
 
     def get_context(self, context: str) -> Context:
         return self._run(self._client.get_context(context))

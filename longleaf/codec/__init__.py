@@ -6,15 +6,20 @@ Decoding a request raises InvalidArgument naming the field by its path on the wi
 from longleaf.codec.cluster import decode_cluster, encode_cluster
 from longleaf.codec.context import (
     decode_context,
+    decode_fork,
     decode_ingest_piece,
     decode_ingest_progress,
+    decode_update,
     encode_context,
+    encode_fork,
     encode_ingest_piece,
     encode_ingest_progress,
+    encode_update,
 )
-from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate
+from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.codec.sampling import decode_sampling, encode_sampling
+from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
 __all__ = [
     "context_id",
@@ -22,16 +27,23 @@ __all__ = [
     "decode_cluster",
     "decode_context",
     "decode_event",
+    "decode_fork",
     "decode_generate",
     "decode_ingest_piece",
     "decode_ingest_progress",
     "decode_sampling",
+    "decode_tokenized",
+    "decode_update",
     "encodable",
     "encode_cluster",
     "encode_context",
     "encode_event",
+    "encode_fork",
     "encode_generate",
     "encode_ingest_piece",
     "encode_ingest_progress",
+    "encode_resume",
     "encode_sampling",
+    "encode_tokenized",
+    "encode_update",
 ]

@@ -1,14 +1,19 @@
 """Contexts and ingests."""
 
 import math
+from array import array
 from typing import get_args
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
+from msgspec import UNSET, UnsetType
 
-from longleaf.codec.names import context_id, context_name, encode_ids
+from longleaf.codec.names import context_id, context_name, encodable, encode_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Context,
+    ContextSettings,
+    ForkContext,
     IngestHeader,
     IngestPhase,
     IngestPiece,
@@ -18,7 +23,13 @@ from longleaf.messages import (
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
+MAX_DISPLAY_NAME = 256
+"""Characters."""
+MAX_UPLOAD_ID = 128
+MAX_TIME = 253402300799
+"""The last second of the year 9999: timestamps end there."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
+_PATHS = ("display_name", "pinned", "expire_time", "ttl")
 
 
 def encode_context(context: Context) -> context_pb.Context:
@@ -32,12 +43,20 @@ def encode_context(context: Context) -> context_pb.Context:
             context_pb.RankShare(rank=share.rank, token_count=share.tokens, kv_bytes=share.kv_bytes)
             for share in context.shares
         ],
+        display_name=context.display_name,
+        expire_time=None if context.expires is None else _timestamp(context.expires),
+        pinned=context.is_pinned,
     )
 
 
 def _timestamp(seconds: float) -> Timestamp:
-    fraction, whole = math.modf(seconds)
-    return Timestamp(seconds=int(whole), nanos=int(fraction * 1e6) * 1000)
+    whole = math.floor(seconds)
+    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e6) * 1000)
+
+
+def _duration(seconds: float) -> Duration:
+    whole = math.trunc(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e6) * 1000)
 
 
 def decode_context(message: context_pb.Context) -> Context:
@@ -48,17 +67,125 @@ def decode_context(message: context_pb.Context) -> Context:
         created=_seconds(message.create_time),
         updated=_seconds(message.update_time),
         shares=tuple(RankShare(share.rank, share.token_count, share.kv_bytes) for share in message.rank_shares),
+        display_name=message.display_name,
+        expires=_seconds(message.expire_time) if message.HasField("expire_time") else None,
+        is_pinned=message.pinned,
     )
 
 
-def _seconds(time: Timestamp) -> float:
+def _seconds(time: Timestamp | Duration) -> float:
     return time.seconds + time.nanos / 1e9
+
+
+def encode_fork(fork: ForkContext) -> ingest_pb.ForkContextRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    try:
+        return ingest_pb.ForkContextRequest(
+            name=context_name(fork.source), new_name=context_name(fork.context), token_count=fork.tokens
+        )
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument("token_count", str(error)) from None
+
+
+def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
+    """Raises InvalidArgument naming the field."""
+    return ForkContext(
+        source=context_id(message.name),
+        context=context_id(message.new_name, "new_name"),
+        tokens=message.token_count if message.HasField("token_count") else None,
+    )
+
+
+def encode_update(context: str, settings: ContextSettings) -> ingest_pb.UpdateContextRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    message = ingest_pb.UpdateContextRequest()
+    message.context.name = context_name(context)
+    message.update_mask.paths.extend(_encode_settings(settings, message.context))
+    return message
+
+
+def _encode_settings(settings: ContextSettings, message: context_pb.Context | ingest_pb.IngestConfig) -> list[str]:
+    """Fills the fields of `message` and gives the names of those that are set."""
+    paths: list[str] = []
+    try:
+        if settings.display_name is not UNSET:
+            message.display_name = encodable(settings.display_name, "display_name")
+            paths.append("display_name")
+        if settings.is_pinned is not UNSET:
+            message.pinned = settings.is_pinned
+            paths.append("pinned")
+        if settings.ttl is not UNSET:
+            message.ttl.CopyFrom(_duration(settings.ttl))
+            paths.append("ttl")
+        if settings.expires is not UNSET:
+            if settings.expires is not None:
+                message.expire_time.CopyFrom(_timestamp(settings.expires))
+            paths.append("expire_time")
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidArgument("settings", str(error)) from None
+    return paths
+
+
+def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, ContextSettings]:
+    """The context's id and what to change. Raises InvalidArgument naming the field."""
+    wanted = list(message.update_mask.paths) or _given(message.context)
+    unknown = next((path for path in wanted if path not in (*_PATHS, "*")), None)
+    if unknown is not None:
+        raise InvalidArgument("update_mask", f"{unknown[:100]!r} is none of {', '.join(_PATHS)}, *")
+    if "*" in wanted:
+        is_ttl = message.context.HasField("ttl") and not message.context.HasField("expire_time")
+        wanted = [*_given(message.context), "display_name", "pinned", "ttl" if is_ttl else "expire_time"]
+    return context_id(message.context.name, "context.name"), _decode_settings(message.context, wanted, "context")
+
+
+def _given(message: context_pb.Context | ingest_pb.IngestConfig) -> list[str]:
+    """The settings that `message` carries."""
+    times = [path for path in ("expire_time", "ttl") if message.HasField(path)]
+    names = ["display_name"] if message.display_name else []
+    return [*names, *(["pinned"] if message.pinned else []), *times]
+
+
+def _decode_settings(
+    message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
+) -> ContextSettings:
+    if len(message.display_name) > MAX_DISPLAY_NAME:
+        told = f"has {len(message.display_name)} characters, at most {MAX_DISPLAY_NAME} are allowed"
+        raise InvalidArgument(f"{parent}.display_name", told)
+    if {"ttl", "expire_time"} <= set(paths):
+        raise InvalidArgument(f"{parent}.ttl", "cannot be given together with expire_time")
+    has_ttl = "ttl" in paths and message.HasField("ttl")
+    return ContextSettings(
+        display_name=message.display_name if "display_name" in paths else UNSET,
+        is_pinned=message.pinned if "pinned" in paths else UNSET,
+        ttl=_decode_ttl(message.ttl, f"{parent}.ttl") if has_ttl else UNSET,
+        expires=UNSET if has_ttl else _decode_expiry(message, paths, parent),
+    )
+
+
+def _decode_expiry(
+    message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
+) -> float | UnsetType | None:
+    if "expire_time" not in paths or not message.HasField("expire_time"):
+        return None if {"ttl", "expire_time"} & set(paths) else UNSET
+    time = message.expire_time
+    if not (0 <= time.nanos < 10**9 and 0 <= time.seconds <= MAX_TIME):
+        raise InvalidArgument(f"{parent}.expire_time", "is no time from 1970 to 9999")
+    return _seconds(time)
+
+
+def _decode_ttl(ttl: Duration, field: str) -> float:
+    seconds = _seconds(ttl)
+    if not 0 < seconds <= MAX_TIME or abs(ttl.nanos) >= 10**9:
+        raise InvalidArgument(field, f"{seconds:g} seconds are not a positive time, or too long")
+    return seconds
 
 
 def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:
     match piece:
-        case IngestHeader(context, append, total_bytes):
+        case IngestHeader(context, append, total_bytes, upload_id, settings):
             config = ingest_pb.IngestConfig(name=context_name(context), append=append, total_size_bytes=total_bytes)
+            config.upload_id = encodable(upload_id, "upload_id")
+            _encode_settings(settings, config)
             return ingest_pb.IngestContextRequest(config=config)
         case bytes():
             return ingest_pb.IngestContextRequest(text=piece)
@@ -70,21 +197,37 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
     """Raises InvalidArgument naming the field."""
     match message.WhichOneof("payload"):
         case "config":
-            config = message.config
-            total = config.total_size_bytes if config.HasField("total_size_bytes") else None
-            return IngestHeader(context_id(config.name, "config.name"), config.append, total)
+            return _decode_header(message.config)
         case "text":
             return message.text
         case "token_ids":
-            return tuple(message.token_ids.ids)
+            return array("I", message.token_ids.ids)
         case _:
             raise InvalidArgument("payload", "is missing: give config, text or token_ids")
+
+
+def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
+    given = _given(config)
+    if config.append and given:
+        raise InvalidArgument(f"config.{given[0]}", "is for new contexts: UpdateContext changes those that exist")
+    if len(config.upload_id) > MAX_UPLOAD_ID:
+        raise InvalidArgument(
+            "config.upload_id", f"has {len(config.upload_id)} characters, at most {MAX_UPLOAD_ID} are allowed"
+        )
+    return IngestHeader(
+        context=context_id(config.name, "config.name"),
+        append=config.append,
+        total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
+        upload_id=config.upload_id,
+        settings=_decode_settings(config, given, "config"),
+    )
 
 
 def encode_ingest_progress(progress: IngestProgress) -> ingest_pb.IngestContextResponse:
     return ingest_pb.IngestContextResponse(
         phase=ingest_pb.IngestPhase.Name(_PHASES.index(progress.phase) + 1),
         received_size_bytes=progress.received_bytes,
+        received_token_count=progress.received_tokens,
         processed_token_count=progress.processed,
         total_token_count=progress.total,
         tokens_per_second=progress.tokens_per_second,
@@ -96,6 +239,7 @@ def decode_ingest_progress(message: ingest_pb.IngestContextResponse) -> IngestPr
     return IngestProgress(
         phase=_PHASES[message.phase - 1],
         received_bytes=message.received_size_bytes,
+        received_tokens=message.received_token_count,
         processed=message.processed_token_count,
         total=message.total_token_count,
         tokens_per_second=message.tokens_per_second,

@@ -1,8 +1,9 @@
 """Requests to generate, and the events of their streams."""
 
+import re
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import get_args
+from typing import TypeVar, get_args
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -16,15 +17,23 @@ from longleaf.messages import (
     FinishReason,
     Generate,
     Progress,
+    Resume,
     SamplingOptions,
     Started,
     Timings,
     Usage,
 )
+from longleaf.sampling import Logprobs, TokenLogprob
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+MAX_SAMPLES = 16
+MAX_PRIORITY = 100
+MAX_CLIENT_BYTES = 256
+MAX_RESUME_SECONDS = 600.0
+Number = TypeVar("Number", int, float)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def encode_generate(
@@ -33,6 +42,11 @@ def encode_generate(
     context: str | None,
     use_chat_template: bool | None,
     sampling: SamplingOptions,
+    num_samples: int = 1,
+    request_id: str = "",
+    resume_seconds: float = 0.0,
+    priority: int = 0,
+    client: str = "",
 ) -> service_pb.GenerateRequest:
     """Raises InvalidArgument when a value does not fit its field."""
     message = service_pb.GenerateRequest(context=context_name(context) if context is not None else "")
@@ -43,35 +57,99 @@ def encode_generate(
         message.text = encodable(input, "text")
     else:
         message.token_ids.CopyFrom(encode_ids(input))
+    message.sample_count = _within("sample_count", num_samples, 1, MAX_SAMPLES)
+    message.request_id = _request_id(request_id) if request_id else ""
+    if resume_seconds:
+        seconds = _within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
+        message.resume_duration.CopyFrom(_duration(seconds))
+    message.priority = _within("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+    message.client_id = encodable(client, "client_id")
     return message
 
 
-def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Generate:
+def encode_resume(resume: Resume) -> service_pb.GenerateRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    index = _within("resume_token_index", resume.token_index, 0, 2**63 - 1)
+    return service_pb.GenerateRequest(request_id=_request_id(resume.request_id), resume_token_index=index)
+
+
+def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Generate | Resume:
     """Raises InvalidArgument naming the field."""
+    if message.HasField("resume_token_index"):
+        index = _within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
+        return Resume(_request_id(message.request_id), index)
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "give text or token_ids")
+    if len(message.client_id.encode()) > MAX_CLIENT_BYTES:
+        raise InvalidArgument("client_id", f"must have at most {MAX_CLIENT_BYTES} bytes")
+    duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
     return Generate(
         input=message.text if kind == "text" else tuple(message.token_ids.ids),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),
+        num_samples=_sample_count(message),
+        request_id=_request_id(message.request_id) if message.request_id else "",
+        resume_seconds=_within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
+        priority=_within("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY),
+        client=message.client_id,
     )
+
+
+def _sample_count(message: service_pb.GenerateRequest) -> int:
+    return _within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
+
+
+def _within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
+    if not low <= value <= high:
+        raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
+    return value
+
+
+def _request_id(text: str) -> str:
+    if _REQUEST_ID.fullmatch(text) is None:
+        raise InvalidArgument("request_id", "must be 1 to 128 of a-z A-Z 0-9 . _ -")
+    return text
 
 
 def encode_event(event: Event) -> service_pb.GenerateResponse:
     match event:
-        case Started(prompt_tokens, cached_tokens):
-            started = generation_pb.Started(prompt_token_count=prompt_tokens, cached_token_count=cached_tokens)
-            return service_pb.GenerateResponse(started=started)
+        case Started():
+            return service_pb.GenerateResponse(started=_encode_started(event))
         case Progress(processed, total):
             progress = generation_pb.Progress(processed_token_count=processed, total_token_count=total)
             return service_pb.GenerateResponse(progress=progress)
-        case Delta(index, token_ids, text):
-            delta = generation_pb.Delta(token_index=index, token_ids=token_ids, text=text)
-            return service_pb.GenerateResponse(delta=delta)
+        case Delta():
+            return service_pb.GenerateResponse(delta=_encode_delta(event))
         case Finished():
             return service_pb.GenerateResponse(finished=_encode_finished(event))
+
+
+def _encode_started(event: Started) -> generation_pb.Started:
+    return generation_pb.Started(
+        prompt_token_count=event.prompt_tokens,
+        cached_token_count=event.cached_tokens,
+        queue_position=event.queue_position,
+        request_id=event.request_id,
+    )
+
+
+def _encode_delta(event: Delta) -> generation_pb.Delta:
+    logprobs = (
+        generation_pb.Logprobs(
+            logprob=entry.logprob,
+            top=(generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in entry.top),
+        )
+        for entry in event.logprobs
+    )
+    return generation_pb.Delta(
+        token_index=event.index,
+        token_ids=event.token_ids,
+        text=event.text,
+        logprobs=logprobs,
+        sample_index=event.sample,
+    )
 
 
 def _encode_finished(event: Finished) -> generation_pb.Finished:
@@ -89,7 +167,9 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
             queue_duration=_duration(timings.queue_seconds),
             first_token_duration=_duration(timings.first_token_seconds),
             decode_duration=_duration(timings.decode_seconds),
+            prefill_duration=_duration(timings.prefill_seconds),
         ),
+        sample_index=event.sample,
     )
 
 
@@ -102,13 +182,24 @@ def _duration(seconds: float) -> Duration:
 def decode_event(message: service_pb.GenerateResponse) -> Event:
     match message.WhichOneof("event"):
         case "started":
-            return Started(message.started.prompt_token_count, message.started.cached_token_count)
+            started = message.started
+            counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
+            return Started(*counts, started.request_id)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":
-            return Delta(message.delta.token_index, tuple(message.delta.token_ids), message.delta.text)
+            return _decode_delta(message.delta)
         case _:
             return _decode_finished(message.finished)
+
+
+def _decode_delta(message: generation_pb.Delta) -> Delta:
+    logprobs = (
+        Logprobs(entry.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in entry.top))
+        for entry in message.logprobs
+    )
+    ids = tuple(message.token_ids)
+    return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index)
 
 
 def _decode_finished(message: generation_pb.Finished) -> Finished:
@@ -121,5 +212,7 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
             timings.queue_duration.ToTimedelta().total_seconds(),
             timings.first_token_duration.ToTimedelta().total_seconds(),
             timings.decode_duration.ToTimedelta().total_seconds(),
+            timings.prefill_duration.ToTimedelta().total_seconds(),
         ),
+        message.sample_index,
     )

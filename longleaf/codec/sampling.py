@@ -9,8 +9,10 @@ from longleaf.messages import SamplingOptions
 from longleaf.sampling import Sampling
 from longleaf.v1 import generation_pb2 as generation_pb
 
-_WIRE_NAMES = {"max_tokens": "max_token_count"}
+_WIRE_NAMES = {"max_tokens": "max_token_count", "stop_tokens": "stop_token_ids", "num_logprobs": "logprob_count"}
 """Sampling's fields whose names differ on the wire."""
+_COLLECTIONS = ("stop", "stop_tokens", "logit_bias")
+"""Fields that are repeated on the wire: empty stands for absent."""
 
 
 def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
@@ -18,17 +20,25 @@ def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
     message = generation_pb.SamplingParams()
     values: Mapping[str, object] = options
     for name, value in values.items():
-        if value is not None and name != "stop":
+        if value is not None:
             _set(message, name, value)
-    message.stop.extend(encodable(stop, "sampling.stop") for stop in options.get("stop") or ())
     return message
 
 
 def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
     field = _WIRE_NAMES.get(name, name)
     try:
-        setattr(message, field, value)
-    except (ValueError, TypeError) as error:
+        if name == "stop":
+            message.stop.extend(encodable(stop, "sampling.stop") for stop in value)
+        elif name == "stop_tokens":
+            message.stop_token_ids.extend(value)
+        elif name == "logit_bias":
+            message.logit_bias.update(value)
+        else:
+            setattr(message, field, value)
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
         if isinstance(error, ValueError):
             Sampling(**{name: value}).check()  # tells the limit
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
@@ -36,10 +46,15 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
 
 def decode_sampling(message: generation_pb.SamplingParams, random_seed: int) -> Sampling:
     """Sampling with its defaults filled in, and `random_seed` when the caller gave none. Raises InvalidArgument."""
-    names = (name for name in Sampling.__struct_fields__ if name not in ("stop", "seed"))
+    names = (name for name in Sampling.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
     given = {name: _WIRE_NAMES.get(name, name) for name in names}
     values = {name: getattr(message, wire) for name, wire in given.items() if message.HasField(wire)}
-    seed = message.seed if message.HasField("seed") else random_seed
-    sampling = Sampling(**values, seed=seed, stop=tuple(message.stop))
+    sampling = Sampling(
+        **values,
+        seed=message.seed if message.HasField("seed") else random_seed,
+        stop=tuple(message.stop),
+        stop_tokens=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+    )
     sampling.check()
     return sampling

@@ -1,4 +1,9 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import empty_pb2 as _empty_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from longleaf.v1 import context_pb2 as _context_pb2
 from longleaf.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
@@ -24,14 +29,24 @@ INGEST_PHASE_PREFILLING: IngestPhase
 INGEST_PHASE_READY: IngestPhase
 
 class IngestConfig(_message.Message):
-    __slots__ = ("name", "append", "total_size_bytes")
+    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "display_name", "expire_time", "ttl", "pinned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     append: bool
     total_size_bytes: int
-    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ...) -> None: ...
+    upload_id: str
+    display_name: str
+    expire_time: _timestamp_pb2.Timestamp
+    ttl: _duration_pb2.Duration
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class IngestContextRequest(_message.Message):
     __slots__ = ("config", "text", "token_ids")
@@ -44,20 +59,22 @@ class IngestContextRequest(_message.Message):
     def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
 class IngestContextResponse(_message.Message):
-    __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context")
+    __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context", "received_token_count")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROCESSED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     phase: IngestPhase
     received_size_bytes: int
     processed_token_count: int
     total_token_count: int
     tokens_per_second: float
     context: _context_pb2.Context
-    def __init__(self, phase: _Optional[_Union[IngestPhase, str]] = ..., received_size_bytes: _Optional[int] = ..., processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ...) -> None: ...
+    received_token_count: int
+    def __init__(self, phase: _Optional[_Union[IngestPhase, str]] = ..., received_size_bytes: _Optional[int] = ..., processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., received_token_count: _Optional[int] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name",)
@@ -80,6 +97,24 @@ class ListContextsResponse(_message.Message):
     contexts: _containers.RepeatedCompositeFieldContainer[_context_pb2.Context]
     next_page_token: str
     def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ForkContextRequest(_message.Message):
+    __slots__ = ("name", "new_name", "token_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NEW_NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    new_name: str
+    token_count: int
+    def __init__(self, name: _Optional[str] = ..., new_name: _Optional[str] = ..., token_count: _Optional[int] = ...) -> None: ...
+
+class UpdateContextRequest(_message.Message):
+    __slots__ = ("context", "update_mask")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    context: _context_pb2.Context
+    update_mask: _field_mask_pb2.FieldMask
+    def __init__(self, context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
 class DeleteContextRequest(_message.Message):
     __slots__ = ("name",)

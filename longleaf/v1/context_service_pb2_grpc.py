@@ -52,6 +52,16 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.FromString,
                 _registered_method=True)
+        self.ForkContext = channel.unary_unary(
+                '/longleaf.v1.ContextService/ForkContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
+                _registered_method=True)
+        self.UpdateContext = channel.unary_unary(
+                '/longleaf.v1.ContextService/UpdateContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
+                _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/longleaf.v1.ContextService/DeleteContext',
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.SerializeToString,
@@ -66,7 +76,7 @@ class ContextServiceServicer:
     def IngestContext(self, request_iterator, context):
         """Ingests a document: pieces of text up, progress down. The first request carries `config`, all others data.
         The last response carries the acknowledged context. A stream broken before that leaves nothing behind
-        (an existing context is left as it was).
+        (an existing context is left as it was), unless the config names an upload_id: then it can be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +91,21 @@ class ContextServiceServicer:
 
     def ListContexts(self, request, context):
         """Lists contexts, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkContext(self, request, context):
+        """Makes a new context of the beginning of another one, or of all of it. Nothing is copied or computed; from then on
+        both may be asked, appended to and deleted, each by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateContext(self, request, context):
+        """Changes a context's name for people, its pin, or when it expires; answers the context as it is then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,6 +135,16 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.ListContexts,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.SerializeToString,
+            ),
+            'ForkContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
+            ),
+            'UpdateContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -199,6 +234,60 @@ class ContextService:
             '/longleaf.v1.ContextService/ListContexts',
             longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.SerializeToString,
             longleaf_dot_v1_dot_context__service__pb2.ListContextsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/ForkContext',
+            longleaf_dot_v1_dot_context__service__pb2.ForkContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/UpdateContext',
+            longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__pb2.Context.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,29 +25,37 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clongleaf/v1/generation.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\x86\x02\n\x0eSamplingParams\x12\x1c\n\x0fmax_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x10ignore_end_token\x18\x07 \x01(\x08H\x05\x88\x01\x01\x42\x12\n\x10_max_token_countB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x13\n\x11_ignore_end_token\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x03\"\xa9\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\x07Started\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\"D\n\x08Progress\x12\x1d\n\x15processed_token_count\x18\x01 \x01(\x03\x12\x19\n\x11total_token_count\x18\x02 \x01(\x03\"=\n\x05\x44\x65lta\x12\x13\n\x0btoken_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x9c\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.longleaf.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.longleaf.v1.Timings*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46INISH_REASON_END_TOKEN\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clongleaf/v1/generation.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfe\x04\n\x0eSamplingParams\x12\x1c\n\x0fmax_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x10ignore_end_token\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.longleaf.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x1a\n\rlogprob_count\x18\x0e \x01(\x05H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x12\n\x10_max_token_countB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x13\n\x11_ignore_end_tokenB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x10\n\x0e_logprob_count\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x03\"\xde\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"m\n\x07Started\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x16\n\x0equeue_position\x18\x03 \x01(\x05\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"D\n\x08Progress\x12\x1d\n\x15processed_token_count\x18\x01 \x01(\x03\x12\x19\n\x11total_token_count\x18\x02 \x01(\x03\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"C\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.longleaf.v1.TokenLogprob\"|\n\x05\x44\x65lta\x12\x13\n\x0btoken_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.longleaf.v1.Logprobs\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\"\xb2\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.longleaf.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.longleaf.v1.Timings\x12\x14\n\x0csample_index\x18\x05 \x01(\x05*\x9a\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46INISH_REASON_END_TOKEN\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=995
-  _globals['_FINISHREASON']._serialized_end=1119
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1674
+  _globals['_FINISHREASON']._serialized_end=1828
   _globals['_SAMPLINGPARAMS']._serialized_start=78
-  _globals['_SAMPLINGPARAMS']._serialized_end=340
-  _globals['_TOKENIDS']._serialized_start=342
-  _globals['_TOKENIDS']._serialized_end=365
-  _globals['_USAGE']._serialized_start=367
-  _globals['_USAGE']._serialized_end=462
-  _globals['_TIMINGS']._serialized_start=465
-  _globals['_TIMINGS']._serialized_end=634
-  _globals['_STARTED']._serialized_start=636
-  _globals['_STARTED']._serialized_end=701
-  _globals['_PROGRESS']._serialized_start=703
-  _globals['_PROGRESS']._serialized_end=771
-  _globals['_DELTA']._serialized_start=773
-  _globals['_DELTA']._serialized_end=834
-  _globals['_FINISHED']._serialized_start=837
-  _globals['_FINISHED']._serialized_end=993
+  _globals['_SAMPLINGPARAMS']._serialized_end=716
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=488
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=536
+  _globals['_TOKENIDS']._serialized_start=718
+  _globals['_TOKENIDS']._serialized_end=741
+  _globals['_USAGE']._serialized_start=743
+  _globals['_USAGE']._serialized_end=838
+  _globals['_TIMINGS']._serialized_start=841
+  _globals['_TIMINGS']._serialized_end=1063
+  _globals['_STARTED']._serialized_start=1065
+  _globals['_STARTED']._serialized_end=1174
+  _globals['_PROGRESS']._serialized_start=1176
+  _globals['_PROGRESS']._serialized_end=1244
+  _globals['_TOKENLOGPROB']._serialized_start=1246
+  _globals['_TOKENLOGPROB']._serialized_end=1295
+  _globals['_LOGPROBS']._serialized_start=1297
+  _globals['_LOGPROBS']._serialized_end=1364
+  _globals['_DELTA']._serialized_start=1366
+  _globals['_DELTA']._serialized_end=1490
+  _globals['_FINISHED']._serialized_start=1493
+  _globals['_FINISHED']._serialized_end=1671
 # @@protoc_insertion_point(module_scope)

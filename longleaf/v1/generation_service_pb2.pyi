@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from longleaf.v1 import generation_pb2 as _generation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -7,18 +10,30 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "use_chat_template", "sampling")
+    __slots__ = ("context", "text", "token_ids", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     USE_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: _generation_pb2.TokenIds
     use_chat_template: bool
     sampling: _generation_pb2.SamplingParams
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+    sample_count: int
+    request_id: str
+    resume_duration: _duration_pb2.Duration
+    resume_token_index: int
+    priority: int
+    client_id: str
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "progress", "delta", "finished")

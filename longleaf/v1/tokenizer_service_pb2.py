@@ -22,19 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from longleaf.v1 import generation_pb2 as longleaf_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#longleaf/v1/tokenizer_service.proto\x12\x0blongleaf.v1\"\"\n\x12\x43ountTokensRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\"*\n\x13\x43ountTokensResponse\x12\x13\n\x0btoken_count\x18\x01 \x01(\x03\x32\x64\n\x10TokenizerService\x12P\n\x0b\x43ountTokens\x12\x1f.longleaf.v1.CountTokensRequest\x1a .longleaf.v1.CountTokensResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#longleaf/v1/tokenizer_service.proto\x12\x0blongleaf.v1\x1a\x1clongleaf/v1/generation.proto\"\"\n\x12\x43ountTokensRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\"*\n\x13\x43ountTokensResponse\x12\x13\n\x0btoken_count\x18\x01 \x01(\x03\"Q\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\x12\x14\n\x0creturn_spans\x18\x03 \x01(\x08\"d\n\x10TokenizeResponse\x12(\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x15.longleaf.v1.TokenIds\x12\x13\n\x0bspan_starts\x18\x02 \x03(\x05\x12\x11\n\tspan_ends\x18\x03 \x03(\x05\"Z\n\x11\x44\x65tokenizeRequest\x12(\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x15.longleaf.v1.TokenIds\x12\x1b\n\x13keep_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xfc\x01\n\x10TokenizerService\x12P\n\x0b\x43ountTokens\x12\x1f.longleaf.v1.CountTokensRequest\x1a .longleaf.v1.CountTokensResponse\x12G\n\x08Tokenize\x12\x1c.longleaf.v1.TokenizeRequest\x1a\x1d.longleaf.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.longleaf.v1.DetokenizeRequest\x1a\x1f.longleaf.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.tokenizer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=52
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=86
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=88
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=130
-  _globals['_TOKENIZERSERVICE']._serialized_start=132
-  _globals['_TOKENIZERSERVICE']._serialized_end=232
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=82
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=116
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=118
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=160
+  _globals['_TOKENIZEREQUEST']._serialized_start=162
+  _globals['_TOKENIZEREQUEST']._serialized_end=243
+  _globals['_TOKENIZERESPONSE']._serialized_start=245
+  _globals['_TOKENIZERESPONSE']._serialized_end=345
+  _globals['_DETOKENIZEREQUEST']._serialized_start=347
+  _globals['_DETOKENIZEREQUEST']._serialized_end=437
+  _globals['_DETOKENIZERESPONSE']._serialized_start=439
+  _globals['_DETOKENIZERESPONSE']._serialized_end=473
+  _globals['_TOKENIZERSERVICE']._serialized_start=476
+  _globals['_TOKENIZERSERVICE']._serialized_end=728
 # @@protoc_insertion_point(module_scope)

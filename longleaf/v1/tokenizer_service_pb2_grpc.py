@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub:
-    """Counts tokens.
+    """Turns text into tokens and back. Text that looks like a special token is plain text.
     """
 
     def __init__(self, channel):
@@ -40,14 +40,38 @@ class TokenizerServiceStub:
                 request_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/longleaf.v1.TokenizerService/Tokenize',
+                request_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/longleaf.v1.TokenizerService/Detokenize',
+                request_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class TokenizerServiceServicer:
-    """Counts tokens.
+    """Turns text into tokens and back. Text that looks like a special token is plain text.
     """
 
     def CountTokens(self, request, context):
         """Counts the tokens of a text as a document would be counted; special tokens are not added.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Turns a text into token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +85,16 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     request_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'longleaf.v1.TokenizerService', rpc_method_handlers)
@@ -70,7 +104,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService:
-    """Counts tokens.
+    """Turns text into tokens and back. Text that looks like a special token is plain text.
     """
 
     @staticmethod
@@ -90,6 +124,60 @@ class TokenizerService:
             '/longleaf.v1.TokenizerService/CountTokens',
             longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensRequest.SerializeToString,
             longleaf_dot_v1_dot_tokenizer__service__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.TokenizerService/Tokenize',
+            longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeRequest.SerializeToString,
+            longleaf_dot_v1_dot_tokenizer__service__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.TokenizerService/Detokenize',
+            longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeRequest.SerializeToString,
+            longleaf_dot_v1_dot_tokenizer__service__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,7 +19,10 @@ NEW_TOKENS = 40
 async def test_answers_equal_generate(world_size):
     haystack = make_haystack(5, 3000, 2, 0, split="held_out")
     tokenizer = Tokenizer.load(embedded_model())
-    document = tokenizer.document_ids(haystack.text, True)
+    encoder = tokenizer.document_encoder(is_first=True)
+    encoder.push(haystack.text)
+    encoder.finish()
+    document = encoder.token_ids
     question = tokenizer.question_ids(haystack.facts[0].question)
     prompt = torch.tensor([[*document, *question]])
     model = AutoModelForCausalLM.from_pretrained(embedded_model())

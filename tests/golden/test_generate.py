@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,8 +19,8 @@ from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
 from tests.threads import ThreadRanks, config_for
 from workers import hook
-from workers import rank as rank_module
 from workers.hook import LayerCall
+from workers.sampler import Sampler
 
 FACTORS = {
     "family": ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss"),
@@ -50,6 +51,18 @@ COVER = list(pairwise_cover())
 OTHERS = itertools.product(*(values for name, values in FACTORS.items() if name != "prefill"))
 REST = [(*row, prefill) for row, prefill in zip(OTHERS, itertools.cycle(FACTORS["prefill"]), strict=False)]
 REST = [row for row in REST if row not in COVER]
+
+
+def watch_logits(monkeypatch):
+    """A list that gets the logits [V] of the first row of each step, which is greedy."""
+    seen = []
+
+    def choose(sampler, rows, logits_RV):
+        seen.append(logits_RV[0].float())
+        return logits_RV.argmax(dim=-1).tolist(), {}
+
+    monkeypatch.setattr(Sampler, "choose", choose)
+    return seen
 
 
 async def answer(engine, prompt, context=None):
@@ -115,16 +128,37 @@ async def test_tokens_equal_generate_in_the_full_product(
     ("family", "world_size", "merge"), [(f, 3, "gather") for f in FACTORS["family"]] + [("llama", 4, "paper")]
 )
 async def test_last_logits_are_within_1e_4(goldens, family, world_size, merge, monkeypatch):
-    golden, seen = goldens(family), []
-
-    def spy(logits_V, sampling, token_index):
-        seen.append(logits_V.clone())
-        return int(logits_V.argmax())
-
-    monkeypatch.setattr(rank_module, "sample", spy)
+    golden, seen = goldens(family), watch_logits(monkeypatch)
     async with running(config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=500)) as engine:
         await answer(engine, golden.prompt)
     torch.testing.assert_close(seen[0], golden.logits_V, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size):
+    """Penalties count the tokens of context, question and answer; logprobs are told of the plain logits."""
+    golden = goldens("llama")
+    prompt = golden.prompt[:150]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+    penalties = {"repetition_penalty": 1.5, "sequence_bias": {(7,): 1.5}}
+    model = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.float32)
+    tell = {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(torch.tensor([prompt]), **options, **penalties, **tell)
+    wanted = tuple(found.sequences[0, len(prompt) :].tolist())
+    assert wanted != tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+    sampling = Sampling(
+        max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.5, logit_bias={7: 1.5}, num_logprobs=2
+    )
+    async with running(config_for(golden.folder, world_size=world_size, chunk_size=64)) as engine:
+        _ = [event async for event in engine.ingest("book", prompt[:70], append=False)]
+        stream = engine.submit(Prompt(context="book", token_ids=prompt[70:], sampling=sampling))
+        events = [event async for event in stream if isinstance(event, Tokens)]
+    assert tuple(i for event in events for i in event.token_ids) == wanted
+    told = [entry for event in events for entry in event.logprobs]
+    logprobs_TV = torch.log_softmax(torch.stack(found.logits)[:, 0].double(), dim=-1)
+    chosen_T = logprobs_TV.gather(1, torch.tensor(wanted)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor([e.logprob for e in told]).double(), chosen_T, atol=1e-4, rtol=0)
+    assert [[top.token_id for top in entry.top] for entry in told] == logprobs_TV.topk(2).indices.tolist()
 
 
 @pytest.mark.parametrize("family", FACTORS["family"])
@@ -162,6 +196,23 @@ async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
         assert await answer(engine, golden.prompt) != golden.tokens
 
 
+async def test_samples_are_what_their_seeds_give_alone(goldens):
+    """Penalties, too, count each sample's own tokens, and nothing depends on what else is in the batch."""
+    golden = goldens("llama")
+    sampling = Sampling(max_tokens=20, temperature=1.5, seed=11, frequency_penalty=1.0, ignore_end_token=True)
+    prompt = Prompt(context=None, token_ids=golden.prompt[:100], sampling=sampling, num_samples=3)
+    async with running(config_for(golden.folder, world_size=2, chunk_size=64)) as engine:
+        together = {sample: [] for sample in range(3)}
+        async for event in engine.submit(prompt):
+            if isinstance(event, Tokens):
+                together[event.sample] += event.token_ids
+        for sample in range(3):
+            alone = msgspec.structs.replace(prompt, sampling=sampling.of_sample(sample), num_samples=1)
+            events = [event async for event in engine.submit(alone) if isinstance(event, Tokens)]
+            assert together[sample] == [i for event in events for i in event.token_ids]
+    assert len(set(map(tuple, together.values()))) == 3
+
+
 async def test_concurrent_generations_do_not_touch_each_other(goldens):
     golden = goldens("llama")
     async with running(config_for(golden.folder, world_size=2, chunk_size=700)) as engine:
@@ -171,13 +222,7 @@ async def test_concurrent_generations_do_not_touch_each_other(goldens):
 
 
 async def test_half_precision_stays_close_to_the_plain_model(goldens, monkeypatch):
-    golden, seen = goldens("llama"), []
-
-    def spy(logits_V, sampling, token_index):
-        seen.append(logits_V.float())
-        return int(logits_V.argmax())
-
-    monkeypatch.setattr(rank_module, "sample", spy)
+    golden, seen = goldens("llama"), watch_logits(monkeypatch)
     async with running(config_for(golden.folder, world_size=2, dtype="bfloat16")) as engine:
         await answer(engine, golden.prompt)
     model = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.bfloat16)

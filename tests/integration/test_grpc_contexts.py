@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from longleaf import codec
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
     NotFound,
     WorkerLost,
 )
-from longleaf.messages import IngestProgress
+from longleaf.messages import ContextSettings, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.service import BYTES, TEXT, Served, ids
@@ -165,3 +166,90 @@ async def test_wrong_pages_are_refused(channel: grpc.aio.Channel, request_: Any,
     with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
         await ContextServiceStub(channel).ListContexts(ingest_pb.ListContextsRequest(**request_))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def update(*paths: str, name: str = "contexts/moby", **fields: Any) -> ingest_pb.UpdateContextRequest:
+    return ingest_pb.UpdateContextRequest(context={"name": name, **fields}, update_mask={"paths": paths})
+
+
+async def test_a_context_is_named_pinned_and_dated(service: Served, channel: grpc.aio.Channel) -> None:
+    service.engine.contexts["moby"] = [1]
+    stub = ContextServiceStub(channel)
+    changed = await stub.UpdateContext(update(display_name="The whale", pinned=True, ttl={"seconds": 60}))
+    assert service.engine.settings["moby"] == ContextSettings(display_name="The whale", is_pinned=True, ttl=60.0)
+    assert (changed.display_name, changed.pinned) == ("The whale", True)
+    changed = await stub.UpdateContext(update("pinned", "expire_time", display_name="?", expire_time={"seconds": 99}))
+    assert service.engine.settings["moby"] == ContextSettings(is_pinned=False, expires=99.0)
+    assert codec.decode_context(changed).expires == 99.0
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (update("token_count"), "update_mask"),
+        (update("name"), "update_mask"),
+        (update("x" * 10**6), "update_mask"),
+        (update(ttl={"seconds": -1}), "context.ttl"),
+        (update("ttl", ttl={}), "context.ttl"),
+        (update(ttl={"nanos": 10**9}), "context.ttl"),
+        (update(ttl={"seconds": 10**18}), "context.ttl"),
+        (update(ttl={"seconds": 1}, expire_time={"seconds": 1}), "context.ttl"),
+        (update("*", ttl={"seconds": 1}, expire_time={"seconds": 1}), "context.ttl"),
+        (update("ttl", "expire_time"), "context.ttl"),
+        (update(expire_time={"seconds": 1 << 60}), "context.expire_time"),
+        (update(expire_time={"nanos": -1}), "context.expire_time"),
+        (update(display_name="x" * 257), "context.display_name"),
+        (update(name="moby"), "context.name"),
+        (ingest_pb.UpdateContextRequest(), "context.name"),
+    ],
+    ids=str,
+)
+async def test_wrong_changes_are_refused(
+    channel: grpc.aio.Channel, request_: ingest_pb.UpdateContextRequest, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ContextServiceStub(channel).UpdateContext(request_)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith(field + ": ")
+
+
+async def test_a_context_that_is_not_there_cannot_be_changed(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="contexts/moby") as caught:
+        await ContextServiceStub(channel).UpdateContext(update(pinned=True))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def ingest_with(channel: grpc.aio.Channel, text: bytes | None, **config: Any) -> ingest_pb.IngestContextResponse:
+    async def upward() -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby", **config})
+        if text is not None:
+            yield ingest_pb.IngestContextRequest(text=text)
+
+    return [answer async for answer in ContextServiceStub(channel).IngestContext(upward())][-1]
+
+
+async def test_an_ingest_may_name_pin_and_date_its_context(service: Served, channel: grpc.aio.Channel) -> None:
+    last = await ingest_with(channel, b"text", display_name="The whale", pinned=True, ttl={"seconds": 60})
+    assert service.engine.settings["moby"] == ContextSettings(display_name="The whale", is_pinned=True, ttl=60.0)
+    assert last.context.display_name == "The whale"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"append": True, "pinned": True}, "config.pinned"),
+        ({"append": True, "ttl": {"seconds": 1}}, "config.ttl"),
+        ({"ttl": {"seconds": 1}, "expire_time": {"seconds": 1}}, "config.ttl"),
+        ({"ttl": {"nanos": -1}}, "config.ttl"),
+        ({"ttl": {"seconds": 253402300700}}, "config.ttl"),
+        ({"expire_time": {"seconds": 1}}, "config.expire_time"),
+        ({"display_name": "x" * 257}, "config.display_name"),
+    ],
+)
+async def test_wrong_settings_are_refused_before_the_text_is_sent(
+    channel: grpc.aio.Channel, config: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ingest_with(channel, None, **config)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith(field + ": ")

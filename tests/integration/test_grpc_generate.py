@@ -1,17 +1,21 @@
 """Generations over real sockets, on an engine that says what it is told."""
 
 import asyncio
+import time
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 import pytest
 
+from coordinator import events
 from coordinator.tokenizer import Tokenizer
+from longleaf import codec
 from longleaf.errors import (
     InvalidArgument,
 )
 from longleaf.messages import Delta, Finished, Started, Usage
+from longleaf.sampling import Logprobs, TokenLogprob
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.service import BYTES, TEXT, Served, collect, ids
@@ -19,15 +23,15 @@ from tests.service import BYTES, TEXT, Served, collect, ids
 
 async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
     service.engine.answer = tuple((token_id,) for token_id in ids(TEXT))
-    events = [event async for event in service.client.generate("hello", max_tokens=99)]
-    assert isinstance(events[0], Started)
-    deltas = [event for event in events if isinstance(event, Delta)]
+    found = [event async for event in service.client.generate("hello", max_tokens=99)]
+    assert isinstance(found[0], Started)
+    deltas = [event for event in found if isinstance(event, Delta)]
     assert "".join(delta.text for delta in deltas) == TEXT
     assert "\ufffd" not in TEXT
     assert tuple(i for delta in deltas for i in delta.token_ids) == ids(TEXT)
     starts = [sum(len(other.token_ids) for other in deltas[:n]) for n in range(len(deltas))]
     assert [delta.index for delta in deltas] == starts
-    finished = events[-1]
+    finished = found[-1]
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.usage.completion_tokens) == ("length", len(ids(TEXT)))
     assert finished.timings.first_token_seconds == 1.5
@@ -51,6 +55,61 @@ async def test_sampling_arrives_and_defaults_are_filled_in(service: Served) -> N
     assert service.engine.prompts[0].token_ids == (1, 2)
 
 
+async def test_priority_client_samples_and_deadline_reach_the_engine(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    stub = GenerationServiceStub(channel)
+    service.engine.script = tuple(events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(3))
+    given = service_pb.GenerateRequest(text="x", sample_count=3, priority=-7, client_id="me")
+    before = time.monotonic()
+    finished = [response async for response in stub.Generate(given, timeout=500)]
+    assert [response.finished.sample_index for response in finished[2:]] == [0, 1, 2]
+    service.engine.script = ()
+    assert [r async for r in stub.Generate(service_pb.GenerateRequest(text="x"))]
+    first, default = service.engine.prompts
+    assert (first.num_samples, first.priority, first.client) == (3, -7, "me")
+    assert first.deadline is not None
+    assert before + 400 < first.deadline < time.monotonic() + 500
+    assert (default.num_samples, default.priority, default.deadline) == (1, 0, None)
+    assert default.client == "ipv4:127.0.0.1"
+
+
+async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    said = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
+    tokens = (events.Tokens(index, ids(text), sample=sample) for sample, index, text in said)
+    service.engine.script = (*tokens, events.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
+    request = codec.encode_generate(
+        "x", context=None, use_chat_template=None, sampling={"stop": ["END"]}, num_samples=2
+    )
+    responses = [codec.decode_event(r) async for r in GenerationServiceStub(channel).Generate(request)]
+    texts = {0: "", 1: ""}
+    for delta in (event for event in responses if isinstance(event, Delta)):
+        texts[delta.sample] += delta.text
+    assert texts == {0: "one more", 1: "two"}
+    ends = {
+        event.sample: (event.reason, event.usage.completion_tokens)
+        for event in responses[2:]
+        if isinstance(event, Finished)
+    }
+    assert ends == {1: ("stop", 6), 0: ("length", 8)}
+    assert service.engine.streams[0].cancelled == [1]
+    await service.engine.streams[0].closed.wait()
+
+
+async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
+    token_ids = ids("é!")
+    entries = [Logprobs(-float(i), (TokenLogprob(i, -0.5),)) for i in range(len(token_ids))]
+    parts = [events.Tokens(i, (token_ids[i],), (entries[i],)) for i in range(len(token_ids))]
+    service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
+    answer = service.client.generate("x", num_logprobs=1)
+    deltas = [event async for event in answer if isinstance(event, Delta)]
+    assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("é", 2), ("!", 1)]
+    assert [entry for delta in deltas for entry in delta.logprobs] == entries
+    assert service.engine.prompts[0].sampling.num_logprobs == 1
+
+
 async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Served) -> None:
     service.engine.answer = tuple((token_id,) for token_id in ids("one END two"))
     service.engine.is_endless = True
@@ -64,16 +123,16 @@ async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Serv
 async def test_the_end_token_counts_but_shows_nothing(service: Served) -> None:
     end = BYTES.token_to_id("<|end|>")
     service.engine.answer, service.engine.reason = ((*ids("ok"), end),), "end_token"
-    events = [event async for event in service.client.generate("x")]
-    deltas = [event for event in events if isinstance(event, Delta)]
+    found = [event async for event in service.client.generate("x")]
+    deltas = [event for event in found if isinstance(event, Delta)]
     assert "".join(delta.text for delta in deltas) == "ok"
     assert sum(len(delta.token_ids) for delta in deltas) == 3
 
 
 async def test_leaving_an_answer_closes_the_engines_stream(service: Served) -> None:
     service.engine.answer, service.engine.is_endless = (ids("a"),), True
-    async with aclosing(service.client.generate("x")) as events:
-        async for event in events:
+    async with aclosing(service.client.generate("x")) as answer:
+        async for event in answer:
             if isinstance(event, Delta):
                 break
     await service.engine.streams[0].closed.wait()
@@ -101,6 +160,10 @@ async def test_a_client_that_vanishes_while_nothing_comes_closes_the_stream(serv
         ({"seed": -1}, "sampling.seed"),
         ({"stop": [""]}, "sampling.stop"),
         ({"stop": ["x"] * 17}, "sampling.stop"),
+        ({"stop_tokens": [10**6]}, "sampling.stop_token_ids"),
+        ({"logit_bias": {10**6: 1.0}}, "sampling.logit_bias"),
+        ({"logit_bias": {1: 101.0}}, "sampling.logit_bias"),
+        ({"num_logprobs": 21}, "sampling.logprob_count"),
     ],
 )
 async def test_wrong_sampling_names_its_field(service: Served, options: Any, field: str) -> None:

@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.kernels import CpuKernel, attend, cpu_flash, dense
-from longleaf.attention.masks import QueryRun, Read, causal_reads, window_reads
+from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
 
 TOLERANCE = 2e-6
-KERNELS = pytest.mark.parametrize(
-    "kernel", [cpu_flash, dense, CpuKernel(NativeDecode.load())], ids=["flash", "dense", "native"]
-)
+FLASH, DENSE, NATIVE = by_reads(cpu_flash), by_reads(dense), CpuKernel(NativeDecode.load())
+KERNELS = pytest.mark.parametrize("kernel", [FLASH, DENSE, NATIVE], ids=["flash", "dense", "native"])
 
 sizes = st.integers(1, 5)
 seeds = st.integers(0, 2**31)
@@ -126,7 +125,7 @@ def test_kernels_compute_the_gradient_of_the_causal_energy(kernel, seed, past, n
     q, k, v = (t[..., :8].float() for t in (q, k, v))
     extents = [Extent(low, high, low) for low, high in ((0, min(cut, total)), (cut, total)) if low < high]
     reads = [read for extent in extents for read in causal_reads(QueryRun(past, total, 0), extent)]
-    found = attend(q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), reads, 0.3, kernel)
+    found = kernel(q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous(), reads, 0.3)
     causal = torch.arange(past, total)[:, None] >= torch.arange(total)
     assert_same(found, energy.attend(q, k, v, causal, 0.3))
 
@@ -188,7 +187,7 @@ def test_kernels_agree_with_float64_however_the_keys_are_cut(
     for low, high in zip(bounds[:-1], bounds[1:], strict=True):
         extent = Extent(low, high, low)
         reads += causal_reads(query, extent) if window is None else window_reads(query, extent, window)
-    found = attend(q, k, v, reads, 0.3, kernel, softcap)
+    found = kernel(q, k, v, reads, 0.3, softcap)
     distance = torch.arange(past, total)[:, None] - torch.arange(total)[None]
     mask = (distance >= 0) & (distance < (window or total + 1))
     assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), mask, 0.3, softcap=softcap))
@@ -203,10 +202,10 @@ def test_tiles_of_the_dense_kernel_do_not_show(monkeypatch, tile_keys, tile_scor
     reads = [Read(0, 40, 0, 70, offset=30, window=window), Read(3, 17, 5, 61), Read(0, 9, 0, 20, offset=-5)]
     for read in reads:
         monkeypatch.undo()
-        whole = attend(q, k, v, [read], 0.3, dense, 2.0)
+        whole = DENSE(q, k, v, [read], 0.3, 2.0)
         monkeypatch.setattr(kernels, "TILE_KEYS", tile_keys)
         monkeypatch.setattr(kernels, "TILE_SCORES", tile_scores)
-        assert_same(attend(q, k, v, [read], 0.3, dense, 2.0), whole)
+        assert_same(DENSE(q, k, v, [read], 0.3, 2.0), whole)
 
 
 @settings(max_examples=40, deadline=None)
@@ -227,58 +226,101 @@ def test_a_sink_is_one_more_key_without_a_value_whoever_adds_it(seed, cut, num_k
 def test_rows_that_see_nothing_are_the_identity(kernel):
     q, k = torch.randn(3, 4, 8), torch.randn(2, 16, 8)
     nothing = Partial.identity(3, 4, 8)
-    assert_same(attend(q, k, k, [], 1.0, kernel), nothing, atol=0)
-    assert_same(attend(q, k, k, [Read(0, 3, 5, 5), Read(1, 1, 0, 4)], 1.0, kernel), nothing, atol=0)
+    assert_same(kernel(q, k, k, [], 1.0), nothing, atol=0)
+    assert_same(kernel(q, k, k, [Read(0, 3, 5, 5), Read(1, 1, 0, 4)], 1.0), nothing, atol=0)
     hidden = Read(0, 3, 0, 4, offset=-10)
-    assert_same(attend(q, k, k, [hidden], 1.0, kernel), nothing, atol=0)
+    assert_same(kernel(q, k, k, [hidden], 1.0), nothing, atol=0)
 
 
 @KERNELS
 def test_logits_of_ten_thousand_stay_finite(kernel):
     q, k = torch.randn(2, 2, 8), torch.randn(1, 40, 8)
-    found = attend(q, k, k, [Read(0, 2, 0, 17), Read(0, 2, 17, 40)], 1e4, kernel)
+    found = kernel(q, k, k, [Read(0, 2, 0, 17), Read(0, 2, 17, 40)], 1e4)
     expected = reference.attend(q, k.transpose(0, 1), k.transpose(0, 1), torch.ones(2, 40, dtype=torch.bool), 1e4)
     torch.testing.assert_close(found.lse_TH.double(), expected.lse_TH, rtol=TOLERANCE, atol=0)
     assert found.out_THD.isfinite().all()
 
 
-def test_shapes_that_do_not_fit_are_refused():
+@KERNELS
+def test_shapes_that_do_not_fit_are_refused(kernel):
     q, k = torch.randn(3, 5, 8), torch.randn(2, 16, 8)
     with pytest.raises(ValueError, match="do not fit"):
-        attend(q, k, k, [Read(0, 3, 0, 4)], 1.0, cpu_flash)
+        kernel(q, k, k, [Read(0, 3, 0, 4)], 1.0)
 
 
-@pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
-@pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 1000])
-@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
-def test_the_compiled_kernel_agrees_with_float64(dim, num_keys, softcap):
+def native_kernel():
     native = NativeDecode.load()
     assert native is not None, "a C compiler is part of the development set-up"
+    return native
+
+
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
+@pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 9, 32])
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+def test_the_compiled_kernel_agrees_with_float64(dim, num_keys, num_rows, softcap):
     generator = torch.Generator().manual_seed(num_keys)
-    q = torch.randn(2, 4, dim, generator=generator)
+    q = torch.randn(4, num_rows, dim, generator=generator).transpose(0, 1)  # as models hand it over
     k, v = (torch.randn(2, num_keys + 9, dim, generator=generator) for _ in range(2))
-    read = Read(0, 2, 5, 5 + num_keys)
-    found = attend(q, k, v, [read], 0.2, CpuKernel(native), softcap)
-    seen = torch.ones(2, num_keys, dtype=torch.bool)
+    assert native_kernel().can_run(q, k, v)
+    found = native_kernel()(q, k, v, [Read(0, num_rows, 5, 5 + num_keys)], 0.2, softcap)
+    seen = torch.ones(num_rows, num_keys, dtype=torch.bool)
     keys, values = (t[:, 5 : 5 + num_keys].transpose(0, 1) for t in (k, v))
     assert_same(found, reference.attend(q, keys, values, seen, 0.2, softcap=softcap))
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.data(), seed=seeds, num_rows=st.integers(1, 40), group=st.integers(1, 5), cap=st.sampled_from([None, 3.0])
+)
+def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, cap):
+    generator, reads, slot = torch.Generator().manual_seed(seed), [], 0
+    for _ in range(data.draw(st.integers(0, 6))):
+        rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2)))
+        num_keys = data.draw(st.integers(0, 70))
+        offset = data.draw(st.one_of(st.none(), st.integers(-40, 90)))
+        window = None if offset is None else data.draw(st.one_of(st.none(), st.integers(1, 60)))
+        reads.append(Read(*rows, slot, slot + num_keys, offset, window))
+        slot += num_keys
+    seen = torch.zeros(num_rows, slot, dtype=torch.bool)
+    for read in reads:
+        query, key = torch.arange(read.row_end - read.row_start)[:, None], torch.arange(read.slot_end - read.slot_start)
+        distance = (read.offset if read.offset is not None else slot) + query - key
+        rectangle = (distance >= 0) & (distance < (read.window or slot + num_rows + 100))
+        seen[read.row_start : read.row_end, read.slot_start : read.slot_end] = rectangle
+    q = torch.randn(num_rows, 2 * group, 8, generator=generator)
+    k, v = (torch.randn(2, slot, 8, generator=generator) for _ in range(2))
+    expected = reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), seen, 0.5, softcap=cap)
+    assert_same(native_kernel()(q, k, v, Reads(reads), 0.5, cap), expected)
+
+
+def test_the_compiled_kernel_keeps_what_is_broken_in_one_row_out_of_the_others():
+    q, k = torch.randn(20, 2, 8), torch.randn(1, 90, 8)
+    reads = [Read(0, 20, 0, 40), *(Read(i, i + 1, 40 + i, 60 + i) for i in range(20))]
+    whole = native_kernel()(q, k, k, reads, 1.0)
+    broken = q.clone()
+    broken[7] = float("nan")
+    found = native_kernel()(broken, k, k, reads, 1.0)
+    assert found.out_THD[7].isnan().all()
+    for a, b in ((found.rows(0, 7), whole.rows(0, 7)), (found.rows(8, 20), whole.rows(8, 20))):
+        assert_same(a, b, atol=0)
+
+
 def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
-    native = NativeDecode.load()
-    assert native is not None, "a C compiler is part of the development set-up"
-    q_KTGD, k_KSD, v_SKD = torch.randn(2, 1, 2, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
-    assert native.can_run(q_KTGD, k_KSD, k_KSD)
-    assert not native.can_run(q_KTGD, k_KSD, v_SKD.transpose(0, 1))
+    native = native_kernel()
+    q_THD, k_KSD, v_SKD = torch.randn(1, 4, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
+    assert native.can_run(q_THD, k_KSD, k_KSD)
+    assert not native.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
+    assert not native.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
+    assert not native.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
+    assert not native.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())
 
 
 def test_the_compiled_kernel_is_exact_where_almost_all_weights_vanish():
-    native = NativeDecode.load()
-    assert native is not None, "a C compiler is part of the development set-up"
     generator = torch.Generator().manual_seed(0)
     q = (40 * torch.randn(2, 4, 64, generator=generator)).round()  # whole numbers: float32 holds the scores exactly
     k, v = (torch.randn(2, 5000, 64, generator=generator).round() for _ in range(2))
-    found = attend(q, k, v, [Read(0, 2, 0, 5000)], 1.0, CpuKernel(native))
+    found = native_kernel()(q, k, v, [Read(0, 2, 0, 5000)], 1.0)
     expected = reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), torch.ones(2, 5000, dtype=torch.bool), 1.0)
     assert (expected.lse_TH > 500).all(), "most weights are far below the smallest float32"
     assert_same(found, expected)

@@ -8,22 +8,34 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.blocks import Placer
-from coordinator.events import Ended, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
 from coordinator.jobs import Claim
-from coordinator.scheduler import Acknowledged, Outcome, Scheduler
+from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import StepPlan, StepResult
+from longleaf.step import Decode, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
-NAMES = st.sampled_from(["a", "b"])
+NAMES = st.sampled_from(["a", "b", "c"])
+ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
+SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
 CLAIMS = st.builds(
     Claim,
     priority=st.integers(0, 3),
     client=st.sampled_from(["", "x", "y"]),
     deadline=st.none() | st.none() | st.none() | st.floats(0, 2),
 )
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[int]:
+    """Tokens that begin like others: they count up, and from some position on may be of another kind."""
+    count, kind, same = draw(st.integers(0, 40)), draw(st.integers(0, 2)), draw(st.integers(0, 40))
+    return [i if i < same else i + 100 * kind for i in range(count)]
+
+
+TEXTS = texts()
 
 
 def expected_answer(last: int, count: int) -> list[int]:
@@ -53,35 +65,46 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_sequences=max_sequences,
             max_waiting=4,
         )
-        self.seconds = 0.001
-        self.deadlines: dict[int, float] = {}
         self.placer = Placer(blocks, block_size)
         self.scheduler = Scheduler(config, self.placer, max_positions=150, epoch=1)
         self.ledger = Ledger(block_size)
         self.plans: deque[StepPlan] = deque()
-        self.num_jobs = 0
-        self.num_ended = 0
         self.now = 0.0
+        self.seconds = 0.001
+        self.num_jobs = 0
+        self.num_submitted = 0
+        self.num_ended = 0
         self.paused: set[int] = set()
-        self.open: set[int] = set()
+        self.deadlines: dict[int, float] = {}
+        self.open: dict[int, set[int]] = {}
+        """Samples that have not ended, by job; an ingest has one."""
+        self.texts: dict[str, list[int]] = {}
+        self.documents: dict[int, list[int]] = {}
+        """What is read, by ingest."""
+        self.prompts: dict[int, list[int]] = {}
+        """What is answered, context included, by sequence."""
         self.answers: dict[int, list[int]] = {}
         self.expected: dict[int, list[int]] = {}
 
     @rule(
-        count=st.integers(0, 40),
+        tokens=TEXTS,
         max_tokens=st.integers(1, 12),
-        context=st.none() | NAMES,
+        context=ASKED,
+        num_samples=SAMPLES,
         claim=CLAIMS,
         ends=st.booleans(),
     )
-    def ask(self, count: int, max_tokens: int, context: str | None, claim: Claim, ends: bool) -> None:
-        answer = expected_answer(count - 1, max_tokens)
+    def ask(
+        self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int, claim: Claim, ends: bool
+    ) -> None:
+        answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         end = answer[max_tokens // 2] if ends else -1
         prompt = Prompt(
             context=context,
-            token_ids=tuple(range(count)),
+            token_ids=tuple(tokens),
             sampling=Sampling(max_tokens=max_tokens),
             end_tokens=frozenset([end]),
+            num_samples=num_samples,
             priority=claim.priority,
             client=claim.client,
             deadline=self._deadline(claim),
@@ -90,26 +113,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.admit(self.num_jobs, prompt, self.now)
         except (InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded):
             return
-        self.expected[self.num_jobs] = answer[: answer.index(end) + 1] if ends else answer
-        self._opened(prompt.deadline)
+        for sequence in range(self.num_jobs, self.num_jobs + num_samples):
+            self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
+            self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
+            self.answers[sequence] = []
+        self._opened(num_samples, prompt.deadline)
 
-    @rule(count=st.integers(0, 40), context=NAMES, append=st.booleans(), claim=CLAIMS)
-    def ingest(self, count: int, context: str, append: bool, claim: Claim) -> None:
+    @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
+    def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
         claim = Claim(priority=claim.priority, client=claim.client, deadline=self._deadline(claim))
         try:
-            self.scheduler.admit_ingest(self.num_jobs, context, range(count), append=append, claim=claim, now=self.now)
+            self.scheduler.admit_ingest(self.num_jobs, context, tokens, append=append, claim=claim, now=self.now)
         except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded):
             return
-        self._opened(claim.deadline)
+        self.documents[self.num_jobs] = tokens
+        self._opened(1, claim.deadline)
 
     def _deadline(self, claim: Claim) -> float | None:
         return None if claim.deadline is None else self.now + claim.deadline
 
-    def _opened(self, deadline: float | None) -> None:
+    def _opened(self, num_samples: int, deadline: float | None) -> None:
+        self.open[self.num_jobs] = set(range(num_samples))
         self.deadlines[self.num_jobs] = math.inf if deadline is None else deadline
-        self.open.add(self.num_jobs)
-        self.answers[self.num_jobs] = []
-        self.num_jobs += 1
+        self.num_jobs += num_samples
+        self.num_submitted += 1
+
+    @rule(source=NAMES, context=NAMES, num_tokens=st.none() | st.integers(0, 60))
+    def fork(self, source: str, context: str, num_tokens: int | None) -> None:
+        num_free = self.placer.num_free
+        try:
+            self.scheduler.fork_context(source, context, num_tokens)
+        except (AlreadyExists, InvalidArgument, NotFound):
+            return
+        self.texts[context] = self.texts[source][:num_tokens]
+        assert self.placer.num_free == num_free
 
     @rule(steps=st.integers(1, 12), ahead=st.integers(1, 2), seconds=st.sampled_from([0.0, 0.001, 0.02, 0.5]))
     def run_steps(self, steps: int, ahead: int, seconds: float) -> None:
@@ -132,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._see(self.scheduler.drain())
         self.plans.extend([plan] if plan else [])
         # Whoever runs or waits for room has something to do, but for those whose readers are behind.
-        assert self.plans or self.open <= self.paused
+        assert self.plans or self.open.keys() <= self.paused
         return plan is not None
 
     @precondition(lambda self: self.plans)
@@ -140,7 +177,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         plan = self.plans.popleft()
         self.now += self.seconds
-        result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan), self.seconds)
+        result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=self.seconds)
+        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+            answer = self.expected[row.sequence]
+            read = self.prompts[row.sequence] + answer[: row.token_index]
+            if row.token_index <= len(answer):  # or the answer's end was not known when the row was planned
+                assert self.ledger.token_ids(row.path)[: len(read)] == read
         self._see(self.scheduler.commit(plan, result))
 
     def _see(self, outcomes: list[Outcome]) -> None:
@@ -149,26 +191,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(outcome, LongleafError):
                 assert isinstance(outcome, DeadlineExceeded)
                 assert self.deadlines[job] <= self.now
-            if isinstance(outcome, Tokens):
-                assert outcome.index == len(self.answers[job])
-                self.answers[job] += outcome.token_ids
-            if isinstance(outcome, Ended):
-                assert self.answers[job] == self.expected[job]
-            if isinstance(outcome, Started):
-                assert outcome.cached_tokens <= outcome.prompt_tokens
-            if isinstance(outcome, Ended | Acknowledged | LongleafError):
                 self._closed(job)
+            if isinstance(outcome, Tokens):
+                assert outcome.index == len(self.answers[job + outcome.sample])
+                self.answers[job + outcome.sample] += outcome.token_ids
+            if isinstance(outcome, Ended):
+                assert self.answers[job + outcome.sample] == self.expected[job + outcome.sample]
+                self._ended(job, outcome.sample)
+            if isinstance(outcome, Started):
+                assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])
+            if isinstance(outcome, Acknowledged):
+                self.texts.setdefault(outcome.context, []).extend(self.documents[job])
+                self._ended(job, 0)
+
+    def _ended(self, job: int, sample: int) -> None:
+        self.open[job].remove(sample)
+        if not self.open[job]:
+            self._closed(job)
 
     def _closed(self, job: int) -> None:
-        self.open.remove(job)
+        del self.open[job]
         self.paused.discard(job)
         self.num_ended += 1
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), is_paused=st.booleans())
     def pause(self, data: st.DataObject, is_paused: bool) -> None:
-        readers = sorted(self.open & self.expected.keys())
-        if readers:
+        if readers := sorted(self.open.keys() & self.expected.keys()):
             job = data.draw(st.sampled_from(readers))
             self.scheduler.pause(job, is_paused)
             (self.paused.add if is_paused else self.paused.discard)(job)
@@ -185,12 +234,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.cancel(job)
         self._closed(job)
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel_sample(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.open)))
+        sample = data.draw(st.integers(0, 3))
+        if self.scheduler.cancel_sample(job, sample):
+            assert not self.scheduler.cancel_sample(job, sample)
+            self._ended(job, sample)
+
     @rule(context=NAMES)
     def delete(self, context: str) -> None:
         try:
             cancelled = self.scheduler.delete_context(context)
         except NotFound:
             return
+        del self.texts[context]
         for job in cancelled:
             self._closed(job)
 
@@ -202,8 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.placer.num_reserved == 0 or self.open
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             assert waiting + running == len(self.open)
-            assert waiting + running + self.num_ended == self.num_jobs
-            assert set(self.scheduler.positions()) <= self.open
+            assert waiting + running + self.num_ended == self.num_submitted
+            assert set(self.scheduler.positions()) <= self.open.keys()
 
     def teardown(self) -> None:
         """All that was admitted ends, and without contexts nothing is held."""
@@ -217,10 +276,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for context in self.scheduler.contexts.list():
             self.scheduler.delete_context(context.id)
         self.adds_up()
+        assert self.scheduler.segments.make_room(self.placer.num_blocks)
         assert self.placer.num_free == self.placer.num_blocks
+        assert not list(self.scheduler.segments)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -130,8 +130,9 @@ def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
         stop = min(start + next(chunks), num_prefill)
         runs += place.place_chunk(start, stop, len(runs), reservation)
         start = stop
+    rows: list[Run] = []
     for position in range(num_prefill, num_prefill + num_rows):
-        grown = place.grow(runs[-1] if runs else None, position, 1, reservation)
-        runs = [*(run for run in runs if run.start != grown[0].start), *grown]
+        grown = place.grow(rows[-1] if rows else None, position, 1, reservation)
+        rows = [*(run for run in rows if run.start != grown[0].start), *grown]
     assert reservation.left == 0
-    place.check(runs)
+    place.check([*runs, *rows])

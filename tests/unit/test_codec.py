@@ -1,7 +1,10 @@
 """Messages and errors survive the wire."""
 
+import math
+from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from longleaf import codec
@@ -20,21 +23,25 @@ from longleaf.errors import (
 from longleaf.messages import (
     Cluster,
     Context,
+    ContextSettings,
     Delta,
     Event,
     Finished,
+    ForkContext,
+    Generate,
     IngestHeader,
     IngestPiece,
     IngestProgress,
     ModelInfo,
     Progress,
     RankShare,
+    Resume,
     Started,
     Timings,
     Usage,
     Worker,
 )
-from longleaf.sampling import Sampling
+from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from longleaf.status import MAX_TEXT, encode_error
 from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
@@ -43,17 +50,26 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
-CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)))
+CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)), "The whale", 4.5, True)
+SETTINGS = [
+    ContextSettings(),
+    ContextSettings(display_name="", is_pinned=False, expires=None),
+    ContextSettings(display_name="Grüße", expires=1.5),
+    ContextSettings(is_pinned=True, ttl=0.25),
+]
 
 
 @pytest.mark.parametrize(
     "event",
     [
         Started(5, 3),
+        Started(5, 3, 2, "a.B-c_9"),
         Progress(3, 5),
         Delta(7, (1, 2), "Grüße 🦙"),
-        Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5)),
+        Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf)), 3),
+        Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5, 0.75), 2),
         Finished("end_token"),
+        Finished("stop_token"),
         Finished("length"),
     ],
 )
@@ -74,17 +90,50 @@ def test_contexts_survive() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [IngestHeader("moby"), IngestHeader("moby", True, 0), IngestHeader("a", False, 5), b"\xff\x00", (1, 2)]
+    "fork", [ForkContext("moby", "ahab"), ForkContext("a", "b", 0), ForkContext("a", "b", -(2**63))]
+)
+def test_forks_survive(fork: ForkContext) -> None:
+    data = codec.encode_fork(fork).SerializeToString()
+    assert codec.decode_fork(ingest_pb.ForkContextRequest.FromString(data)) == fork
+
+
+def test_wrong_forks_name_the_field() -> None:
+    good = {"name": "contexts/a", "new_name": "contexts/b"}
+    for field, value in (("name", ""), ("name", "a"), ("new_name", ""), ("new_name", "contexts/-b")):
+        with pytest.raises(InvalidArgument) as caught:
+            codec.decode_fork(ingest_pb.ForkContextRequest(**{**good, field: value}))
+        assert caught.value.field == field
+    with pytest.raises(InvalidArgument) as caught:
+        codec.encode_fork(ForkContext("a", "b", 2**63))
+    assert caught.value.field == "token_count"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        IngestHeader("moby"),
+        IngestHeader("moby", True, 0),
+        IngestHeader("a", False, 5, "id", SETTINGS[3]),
+        b"\xff\x00",
+        (1, 2),
+    ],
 )
 def test_ingest_pieces_survive(piece: IngestPiece) -> None:
     data = codec.encode_ingest_piece(piece).SerializeToString()
-    assert codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data)) == piece
+    decoded = codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data))
+    assert (tuple(decoded) if isinstance(decoded, array) else decoded) == piece
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_changes_survive(settings: ContextSettings) -> None:
+    data = codec.encode_update("moby", settings).SerializeToString()
+    assert codec.decode_update(ingest_pb.UpdateContextRequest.FromString(data)) == ("moby", settings)
 
 
 @pytest.mark.parametrize("phase", ["receiving", "tokenizing", "prefilling", "ready"])
 def test_ingest_progress_survives(phase: Any) -> None:
     progress = IngestProgress(
-        phase=phase, received_bytes=5, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
+        phase=phase, received_bytes=5, received_tokens=2, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
     )
     message = codec.encode_ingest_progress(progress)
     assert codec.decode_ingest_progress(message) == progress
@@ -114,6 +163,88 @@ def test_clusters_survive() -> None:
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
 
 
+SAMPLING = Sampling(
+    max_tokens=7,
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    min_p=0.125,
+    repetition_penalty=1.5,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    logit_bias={0: -100.0, 7: 1.5},
+    seed=2**64 - 1,
+    stop=("a", "ü"),
+    stop_tokens=(0, 9),
+    ignore_end_token=True,
+    num_logprobs=20,
+)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Generate(input="x", sampling=SAMPLING),
+        Generate(
+            input=(1, 2),
+            context="moby",
+            sampling=Sampling(seed=5),
+            num_samples=16,
+            request_id="a" * 128,
+            resume_seconds=600.0,
+            priority=-100,
+            client="c" * 256,
+        ),
+    ],
+)
+def test_requests_survive(request_: Generate) -> None:
+    sampling: Any = {name: getattr(request_.sampling, name) for name in Sampling.__struct_fields__}
+    values = msgspec.structs.asdict(request_) | {"sampling": sampling}
+    data = codec.encode_generate(**values).SerializeToString()
+    assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
+
+
+def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
+    resume = Resume("abc", 17)
+    assert codec.decode_generate(codec.encode_resume(resume), 42) == resume
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sample_count": 0}, "sample_count"),
+        ({"sample_count": 17}, "sample_count"),
+        ({"request_id": "a/b"}, "request_id"),
+        ({"request_id": "a" * 129}, "request_id"),
+        ({"request_id": "a", "resume_token_index": -1}, "resume_token_index"),
+        ({"resume_token_index": 0}, "request_id"),
+        ({"resume_duration": {"seconds": 601}}, "resume_duration"),
+        ({"resume_duration": {"seconds": -(2**63)}}, "resume_duration"),
+        ({"resume_duration": {"nanos": -1}}, "resume_duration"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -(2**31)}, "priority"),
+        ({"client_id": "ü" * 129}, "client_id"),
+        ({"sampling": {"min_p": 1.5}}, "sampling.min_p"),
+        ({"sampling": {"repetition_penalty": 0.0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"repetition_penalty": math.inf}}, "sampling.repetition_penalty"),
+        ({"sampling": {"presence_penalty": 2.5}}, "sampling.presence_penalty"),
+        ({"sampling": {"frequency_penalty": math.nan}}, "sampling.frequency_penalty"),
+        ({"sampling": {"logit_bias": {1: math.nan}}}, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": {-1: 0.5}}}, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 0.5)}}, "sampling.logit_bias"),
+        ({"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids"),
+        ({"sampling": {"stop_token_ids": [1] * 65}}, "sampling.stop_token_ids"),
+        ({"sampling": {"logprob_count": 21}}, "sampling.logprob_count"),
+        ({"sampling": {"logprob_count": -1}}, "sampling.logprob_count"),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_generate(service_pb.GenerateRequest(**({"text": "x"} | fields)), 42)
+    assert caught.value.field == field
+
+
 def test_zero_is_a_value_and_absence_a_default() -> None:
     assert codec.decode_sampling(generation_pb.SamplingParams(), 42) == Sampling(seed=42)
     zeros = codec.encode_sampling({"seed": 0, "top_k": 0, "temperature": 0.0, "ignore_end_token": False})
@@ -124,7 +255,8 @@ def test_zero_is_a_value_and_absence_a_default() -> None:
 
 
 def test_whole_numbers_of_the_wire_cannot_be_exceeded() -> None:
-    for field, value in (("seed", 2**64), ("top_k", 2**31), ("max_tokens", "many")):
+    wrong = {"stop_tokens": [2**31], "logit_bias": {2**31: 1.0}, "num_logprobs": 2**31, "stop": [1]}
+    for field, value in ({"seed": 2**64, "top_k": 2**31, "max_tokens": "many"} | wrong).items():
         with pytest.raises(InvalidArgument, match="sampling"):
             codec.encode_sampling({field: value})  # type: ignore[misc]
 

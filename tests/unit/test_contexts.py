@@ -3,8 +3,10 @@
 import pytest
 
 from coordinator.blocks import Placer
-from coordinator.contexts import Contexts, Segment, Segments
-from longleaf.errors import NotFound
+from coordinator.contexts import Contexts
+from coordinator.paths import Path, Segment
+from coordinator.segments import Segments
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 
 
 class Store:
@@ -13,8 +15,8 @@ class Store:
         self.segments = Segments(self.placer)
         self.contexts = Contexts(self.segments)
 
-    def segment(self, start: int, count: int) -> Segment:
-        segment = self.segments.create(start)
+    def segment(self, before: Path, count: int) -> Segment:
+        segment, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
@@ -28,19 +30,19 @@ class Store:
 
 def test_context_grows_by_sealed_segments() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(0, 10), now=5.0)
-    store.contexts.append("a", store.segment(10, 3), now=7.0)
+    store.contexts.append("a", store.segment(Path(), 10), now=5.0)
+    store.contexts.append("a", store.segment(store.contexts.get("a").path, 3), now=7.0)
     context = store.contexts.get("a")
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
     assert sum(context.shares(2)) == 13
-    assert all(segment.is_sealed for segment in context.path)
+    assert all(segment.is_sealed for segment in context.path.segments)
     store.check()
 
 
 def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(0, 10), now=0.0)
-    path = store.contexts.get("a").path
+    store.contexts.append("a", store.segment(Path(), 10), now=0.0)
+    path = store.contexts.get("a").path.segments
     store.segments.retain(path)
     store.contexts.delete("a")
     store.check()
@@ -53,7 +55,7 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
 
 def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
     store = Store()
-    store.segments.release([store.segments.create(0)])
+    store.segments.release([store.segments.create(Path())])
     assert store.segments.take_forgotten() == ()
 
 
@@ -67,5 +69,60 @@ def test_missing_context() -> None:
 def test_contexts_are_listed_by_id() -> None:
     store = Store()
     for name in "cab":
-        store.contexts.append(name, store.segment(0, 1), now=0.0)
+        store.contexts.append(name, store.segment(Path(), 1), now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
+
+
+def forked_store() -> Store:
+    """`a` of segments [0, 10) and [10, 13)."""
+    store = Store()
+    store.contexts.append("a", store.segment(Path(), 10), now=5.0)
+    store.contexts.append("a", store.segment(store.contexts.get("a").path, 3), now=7.0)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "parts"), [(None, [10, 13]), (13, [10, 13]), (11, [10, 11]), (10, [10]), (1, [1])]
+)
+def test_fork_shares_segments_and_copies_nothing(num_tokens: int | None, parts: list[int]) -> None:
+    store = forked_store()
+    free = store.placer.num_free
+    fork = store.contexts.fork("a", "b", num_tokens, now=9.0)
+    assert [end for _, _, end in fork.path.parts()] == parts
+    assert fork.path.segments == store.contexts.get("a").path.segments[: len(parts)]
+    assert (fork.num_tokens, sum(fork.shares(2)), fork.created, fork.updated) == (parts[-1], parts[-1], 9.0, 9.0)
+    assert store.placer.num_free == free
+    store.check()
+
+
+def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
+    store = forked_store()
+    fork = store.contexts.fork("a", "b", 4, now=9.0)
+    first, second = store.contexts.get("a").path.segments
+    store.contexts.delete("a")
+    store.check()
+    assert store.segments.take_forgotten() == (second.id,)
+    store.contexts.append("b", store.segment(fork.path, 5), now=11.0)
+    store.check()
+    assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)
+    assert (fork.num_tokens, sum(fork.shares(2)), fork.updated) == (9, 9, 11.0)
+    branch = store.contexts.fork("b", "c", 3, now=12.0)
+    store.contexts.delete("b")
+    assert branch.path == Path((first,), 3)
+    store.contexts.delete("c")
+    assert store.placer.num_free == 16
+
+
+def test_wrong_forks_name_what_is_wrong() -> None:
+    store = forked_store()
+    with pytest.raises(NotFound, match="contexts/x"):
+        store.contexts.fork("x", "b", None, now=0.0)
+    with pytest.raises(AlreadyExists, match="contexts/a"):
+        store.contexts.fork("a", "a", None, now=0.0)
+    for wrong in (-1, 0, 14):
+        with pytest.raises(
+            InvalidArgument, match=f"{wrong} is not between 1 and 13, the tokens of contexts/a"
+        ) as caught:
+            store.contexts.fork("a", "b", wrong, now=0.0)
+        assert caught.value.field == "token_count"
+    store.check()

@@ -14,6 +14,7 @@ from coordinator.fakes import FakeRanks, echo_token
 from coordinator.stream import MAX_UNREAD, Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
+from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
@@ -21,9 +22,12 @@ CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, r
 
 @asynccontextmanager
 async def running(
-    ranks: FakeRanks, config: EngineConfig = CONFIG, clock: Callable[[], float] = time.monotonic
+    ranks: FakeRanks,
+    wall_clock: Callable[[], float] = lambda: 12.0,
+    clock: Callable[[], float] = time.monotonic,
+    config: EngineConfig = CONFIG,
 ) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
-    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=lambda: 12.0)
+    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:
@@ -91,6 +95,48 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
 
 
+async def test_samples_are_one_stream() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        asked = msgspec.structs.replace(prompt(20, 5), num_samples=3)
+        stream, other = engine.submit(asked), engine.submit(prompt(3, 2))
+        events = [event async for event in stream]
+        ids = {sample: [] for sample in range(3)}
+        for event in events:
+            if isinstance(event, Tokens):
+                assert event.index == len(ids[event.sample])
+                ids[event.sample] += event.token_ids
+        assert [len(found) for found in ids.values()] == [5, 5, 5]
+        assert sorted(event.sample for event in events if isinstance(event, Ended)) == [0, 1, 2]
+        assert await collect(other) == 2
+
+
+async def test_a_stream_ends_with_its_last_sample() -> None:
+    async with running(FakeRanks(2, 1000)) as (engine, _):
+        stream = engine.submit(msgspec.structs.replace(prompt(20, 900), num_samples=2))
+        seen: set[int] = set()
+        while len(seen) < 2:
+            event = await anext(stream)
+            seen |= {event.sample} if isinstance(event, Tokens) else set()
+        for sample in (1, 1, 0):
+            assert not stream.is_closed
+            stream.cancel_sample(sample)
+        assert stream.is_closed
+        assert (engine.cluster().running, engine.cluster().waiting) == (0, 0)
+        engine.check()
+
+
+async def test_logprobs_and_stop_tokens_come_through() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        second = echo_token(echo_token(2, 0, 1000), 1, 1000)
+        sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
+        events = [event async for event in stream]
+        told = [entry for event in events if isinstance(event, Tokens) for entry in event.logprobs]
+        assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        assert isinstance(events[-1], Ended)
+        assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
+
+
 async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         slow = engine.submit(prompt(3, 2000))
@@ -103,12 +149,12 @@ async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
 async def test_those_that_wait_are_told_their_place() -> None:
     ranks = FakeRanks(2, 1000)
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
-    async with running(ranks, config) as (engine, _):
+    async with running(ranks, config=config) as (engine, _):
         streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
         told = [[event async for event in stream if isinstance(event, Started)] for stream in streams]
         assert [events[0].queue_position for events in told[:1]] == [0]
         assert [events[-1].queue_position for events in told] == [0, 0, 0]
-    async with running(FakeRanks(2, 1000), config) as (engine, _):
+    async with running(FakeRanks(2, 1000), config=config) as (engine, _):
         running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
         await anext(running_now)
         places = [await anext(stream) for stream in waiting]
@@ -190,3 +236,86 @@ async def test_not_started() -> None:
     engine = Engine(FakeRanks(), CONFIG, max_positions=10)
     with pytest.raises(Unavailable, match="starting"):
         engine.submit(prompt(3, 1))
+
+
+class Days:
+    """A wall clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(engine: Engine) -> list[str]:
+    return [context.id for context in engine.list_contexts()]
+
+
+async def test_contexts_expire() -> None:
+    days = Days()
+    async with running(FakeRanks(2, 100), days) as (engine, _):
+        for name, settings in (
+            ("early", ContextSettings(ttl=10.0, display_name="E")),
+            ("late", ContextSettings(expires=1020.0)),
+            ("never", ContextSettings()),
+            ("pinned", ContextSettings(ttl=10.0, is_pinned=True)),
+        ):
+            [_ async for _ in engine.ingest(name, list(range(8)), append=False, settings=settings)]
+        view = engine.get_context("early")
+        assert (view.expires, view.display_name, view.is_pinned) == (1010.0, "E", False)
+        days.now = 1009.9
+        assert names(engine) == ["early", "late", "never", "pinned"]
+        days.now = 1010.0
+        assert names(engine) == ["late", "never", "pinned"]
+        engine.check()
+        with pytest.raises(NotFound):
+            engine.submit(prompt(3, 1, "early"))
+        assert engine.update_context("late", ContextSettings(expires=None)).expires is None
+        engine.update_context("never", ContextSettings(ttl=5.0))
+        days.now = 2000.0
+        assert names(engine) == ["late", "pinned"]
+        assert engine.get_context("pinned").expires == 1010.0
+        engine.update_context("pinned", ContextSettings(is_pinned=False))
+        assert names(engine) == ["late"]
+
+
+async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
+    has_passed = asyncio.Event()
+
+    def clock() -> float:
+        now = time.time()
+        if engine._scheduler is not None and (engine._scheduler.contexts.next_expiry or now) < now:
+            has_passed.set()
+        return now
+
+    async with running(FakeRanks(2, 100), clock) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1, 2], append=False, settings=ContextSettings(ttl=0.05))]
+        assert engine._scheduler is not None
+        await has_passed.wait()  # the engine looked for itself: nobody else asks
+        assert "doc" not in engine._scheduler.contexts
+
+
+async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:
+    days = Days()
+    async with running(FakeRanks(2, 1000), days) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1], append=False, settings=ContextSettings(ttl=10.0))]
+        answer, append = engine.submit(prompt(3, 5, "doc")), engine.ingest("doc", list(range(500)), append=True)
+        assert isinstance(await anext(answer), Started)
+        days.now = 1010.0
+        assert names(engine) == []
+        assert sum([len(event.token_ids) async for event in answer if isinstance(event, Tokens)]) == 5
+        with pytest.raises(NotFound):
+            [_ async for _ in append]
+
+
+async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused() -> None:
+    async with running(FakeRanks(2, 100)) as (engine, _):
+        [_ async for _ in engine.ingest("doc", [1], append=False, settings=ContextSettings(ttl=10.0))]
+        [_ async for _ in engine.ingest("doc", [1], append=True)]
+        assert engine.get_context("doc").expires == 22.0
+        for settings in (ContextSettings(expires=12.0), ContextSettings(ttl=1e12)):
+            with pytest.raises(InvalidArgument, match=r"context\.(expire_time|ttl)"):
+                engine.update_context("doc", settings)
+        with pytest.raises(NotFound):
+            engine.update_context("none", ContextSettings(is_pinned=True))

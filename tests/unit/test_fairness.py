@@ -6,6 +6,7 @@ from coordinator.blocks import Placer
 from coordinator.budget import Budget
 from coordinator.events import Ended, Prompt, Started, Tokens
 from coordinator.jobs import Claim, Ingest
+from coordinator.paths import Path
 from coordinator.queue import AGEING
 from coordinator.scheduler import Scheduler
 from coordinator.speeds import UNKNOWN_RETRY_SECONDS, Speeds
@@ -30,9 +31,9 @@ class Bench:
         self.seen: dict[int, list[object]] = {}
         self.num_jobs = 0
 
-    def ask(self, count: int, max_tokens: int = 4, **claim: object) -> int:
-        sampling = Sampling(max_tokens=max_tokens)
-        prompt = Prompt(context=None, token_ids=tuple(range(count)), sampling=sampling, **claim)  # type: ignore[arg-type]
+    def ask(self, count: int, max_tokens: int = 4, first: int = 0, **claim: object) -> int:
+        ids, sampling = tuple(range(first, first + count)), Sampling(max_tokens=max_tokens)
+        prompt = Prompt(context=None, token_ids=ids, sampling=sampling, **claim)  # type: ignore[arg-type]
         self.scheduler.admit(self.num_jobs, prompt, self.now)
         self.num_jobs += 1
         return self.num_jobs - 1
@@ -43,7 +44,7 @@ class Bench:
         if plan is not None:
             seconds = plan.num_tokens * self.per_token
             self.now += seconds
-            outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, self.ledger.apply(plan), seconds))
+            outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, self.ledger.apply(plan), seconds=seconds))
         for job, outcome in outcomes:
             self.began += [job] if isinstance(outcome, Started) else []
             self.seen.setdefault(job, []).append(outcome)
@@ -122,13 +123,13 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
         bench.step()
     told = len(bench.tokens(low))
     assert told >= 4
-    high = bench.ask(20, max_tokens=10, priority=1)
+    high = bench.ask(20, max_tokens=10, first=500, priority=1)
     bench.step()
     assert bench.began[-1] == high
     assert bench.scheduler.positions() == {low: Started(20, 0, 1)}
     plans = bench.run()
     assert bench.tokens(low) == answer(20, 20)
-    assert bench.tokens(high) == answer(20, 10)
+    assert bench.tokens(high) == answer(520, 10)
     ended = bench.seen[low][-1]
     assert isinstance(ended, Ended)
     assert (ended.prompt_tokens, ended.completion_tokens) == (20, 20)
@@ -136,6 +137,36 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     assert (again.start, len(again.token_ids)) == (0, 20 + told - 1)
     row = next(p.work.rows[0] for p in plans if isinstance(p.work, Decode) and p.work.rows[0].sequence == low)
     assert row.token_index == told
+
+
+def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
+    bench = Bench(max_sequences=1)
+    low = bench.ask(20, max_tokens=20)
+    for _ in range(6):
+        bench.step()
+    bench.ask(20, max_tokens=2, first=500, priority=1)
+    plans = bench.run()
+    again = next(p.work.rows[0] for p in plans if isinstance(p.work, Decode) and p.work.rows[0].sequence == low)
+    assert (again.start, len(again.token_ids), again.token_index) == (19, 6, 5)
+    assert bench.tokens(low) == answer(20, 20)
+    ended = bench.seen[low][-1]
+    assert isinstance(ended, Ended)
+    assert ended.cached_tokens == 0
+
+
+def test_one_of_several_samples_gives_way() -> None:
+    bench = Bench(max_sequences=3)
+    job = bench.ask(20, max_tokens=10, num_samples=3)
+    bench.num_jobs += 2
+    for _ in range(4):
+        bench.step()
+    high = bench.ask(4, max_tokens=3, priority=1)
+    bench.run()
+    assert bench.tokens(high) == answer(4, 3)
+    for sample in range(3):
+        found = [(e.index, e.token_ids[0]) for e in bench.seen[job] if isinstance(e, Tokens) and e.sample == sample]
+        assert found == answer(20, 10)
+    assert bench.began == [job, high]
 
 
 def test_the_youngest_of_the_lowest_gives_way() -> None:
@@ -182,7 +213,8 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     bench.ask(100, max_tokens=10)
     bench.run()
     with pytest.raises(DeadlineExceeded, match=r"0\.05 seconds are left, and 0\.1"):
-        bench.ask(100, deadline=bench.now + 0.05)
+        bench.ask(100, first=500, deadline=bench.now + 0.05)
+    bench.ask(100, deadline=bench.now + 0.05)  # what is held need not be read
     with pytest.raises(DeadlineExceeded):
         bench.ask(4, deadline=bench.now)
     with pytest.raises(DeadlineExceeded):
@@ -217,7 +249,7 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    job = Ingest(0, (), range(9999), "doc", Claim())
+    job = Ingest(0, Path(), range(9999), "doc")
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)
     speeds.decode_step.add(step, 1)

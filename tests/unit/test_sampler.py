@@ -1,11 +1,160 @@
 """Sampling against transformers' own processors, by exact probabilities."""
 
-import torch
+from typing import Any
 
-from longleaf.sampling import Sampling
-from workers.sampler import distribution, sample, uniform
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from longleaf.sampling import MAX_LOGPROBS, Sampling
+from longleaf.step import Row, Seen
+from workers.sampler import History, Sampler, adjusted, distribution, logprobs, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
+V = len(LOGITS)
+
+
+def transformers_says(logits_V: Tensor, sampling: Sampling, token_ids: list[int]) -> Tensor:
+    """Probabilities [V] of the processors that `generate` builds, in its order, after `token_ids`."""
+    processors: list[Any] = []
+    if sampling.logit_bias:
+        processors.append(SequenceBiasLogitsProcessor({(i,): b for i, b in sampling.logit_bias.items()}))
+    if sampling.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    ids = torch.tensor([token_ids], dtype=torch.long)
+    return torch.softmax(LogitsProcessorList(processors)(ids, logits_V[None].double())[0], dim=-1)
+
+
+def seen(prompt: list[int], answer: list[int]) -> Seen:
+    return Seen(tuple(set(prompt)), tuple(answer))
+
+
+token_lists = st.lists(st.integers(0, V - 1), max_size=8)
+
+
+@given(
+    logits=st.lists(st.floats(-8, 8, width=32), min_size=V, max_size=V),
+    prompt=st.lists(st.integers(0, V - 1), min_size=1, max_size=8),
+    answer=token_lists,
+    bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32).filter(bool), max_size=3),  # as sent
+    repetition=st.floats(0.25, 4),
+    temperature=st.floats(0.25, 4),
+    top_k=st.integers(0, V),
+    top_p=st.floats(0.125, 1),
+    min_p=st.floats(0, 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_probabilities_are_those_of_transformers(
+    logits: list[float],
+    prompt: list[int],
+    answer: list[int],
+    bias: dict[int, float],
+    repetition: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        logit_bias=bias,
+    )
+    logits_V = torch.tensor(logits)
+    history = History(seen(prompt, answer), V) if sampling.has_penalties else None
+    found = distribution(logits_V, sampling, history)
+    torch.testing.assert_close(found, transformers_says(logits_V, sampling, prompt + answer))
+
+
+@pytest.mark.parametrize("answer", [[], [1], [1, 1, 4]])
+def test_presence_and_frequency_count_the_answer_alone(answer: list[int]) -> None:
+    sampling = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.25)
+    wanted = LOGITS.double()
+    for token_id in range(V):
+        wanted[token_id] -= 0.5 * (token_id in answer) - 0.25 * answer.count(token_id)
+    found = adjusted(LOGITS, sampling, History(seen([0, 2], answer), V))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_penalties_come_after_the_bias() -> None:
+    """A bias changes the sign of a logit, and with it what the repetition penalty does."""
+    sampling = Sampling(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
+    assert adjusted(LOGITS, sampling, History(seen([], [0]), V))[0] == (2.0 - 4.0) * 2.0 - 1.0
+
+
+def test_ids_that_have_no_logit_are_left_alone() -> None:
+    sampling = Sampling(temperature=1.0, logit_bias={V: 5.0}, repetition_penalty=2.0)
+    found = distribution(LOGITS, sampling, History(seen([V, V + 1], []), V))
+    torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
+
+
+def row(sequence: int, sampling: Sampling, index: int = 0, told: Seen | None = None) -> Row:
+    return Row(sequence, (0,), index, (), (), sampling, index, told)
+
+
+def test_a_step_mixes_all_kinds_of_rows() -> None:
+    sampler = Sampler()
+    rows = [
+        row(1, Sampling()),
+        row(2, Sampling(logit_bias={3: 50.0}, num_logprobs=2)),
+        row(3, Sampling(temperature=1.0, seed=3, num_logprobs=0)),
+        row(4, Sampling(presence_penalty=2.0), told=Seen((), (4,))),
+    ]
+    chosen, told = sampler.choose(rows, LOGITS.repeat(4, 1))
+    assert chosen == [4, 3, sample(LOGITS, rows[2].sampling, 0), 0]
+    logprobs_V = torch.log_softmax(LOGITS.double(), 0)
+    assert set(told) == {2, 3}
+    assert told[2].logprob == pytest.approx(float(logprobs_V[3]))
+    assert [top.token_id for top in told[2].top] == [4, 0]
+    assert told[3].top == ()
+
+
+def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> None:
+    sampler = Sampler()
+    sampling = Sampling(frequency_penalty=2.0)
+    chosen = [
+        sampler.choose([row(7, sampling, index, Seen((), ()) if index == 0 else None)], LOGITS[None])[0][0]
+        for index in range(5)
+    ]
+    scores, wanted = LOGITS.tolist(), []
+    for _ in range(5):
+        wanted.append(max(range(V), key=lambda i: scores[i]))
+        scores[wanted[-1]] -= 2.0
+    assert chosen == wanted
+    resumed = Sampler().choose([row(7, sampling, 3, Seen((), tuple(chosen[:3])))], LOGITS[None])[0][0]
+    assert resumed == chosen[3]
+    sampler.forget([7, 8])
+    assert sampler.choose([row(7, sampling, 0, Seen((), ()))], LOGITS[None])[0][0] == chosen[0]
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    logprobs_V = torch.log_softmax(LOGITS.double(), 0)
+    found = logprobs(LOGITS, 2, 3)
+    assert found.logprob == float(logprobs_V[2])
+    assert [(top.token_id, top.logprob) for top in found.top] == [(i, float(logprobs_V[i])) for i in (4, 0, 1)]
+    assert len(logprobs(LOGITS, 2, MAX_LOGPROBS).top) == V
+    assert logprobs(torch.tensor([0.0, -torch.inf]), 1, 0).logprob == -torch.inf
 
 
 def test_greedy_takes_the_largest():
@@ -17,9 +166,10 @@ def test_temperature_divides_the_logits():
     torch.testing.assert_close(found, torch.softmax(LOGITS.double() / 2, 0))
 
 
-def test_top_k_and_top_p_keep_the_most_likely():
+def test_filters_keep_the_most_likely():
     assert distribution(LOGITS, Sampling(temperature=1.0, top_k=2)).nonzero().flatten().tolist() == [0, 4]
     assert distribution(LOGITS, Sampling(temperature=1.0, top_p=0.1)).nonzero().flatten().tolist() == [4]
+    assert distribution(LOGITS, Sampling(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [0, 1, 4]
 
 
 def test_a_draw_depends_on_seed_and_index_alone():
@@ -28,6 +178,11 @@ def test_a_draw_depends_on_seed_and_index_alone():
     assert len(set(draws)) == 100
     assert uniform(8, 0) != uniform(7, 0)
     assert all(0 <= draw < 1 for draw in draws)
+
+
+def test_samples_of_a_request_have_seeds_of_their_own():
+    sampling = Sampling(temperature=1.0, seed=2**64 - 1)
+    assert [sampling.of_sample(i).seed for i in range(3)] == [2**64 - 1, 0, 1]
 
 
 def test_draws_follow_the_distribution_by_inversion():

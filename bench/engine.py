@@ -1,0 +1,91 @@
+"""The service's engine on real processes of ranks, without gRPC, and what its decode steps read."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.events import Prompt, Tokens
+from coordinator.local import LocalFleet
+from longleaf.config import EngineConfig
+from longleaf.sampling import Sampling
+from longleaf.step import Decode, StepPlan, StepResult
+from workers.__main__ import main as worker_main
+
+MAX_POSITIONS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decode step: its sequences, and the bytes of keys and values that rank 0 read."""
+
+    num_sequences: int
+    kv_bytes_read: int
+
+
+class CountingControl(Control):
+    """Notes what decode steps read."""
+
+    def __init__(self, config: EngineConfig, host: str) -> None:
+        super().__init__(config, host)
+        self.steps: list[Step] = []
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        result = await super().step(plan)
+        if isinstance(plan.work, Decode):
+            self.steps.append(Step(len(plan.work.rows), result.kv_bytes_read))
+        return result
+
+
+class Generations:
+    """Greedy generations on an engine, and how long they take."""
+
+    def __init__(self, engine: Engine, control: CountingControl) -> None:
+        self._engine = engine
+        self._control = control
+
+    async def ingest(self, context: str, ids: Sequence[int]) -> float:
+        """Seconds of reading a document."""
+        begin = time.perf_counter()
+        async for _ in self._engine.ingest(context, ids, append=False):
+            pass
+        return time.perf_counter() - begin
+
+    def delete(self, context: str) -> None:
+        self._engine.delete_context(context)
+
+    async def decode(self, context: str, ids: tuple[int, ...], num_tokens: int) -> list[float]:
+        """Generates greedily after a question; when each token was there."""
+        sampling = Sampling(max_tokens=num_tokens, ignore_end_token=True)
+        times: list[float] = []
+        async for event in self._engine.submit(Prompt(context=context, token_ids=ids, sampling=sampling)):
+            if isinstance(event, Tokens):
+                times += [time.perf_counter()] * len(event.token_ids)
+        return times
+
+    def take_steps(self) -> list[Step]:
+        """The decode steps since the last call."""
+        steps, self._control.steps = self._control.steps, []
+        return steps
+
+
+@asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[Generations]:
+    """An engine and its ranks; they end with the block."""
+    fleet = LocalFleet(worker_main)
+    control = CountingControl(config, fleet.host)
+    engine = Engine(control, config, MAX_POSITIONS)
+    loop: asyncio.Task[None] | None = None
+    try:
+        await fleet.launch(config, control.address, control.lost)
+        await engine.start()
+        loop = asyncio.create_task(engine.run())
+        yield Generations(engine, control)
+    finally:
+        await engine.close()
+        if loop is not None:
+            await asyncio.wait([loop])
+        await fleet.shutdown()

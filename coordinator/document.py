@@ -1,0 +1,128 @@
+"""A document on its way in: what has arrived, as ids."""
+
+import codecs
+from array import array
+from collections.abc import Sequence
+
+from coordinator.encoder import Encoder
+from coordinator.text_limit import TextLimit
+from longleaf.errors import InvalidArgument
+
+STEP_BYTES = 1 << 18
+"""Text taken at once."""
+STEP_CHARACTERS = 1 << 16
+"""Text that is worth a step of work."""
+STEP_TOKENS = 1 << 16
+
+
+class Document:
+    """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
+
+    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time.
+    """
+
+    def __init__(self, encoder: Encoder, limit: TextLimit, vocabulary_size: int) -> None:
+        self._encoder = encoder
+        self._limit = limit
+        self._vocabulary_size = vocabulary_size
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._waiting: list[str] = []
+        self._num_waiting = 0
+        self._ids = array("I")
+        self._num_checked = len(encoder.token_ids)
+        self._is_complete = False
+        self.num_bytes = 0
+        """Bytes of text received."""
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The ids received, or those of the text so far."""
+        return self._ids or self._encoder.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_bytes or self._ids else 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough text waits for `digest`."""
+        return self._num_waiting >= STEP_CHARACTERS
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of memory, about."""
+        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting)
+
+    def expect(self, num_bytes: int | None) -> None:
+        """Takes the declared size. Raises InvalidArgument when it is no size, or can never fit."""
+        if num_bytes is not None and num_bytes < 0:
+            raise InvalidArgument("config.total_size_bytes", f"{num_bytes} is negative")
+        self._limit.check("config.total_size_bytes", num_bytes or 0)
+
+    def receive(self, text: bytes) -> None:
+        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none or cannot fit, and after ids."""
+        self._check_open("text")
+        if self._ids:
+            raise InvalidArgument("text", "cannot be mixed with token_ids")
+        self._limit.check("text", self.num_bytes + len(text))
+        self._decode(text)
+        self.num_bytes += len(text)
+
+    def add_ids(self, token_ids: Sequence[int]) -> None:
+        """Takes ids. Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text."""
+        self._check_open("token_ids")
+        if self.num_bytes:
+            raise InvalidArgument("token_ids", "cannot be mixed with text")
+        self._check_count("token_ids", len(self._ids) + len(token_ids))
+        for start in range(0, len(token_ids), STEP_TOKENS):
+            step = token_ids[start : start + STEP_TOKENS]
+            if not 0 <= min(step) <= max(step) < self._vocabulary_size:
+                wrong = next(i for i, token_id in enumerate(step) if not 0 <= token_id < self._vocabulary_size)
+                raise self._unknown(step[wrong], f"token_ids.ids[{start + wrong}]")
+            self._ids.extend(step)
+
+    def digest(self) -> None:
+        """Cuts the waiting text into tokens. Raises InvalidArgument for more than can fit."""
+        text, self._waiting, self._num_waiting = "".join(self._waiting), [], 0
+        self._encoder.push(text)
+        self._check_text()
+
+    def finish(self) -> None:
+        """All has arrived. Raises as `digest`, and when nothing arrived or text ends in a character. Idempotent."""
+        self._decode(b"", is_last=True)
+        self.digest()
+        self._encoder.finish()
+        self._check_text()
+        if not self.num_tokens:
+            raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
+        self._is_complete = True
+
+    def _check_open(self, field: str) -> None:
+        if self._is_complete:
+            raise InvalidArgument(field, "the document is complete: nothing can follow")
+
+    def _decode(self, text: bytes, is_last: bool = False) -> None:
+        held = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
+        try:
+            decoded = self._decoder.decode(text, is_last)
+        except UnicodeDecodeError as error:
+            offset = self.num_bytes - held + error.start
+            raise InvalidArgument("text", f"is not UTF-8 at byte {offset}: {error.reason}") from None
+        self._waiting.append(decoded)
+        self._num_waiting += len(decoded)
+
+    def _check_text(self) -> None:
+        """The ids of the text are checked as well: some tokenizers have tokens for which the model has no embedding."""
+        token_ids = self._encoder.token_ids
+        self._check_count("text", len(token_ids))
+        new = token_ids[self._num_checked :]
+        self._num_checked = len(token_ids)
+        if new and max(new) >= self._vocabulary_size:
+            raise self._unknown(max(new), "text")
+
+    def _unknown(self, token_id: int, field: str) -> InvalidArgument:
+        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size} tokens")
+
+    def _check_count(self, field: str, count: int) -> None:
+        if count > self._limit.num_tokens:
+            raise InvalidArgument(field, f"{count} tokens or more cannot fit in the {self._limit.name}")

@@ -1,0 +1,125 @@
+"""Segments, and the paths that lead through them: contexts, forks and sequences together are a tree."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from longleaf.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Segments that continue one another from position 0 on.
+
+    Each is used up to the start of the next one, the last one up to position `end`: a path may branch off anywhere.
+    """
+
+    segments: tuple["Segment", ...] = ()
+    end: int = 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What ranks are told of the path."""
+        return tuple(segment.id for segment in self.segments)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the segments, used or not."""
+        return sum(segment.num_blocks for segment in self.segments)
+
+    def parts(self) -> Iterator[tuple["Segment", int, int]]:
+        """The segments, and the positions [start, end) for which each is used."""
+        ends = [*(segment.start for segment in self.segments[1:]), self.end]
+        for segment, end in zip(self.segments, ends, strict=False):  # an empty path has an end, too
+            yield segment, segment.start, end
+
+    def cut(self, end: int) -> "Path":
+        """The beginning of the path, up to position `end`."""
+        assert end <= self.end
+        return Path(tuple(segment for segment in self.segments if segment.start < end), end)
+
+    def token_ids(self, start: int = 0) -> "array[int]":
+        """The tokens from position `start` on."""
+        found = array("I")
+        for segment, part_start, end in self.parts():
+            found += segment.token_ids[max(0, start - part_start) : end - part_start]
+        return found
+
+    def num_common(self, token_ids: "array[int]") -> int:
+        """How many of `token_ids` the path begins with."""
+        for segment, start, end in self.parts():
+            count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
+            if count < end - start:
+                return start + count
+        return self.end
+
+    def check(self) -> None:
+        """Every part has positions, and continues the path before it."""
+        assert self.segments or self.end == 0
+        for i, (segment, start, end) in enumerate(self.parts()):
+            assert start < end <= segment.end
+            assert segment.before == Path(self.segments[:i], start)
+
+
+def _num_common(a: "array[int]", b: "array[int]") -> int:
+    """How many ids two arrays have in common at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
+
+
+class Segment:
+    """Tokens that continue the path `before`, and the runs that hold them. Grows until it is sealed."""
+
+    def __init__(self, segment_id: int, before: Path) -> None:
+        self.id = segment_id
+        self.before = before
+        self.token_ids = array("I")
+        self.runs: list[Run] = []
+        self.num_references = 1
+        self.num_kept = 0
+        """References that only keep the segment for prompts to come."""
+        self.is_sealed = False
+
+    @property
+    def start(self) -> int:
+        return self.before.end
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def path(self) -> Path:
+        """The path to the segment's end."""
+        return Path((*self.before.segments, self), self.end)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(run.blocks) for run in self.runs)
+
+    def fill(self, position: int, token_id: int) -> None:
+        """Tells the id of a token that was placed before it was known."""
+        self.token_ids[position - self.start] = token_id
+
+    def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
+        """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
+        assert runs
+        assert not self.is_sealed
+        if self.runs and self.runs[-1].start == runs[0].start:
+            self.runs.pop()
+        self.runs.extend(runs)
+        self.token_ids.extend(token_ids)
+
+    def check(self) -> None:
+        """The runs cover the tokens, in order and without gaps; what the segment continues is alive."""
+        ends = [self.start, *(run.end for run in self.runs)]
+        assert [run.start for run in self.runs] == ends[:-1]
+        assert ends[-1] == self.end
+        assert all(len(run) > 0 for run in self.runs)
+        assert self.num_references >= max(1, self.num_kept)
+        assert all(segment.num_references >= self.num_references for segment in self.before.segments)

@@ -1,0 +1,75 @@
+"""Which beginnings of a prompt are held already. Pure."""
+
+from array import array
+from collections.abc import Iterable, Iterator
+
+from coordinator.paths import Path, Segment
+
+
+class Prefixes:
+    """The sealed segments, by the tokens that lead to places in them.
+
+    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it. So the
+    link at the end of a block stands for all the tokens up to there. It only finds where to look: what is found is
+    compared id by id. A beginning shorter than a block is not found.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._links: dict[int, list[int]] = {}
+        """By segment: the links at the ends of the blocks that end in it."""
+        self._segments: dict[int, list[Segment]] = {}
+        """By link."""
+
+    def add(self, segment: Segment) -> None:
+        """Enters a sealed segment; those before it are entered already."""
+        first = segment.start // self._block_size
+        token_ids = segment.path.token_ids(first * self._block_size)
+        links = list(self._chain(self._link(segment.before, first), token_ids))
+        self._links[segment.id] = links
+        for link in links:
+            self._segments.setdefault(link, []).append(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Takes a segment out, if it is in."""
+        for link in self._links.pop(segment.id, []):
+            self._segments[link].remove(segment)
+            if not self._segments[link]:
+                del self._segments[link]
+
+    def match(self, token_ids: "array[int]") -> Path:
+        """The longest path found that `token_ids` begin with; empty when there is none."""
+        found: list[Segment] = []
+        for link in self._chain(0, token_ids):
+            if link not in self._segments:
+                break
+            found = self._segments[link]
+        paths = [segment.path for segment in found]
+        cuts = [path.cut(path.num_common(token_ids)) for path in paths]
+        best = max(cuts, key=lambda path: path.end, default=Path())
+        return best if best.end >= self._block_size else Path()
+
+    def _link(self, path: Path, num_blocks: int) -> int:
+        """The link after so many blocks of a path whose segments are all entered."""
+        if num_blocks == 0:
+            return 0
+        segment = [s for s in path.segments if s.start < num_blocks * self._block_size][-1]
+        return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
+
+    def _chain(self, link: int, token_ids: "array[int]") -> Iterator[int]:
+        """The links after `link`, one for each whole block of `token_ids`."""
+        size = self._block_size
+        for start in range(0, len(token_ids) - size + 1, size):
+            link = hash((link, token_ids[start : start + size].tobytes()))
+            yield link
+
+    def check(self, segments: Iterable[Segment]) -> None:
+        """Only segments that are alive are entered, each under the links of its own tokens."""
+        alive = {segment.id: segment for segment in segments}
+        for segment_id, links in self._links.items():
+            segment = alive[segment_id]
+            assert segment.is_sealed
+            whole = list(self._chain(0, segment.path.token_ids()))
+            assert links == whole[segment.start // self._block_size :]
+            assert all(segment in self._segments[link] for link in links)
+        assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))

@@ -1,0 +1,71 @@
+"""What prompts share: what is held of one is not read again, and its samples read it once."""
+
+from coordinator.blocks import Placer, Reservation
+from coordinator.jobs import Job, Sequence
+from coordinator.limits import Limits
+from coordinator.paths import Path
+from coordinator.segments import Segments
+
+
+class Prompts:
+    """Reserves blocks for jobs that begin, and hands what they have read to their samples."""
+
+    def __init__(self, segments: Segments, placer: Placer, limits: Limits) -> None:
+        self._segments = segments
+        self._placer = placer
+        self._limits = limits
+
+    def reserve(self, job: Job) -> Reservation | None:
+        """The blocks of a job that begins; None when there are too few.
+
+        A plain prompt reuses what is held of it, unless that leaves too little room for the rest: segments are held
+        whole, though a beginning may be all that the prompt needs.
+        """
+        if isinstance(job, Sequence) and job.prompt.context is None:
+            if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1])):
+                return reservation
+            self._reuse(job, Path())
+        return self._reserve(job.num_blocks)
+
+    def _reserve_rest(self, job: Sequence, path: Path) -> Reservation | None:
+        if not path.end:
+            return None
+        self._segments.retain(path.segments)
+        self._reuse(job, path)
+        reservation = self._reserve(self._limits.num_blocks(job, job.num_answer_left, job.num_tails))
+        if reservation is None:
+            self._segments.release(path.segments)
+        return reservation
+
+    def _reserve(self, num_blocks: int) -> Reservation | None:
+        return self._placer.reserve(num_blocks) if self._segments.make_room(num_blocks) else None
+
+    def _reuse(self, job: Sequence, path: Path) -> None:
+        job.reuse(path, path.end + self._num_prefill(job, path.end))
+
+    def _num_prefill(self, job: Sequence, num_held: int) -> int:
+        count = self._limits.num_prefill_again if job.generated else self._limits.num_prefill
+        return count(len(job.token_ids) - num_held, job.num_tails)
+
+    def preempt(self, job: Sequence) -> None:
+        """Makes a job that has been stopped one that has not begun."""
+        self._segments.release(job.path.segments[len(job.origin.segments) :])
+        job.preempt()
+        job.num_prefill = self._num_prefill(job, 0)
+        job.num_blocks = self._limits.num_blocks(job, job.num_answer_left, job.num_tails)
+
+    def share(self, job: Sequence) -> list[Sequence]:
+        """The samples of a job whose chunks are read, itself first. From here on each has a segment of its own."""
+        assert job.segment is not None
+        if job.segment.runs:
+            if job.prompt.context is None:
+                self._segments.keep(job.segment)
+            else:
+                job.segment.is_sealed = True
+            job.answer(self._segments.create(job.segment.path))
+        others = job.fan_out()
+        for other in others:
+            assert other.reservation is not None
+            self._segments.retain(other.path.segments)
+            other.begin(self._segments.create(other.path), other.reservation)
+        return [job, *others]

@@ -1,0 +1,194 @@
+"""Generations that are held while their clients are away, and what such a client reads when it comes back."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
+
+from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from longleaf.messages import Delta, Event, Generate, Started
+
+MAX_HELD = 256
+"""Generations held at once."""
+MAX_WEIGHT = 1 << 14
+"""Tokens and alternatives of one generation that are kept for a client that comes back."""
+RETRY_SECONDS = 2.0
+
+
+class Timer(Protocol):
+    """A call to come."""
+
+    def cancel(self) -> None:
+        """It will not be made."""
+        ...
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""Calls a function after so many seconds, on the event loop."""
+
+
+def call_later(seconds: float, function: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(seconds, function)
+
+
+class Replay:
+    """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
+    engine's own buffer reaches. Without a reader for as long as the request says it is over: `on_end` is called."""
+
+    def __init__(
+        self, request: Generate, events: AsyncGenerator[Event, None], later: CallLater, on_end: Callable[[], None]
+    ) -> None:
+        self._question = _question(request)
+        self._seconds = request.resume_seconds
+        self._events = events
+        self._call_later = later
+        self._on_end = on_end
+        self._log: deque[Event] = deque()
+        self._num_dropped = 0
+        """Events that were in front of the log, and their tokens."""
+        self._dropped_tokens = 0
+        self._weight = 0
+        self._started: Started | None = None
+        self._error: Exception | None = None
+        self._is_over = False
+        self._num_readers = 0
+        self._timer = later(self._seconds, on_end)
+        self._step: asyncio.Task[None] | None = None
+
+    def answers(self, request: Generate) -> bool:
+        """Whether `request` asks the same question."""
+        return _question(request) == self._question
+
+    async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
+        """Events from the token at `token_index` on, Started first. Closing the iterator ends nothing but itself.
+
+        Raises InvalidArgument for an index where no delta begins, or that is no longer held, and what the generation
+        raises.
+        """
+        self._enter()
+        try:
+            number = self._find(token_index)
+            if number > 0 and self._started is not None:
+                yield self._started
+            while (event := await self._get(number)) is not None:
+                yield event
+                number += 1
+        finally:
+            self._leave()
+
+    def _find(self, token_index: int) -> int:
+        """Number of the event that begins with this token."""
+        if token_index == 0 and self._num_dropped == 0:
+            return 0
+        at, number = self._dropped_tokens, self._num_dropped
+        if token_index < at:
+            raise InvalidArgument("resume_token_index", f"{token_index} is no longer held, only {at} and later")
+        for event in self._log:
+            if at >= token_index:
+                break
+            at, number = at + _num_tokens(event), number + 1
+        if at != token_index:
+            why = f"only {at} tokens have been sent" if at < token_index else "is inside of a delta"
+            raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
+        return number
+
+    async def _get(self, number: int) -> Event | None:
+        """The event of this number; None after the last one."""
+        while number >= self._num_dropped + len(self._log):
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return None
+            await self._advance()
+        if number < self._num_dropped:
+            raise Unavailable("the generation was read on by another call")
+        return self._log[number - self._num_dropped]
+
+    async def _advance(self) -> None:
+        """Waits for the next event, once for all readers; the wait goes on when this reader leaves."""
+        if self._step is None or self._step.done():
+            self._step = asyncio.create_task(self._take())
+        await asyncio.shield(self._step)
+
+    async def _take(self) -> None:
+        try:
+            self._keep(await anext(self._events))
+        except StopAsyncIteration:
+            self._is_over = True
+        except Exception as error:
+            self._is_over, self._error = True, error
+            self._timer.cancel()
+            self._on_end()  # a retry shall start anew
+
+    def _keep(self, event: Event) -> None:
+        self._started = event if isinstance(event, Started) else self._started
+        self._log.append(event)
+        self._weight += _weight(event)
+        while self._weight > MAX_WEIGHT and len(self._log) > 1:
+            gone = self._log.popleft()
+            self._num_dropped += 1
+            self._dropped_tokens += _num_tokens(gone)
+            self._weight -= _weight(gone)
+
+    def _enter(self) -> None:
+        self._num_readers += 1
+        self._timer.cancel()
+
+    def _leave(self) -> None:
+        self._num_readers -= 1
+        if self._num_readers == 0 and self._error is None:
+            self._timer = self._call_later(self._seconds, self._on_end)
+
+    async def aclose(self) -> None:
+        """Ends the generation."""
+        if self._step is not None and not self._step.done():
+            self._step.cancel()
+            await asyncio.wait([self._step])
+        await self._events.aclose()
+
+
+def _question(request: Generate) -> int:
+    """Stands for what is asked: the input itself may be large, and a generation is held for minutes."""
+    return hash((request.input, request.context))
+
+
+def _num_tokens(event: Event) -> int:
+    return len(event.token_ids) if isinstance(event, Delta) else 0
+
+
+def _weight(event: Event) -> int:
+    return _num_tokens(event) + sum(len(entry.top) for entry in event.logprobs) if isinstance(event, Delta) else 1
+
+
+class Replays:
+    """The generations that are held, by id."""
+
+    def __init__(self, later: CallLater = call_later) -> None:
+        self._call_later = later
+        self._by_id: dict[str, Replay] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, request_id: str) -> Replay | None:
+        return self._by_id.get(request_id)
+
+    def find(self, request_id: str) -> Replay:
+        """Raises NotFound."""
+        if request_id not in self._by_id:
+            raise NotFound(f"generations/{request_id}")
+        return self._by_id[request_id]
+
+    def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
+        """Holds a new generation. Raises ResourceExhausted."""
+        if len(self._by_id) >= MAX_HELD:
+            raise ResourceExhausted("generations", f"{MAX_HELD} are held to be resumed already", RETRY_SECONDS)
+        replay = Replay(request, events, self._call_later, lambda: self._end(request_id))
+        self._by_id[request_id] = replay
+        return replay
+
+    def _end(self, request_id: str) -> None:
+        self._start(self._by_id.pop(request_id).aclose())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,133 @@
+"""The segments that anybody refers to, and those of earlier prompts, kept while there is room."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from coordinator.blocks import Placer
+from coordinator.paths import Path, Segment
+from coordinator.prefixes import Prefixes
+
+
+class Segments:
+    """All segments that anybody refers to. The last reference that goes frees the blocks.
+
+    Who refers to a segment refers to the whole path before it as well. Segments of prompts that were read are kept for
+    prompts that begin alike; blocks that nobody else needs are as good as free, and `make_room` frees them, those used
+    least recently first.
+    """
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._prefixes = Prefixes(placer.block_size)
+        self._by_id: dict[int, Segment] = {}
+        self._kept: OrderedDict[int, Segment] = OrderedDict()
+        self._next_id = 0
+        self._forgotten: list[int] = []
+        self.num_reclaimable = 0
+        """Blocks that `make_room` can free."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._by_id.values())
+
+    def create(self, before: Path) -> Segment:
+        """A new, growing segment with one reference: the caller's."""
+        segment = Segment(self._next_id, before)
+        self._by_id[segment.id] = segment
+        self._next_id += 1
+        return segment
+
+    def seal(self, segment: Segment) -> None:
+        """Ends a segment's growth, and lets prompts find it."""
+        segment.is_sealed = True
+        self._prefixes.add(segment)
+
+    def retain(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._refer(segment, 1, 0)
+
+    def release(self, segments: Iterable[Segment]) -> None:
+        """Drops one reference of each; what nobody refers to is freed and will be forgotten by the ranks."""
+        for segment in segments:
+            self._refer(segment, -1, 0)
+
+    def _refer(self, segment: Segment, references: int, kept: int) -> None:
+        self.num_reclaimable -= _num_reclaimable(segment)
+        segment.num_references += references
+        segment.num_kept += kept
+        self.num_reclaimable += _num_reclaimable(segment)
+        if segment.num_references == 0:
+            self._free(segment)
+
+    def _free(self, segment: Segment) -> None:
+        del self._by_id[segment.id]
+        self._prefixes.remove(segment)
+        self._placer.free(segment.runs)
+        # A segment without runs was never in a plan, so no rank knows it.
+        self._forgotten += [segment.id] if segment.runs else []
+
+    def tokens_by_rank(self) -> list[int]:
+        """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
+        held = [0] * len(self._placer.pools)
+        needed = (segment for segment in self if segment.num_references > segment.num_kept)
+        for run in (run for segment in needed for run in segment.runs):
+            held[run.rank] += len(run)
+        return held
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Ids for the next plan's release_segments; each is given once."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten
+
+    # --- prompts ---
+
+    def match(self, token_ids: "array[int]") -> Path:
+        """The longest path found that `token_ids` begin with, which counts as used; empty when there is none."""
+        path = self._prefixes.match(token_ids)
+        self._touch(path)
+        return path
+
+    def keep(self, segment: Segment) -> None:
+        """Seals the segment of a prompt, and keeps it for prompts to come unless they could not find anything new."""
+        segment.is_sealed = True
+        size = self._placer.block_size
+        is_short = segment.start // size == segment.end // size
+        if is_short or self._prefixes.match(segment.path.token_ids()).end == segment.end:
+            return
+        self.seal(segment)
+        self._kept[segment.id] = segment
+        for part in segment.path.segments:
+            self._refer(part, 1, 1)
+        self._touch(segment.path)
+
+    def _touch(self, path: Path) -> None:
+        """Makes a path the most recently used one, its beginning even more so than its end."""
+        for segment in reversed(path.segments):
+            if segment.id in self._kept:
+                self._kept.move_to_end(segment.id)
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Sees to it that so many blocks are free, or says that this cannot be, and then frees none."""
+        if self._placer.num_free + self.num_reclaimable < num_blocks:
+            return False
+        while self._placer.num_free < num_blocks:
+            segment = next(segment for segment in self._kept.values() if _num_reclaimable(segment))
+            del self._kept[segment.id]
+            for part in segment.path.segments:
+                self._refer(part, -1, -1)
+        return True
+
+    def check(self) -> None:
+        """Segments are sound, and what is kept is counted."""
+        for segment in self._by_id.values():
+            segment.check()
+        self._prefixes.check(self._by_id.values())
+        kept = [part.id for segment in self._kept.values() for part in segment.path.segments]
+        assert all(segment.num_kept == kept.count(segment.id) for segment in self._by_id.values())
+        assert set(kept) <= set(self._by_id)
+        assert self.num_reclaimable == sum(map(_num_reclaimable, self._by_id.values()))
+
+
+def _num_reclaimable(segment: Segment) -> int:
+    """The blocks of a segment that is kept for prompts to come, and for nothing else."""
+    return segment.num_blocks if segment.num_kept and segment.num_kept == segment.num_references else 0

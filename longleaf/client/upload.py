@@ -1,0 +1,52 @@
+"""The upward half of an ingest's stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from longleaf import codec
+from longleaf.client.documents import Source
+from longleaf.messages import IngestHeader, IngestProgress
+from longleaf.v1 import context_service_pb2 as ingest_pb
+
+
+class Upload:
+    """The header, and once the service answered it, the document from where the service wants it."""
+
+    def __init__(self, header: IngestHeader, source: Source) -> None:
+        self._header = header
+        self._source = source
+        self._offset: int | None = None
+        self._is_welcome = asyncio.Event()
+        self._is_over = False
+
+    @property
+    def has_begun(self) -> bool:
+        """The service has asked for the document."""
+        return self._offset is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong in the document's source."""
+        return self._source.error
+
+    def take(self, progress: IngestProgress) -> None:
+        """The service's answer; what it has already need not be kept."""
+        offset = progress.received_tokens if self._source.is_token_ids else progress.received_bytes
+        if self._offset is None:
+            self._offset = offset
+            self._is_over = progress.phase != "receiving"
+            self._is_welcome.set()
+        self._source.acknowledge(offset)
+
+    def stop(self) -> None:
+        """The call has ended: what waits to send must not wait on."""
+        self._is_over = True
+        self._is_welcome.set()
+
+    async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield codec.encode_ingest_piece(self._header)
+        await self._is_welcome.wait()  # a refused name or size costs no upload
+        if self._is_over:
+            return
+        async for piece in self._source.pieces_from(self._offset or 0):
+            yield codec.encode_ingest_piece(piece)

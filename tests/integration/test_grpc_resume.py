@@ -1,0 +1,184 @@
+"""Streams that break and go on, over real sockets: on a real engine with ranks that answer by arithmetic."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coordinator.engine import Engine
+from coordinator.fakes import FakeRanks, echo_token
+from coordinator.server import Server
+from coordinator.tokenizer import Tokenizer
+from longleaf import codec
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.messages import Delta, Event, Finished, Resume, SamplingOptions, Started
+from longleaf.status import decode_error
+from longleaf.step import Decode, StepPlan, StepResult
+from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.service import FakeEngine, Served, write_model
+
+NUM_TOKENS = 200
+VOCAB = 128
+"""Single bytes of ASCII: each token is a character of its own."""
+
+
+class GatedRanks(FakeRanks):
+    """Ranks that do as many steps as they are let."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=256, vocab=VOCAB)
+        self._steps = asyncio.Semaphore(0)
+        self.are_asked = asyncio.Event()
+        self.have_all = asyncio.Event()
+        """The last token of an answer was sampled."""
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._steps.release()
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        self.are_asked.set()
+        await self._steps.acquire()
+        result = await super().step(plan)
+        if isinstance(plan.work, Decode) and plan.work.rows[0].token_index == NUM_TOKENS - 1:
+            self.have_all.set()
+        return result
+
+
+class Resumable:
+    """A service on a real engine, and raw calls to it."""
+
+    def __init__(self, ranks: GatedRanks, channel: grpc.aio.Channel) -> None:
+        self.ranks = ranks
+        self._stub = GenerationServiceStub(channel)
+
+    async def read(self, request: service_pb.GenerateRequest, num_tokens: int | None = None) -> list[Event]:
+        """Events until so many tokens have come; then the call is cancelled. Raises typed errors."""
+        found: list[Event] = []
+        call = self._stub.Generate(request)
+        try:
+            async for response in call:
+                found.append(codec.decode_event(response))
+                if num_tokens is not None and len(ids_of(found)) >= num_tokens:
+                    break
+        except grpc.RpcError as error:
+            raise decode_error(error, "here") from None
+        finally:
+            call.cancel()
+        return found
+
+
+def ids_of(found: list[Event]) -> list[int]:
+    return [i for event in found if isinstance(event, Delta) for i in event.token_ids]
+
+
+def request(request_id: str = "one", seconds: float = 60.0, text: str = "x") -> service_pb.GenerateRequest:
+    sampling: SamplingOptions = {"max_tokens": NUM_TOKENS, "ignore_end_token": True}
+    options = {"context": None, "use_chat_template": False, "sampling": sampling}
+    return codec.encode_generate(text, request_id=request_id, resume_seconds=seconds, **options)  # type: ignore[arg-type]
+
+
+def resume(token_index: int, request_id: str = "one") -> service_pb.GenerateRequest:
+    return codec.encode_resume(Resume(request_id, token_index))
+
+
+@pytest.fixture
+async def resumable(tmp_path: Path) -> AsyncIterator[Resumable]:
+    async with serving(tmp_path) as service:
+        yield service
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Resumable]:
+    ranks = GatedRanks()
+    engine = Engine(ranks, EngineConfig(model="none", block_size=4), max_positions=4096)
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+    server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Resumable(ranks, channel)
+    finally:
+        await server.stop(None)
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+def expected(tokenizer_ids: tuple[int, ...]) -> list[int]:
+    answer, last = [], tokenizer_ids[-1]
+    for index in range(NUM_TOKENS):
+        last = echo_token(last, index, VOCAB)
+        answer.append(last)
+    return answer
+
+
+async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, tmp_path: Path) -> None:
+    resumable.ranks.allow(10**4)
+    found = await resumable.read(request(), num_tokens=20)
+    assert isinstance(found[0], Started)
+    assert found[0].request_id == "one"
+    ids = ids_of(found)
+    while not isinstance(found[-1], Finished):
+        found = await resumable.read(resume(len(ids)), num_tokens=60)
+        assert isinstance(found[0], Started)
+        deltas = [event for event in found if isinstance(event, Delta)]
+        assert not deltas or deltas[0].index == len(ids)
+        ids += ids_of(found)
+        if not deltas:
+            break
+    tokenizer = Tokenizer.load(tmp_path)
+    assert ids == expected(tuple(tokenizer.prompt_ids("x", False)))
+
+
+async def test_the_sequence_goes_on_while_nobody_reads(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    found = await resumable.read(request(), num_tokens=5)
+    resumable.ranks.allow(10**4)
+    await resumable.ranks.have_all.wait()
+    rest = await resumable.read(resume(len(ids_of(found))))
+    assert len(ids_of(found)) + len(ids_of(rest)) == NUM_TOKENS
+    assert isinstance(rest[-1], Finished)
+
+
+async def test_a_repeated_request_runs_once(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    first = await resumable.read(request(), num_tokens=5)
+    resumable.ranks.allow(10**4)
+    again, once_more = await asyncio.gather(resumable.read(request()), resumable.read(request()))
+    assert again == once_more
+    assert ids_of(again)[: len(ids_of(first))] == ids_of(first)
+    assert len({row.sequence for plan in resumable.ranks.plans for row in getattr(plan.work, "rows", ())}) == 1
+    with pytest.raises(InvalidArgument) as caught:
+        await resumable.read(request(text="another"))
+    assert caught.value.field == "request_id"
+
+
+async def test_what_is_not_held_is_not_found(resumable: Resumable) -> None:
+    resumable.ranks.allow(10**4)
+    await resumable.read(request("never", seconds=0.0))
+    for name in ("never", "unknown"):
+        with pytest.raises(NotFound, match=f"generations/{name}"):
+            await resumable.read(resume(0, name))
+
+
+async def test_a_generation_that_is_not_held_is_not_run_twice_either(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    reading = asyncio.create_task(resumable.read(request("a", seconds=0.0)))
+    await resumable.ranks.are_asked.wait()
+    with pytest.raises(AlreadyExists, match="generations/a"):
+        await resumable.read(request("a", seconds=0.0))
+    resumable.ranks.allow(10**4)
+    assert len(ids_of(await reading)) == NUM_TOKENS
+
+
+async def test_the_service_names_generations_that_have_no_name(service: Served) -> None:
+    names = [event.request_id async for event in service.client.generate("x") if isinstance(event, Started)]
+    names += [event.request_id async for event in service.client.generate("x") if isinstance(event, Started)]
+    assert len(set(names)) == 2
+    assert all(len(name) == 32 for name in names)

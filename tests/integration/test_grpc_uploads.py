@@ -1,0 +1,243 @@
+"""Ingests in pieces of any size, and ingests whose connection breaks, over real sockets."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from longleaf.client import AsyncClient
+from longleaf.client.documents import Document
+from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.messages import IngestProgress
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.proxy import breaking
+from tests.service import BYTES, Served, ids
+
+OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]
+PIECE = 1 << 18
+"""Bytes after which a report comes."""
+
+
+def long_text(num_characters: int) -> str:
+    draw = random.Random(11)
+    return "".join(draw.choices("abc  \nGrüße, 世界! 🦙e\u0301", k=num_characters))
+
+
+@pytest.fixture
+def roomy(service: Served) -> Served:
+    service.engine.max_positions = 1 << 23
+    service.engine.total_tokens = 1 << 23
+    return service
+
+
+def cut(data: bytes, size: int) -> Iterator[bytes]:
+    return (data[start : start + size] for start in range(0, len(data), size))
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 1 << 21], ids=str)
+async def test_pieces_may_have_any_size(roomy: Served, size: int) -> None:
+    text = long_text(2000 if size < 100 else 200_000)
+    seen: list[IngestProgress] = []
+    context = await roomy.client.ingest("moby", cut(text.encode(), size), on_progress=seen.append)
+    assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text)]
+    assert context.tokens == 2 + len(ids(text))
+    if size >= 100:
+        growing = [progress.received_tokens for progress in seen if progress.phase == "receiving"]
+        assert growing == sorted(growing)
+        assert 0 < growing[-1] < context.tokens, "tokens are made while the text arrives"
+
+
+async def test_token_ids_may_come_in_pieces_of_any_size(roomy: Served) -> None:
+    token_ids = tuple(random.Random(3).choices(range(200), k=300_000))
+
+    async def upward() -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
+        for piece in (token_ids[:1], (), token_ids[1:250_000], token_ids[250_000:]):
+            yield ingest_pb.IngestContextRequest(token_ids={"ids": piece})
+
+    async with grpc.aio.insecure_channel(roomy.address) as channel:
+        async for _ in ContextServiceStub(channel).IngestContext(upward()):
+            pass
+    assert roomy.engine.contexts["moby"] == list(token_ids)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [lambda text: text, lambda text: cut(text.encode(), 5000), lambda text: ids(text)],
+    ids=["text", "iterator", "ids"],
+)
+async def test_a_connection_that_breaks_twice_loses_nothing(
+    roomy: Served, shape: Callable[[str], Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr("longleaf.client.documents.PIECE_TOKENS", 1 << 12)
+    text = long_text(150_000)
+    seen: list[IngestProgress] = []
+    async with breaking(roomy.address, 80_000, 90_000) as (proxy, address), AsyncClient(address) as client:
+        context = await client.ingest("moby", shape(text), upload_id="mine", on_progress=seen.append)
+        assert proxy.num_dropped == 2
+    offsets = [max(p.received_bytes, p.received_tokens) for p in seen if p.phase == "receiving"]
+    assert 0 < max(offsets) < len(text.encode()), "what was received is not sent again"
+    opening = [] if isinstance(shape(text), tuple) else OPENING
+    assert roomy.engine.contexts["moby"] == [*opening, *ids(text)]
+    assert context.tokens == len(opening) + len(ids(text))
+
+
+async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(roomy: Served) -> None:
+    text = long_text(100_000)
+    async with breaking(roomy.address, 100_000) as (_, address), AsyncClient(address) as client:
+        with pytest.raises(Unavailable):
+            await client.ingest("moby", text)
+        assert not roomy.engine.contexts
+        assert (await client.ingest("moby", text)).tokens == 2 + len(ids(text))
+
+
+async def test_a_service_that_is_gone_is_not_asked_for_ever(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longleaf.client.aio.RESUME_SECONDS", (0.0, 0.0))
+    async with breaking(roomy.address, *[100] * 50) as (_, address), AsyncClient(address) as client:
+        with pytest.raises(Unavailable):
+            await client.ingest("moby", "text", upload_id="mine")
+
+
+class Raw:
+    """One stream, driven by hand."""
+
+    def __init__(self, channel: grpc.aio.Channel, **config: Any) -> None:
+        self.call = ContextServiceStub(channel).IngestContext()
+        self._config = config
+
+    async def open(self) -> ingest_pb.IngestContextResponse:
+        config = {"name": "contexts/moby", "upload_id": "mine"} | self._config
+        await self.call.write(ingest_pb.IngestContextRequest(config=config))
+        return await self.call.read()
+
+    async def send(self, text: bytes) -> ingest_pb.IngestContextResponse:
+        """The first report after a piece that is long enough for one."""
+        await self.call.write(ingest_pb.IngestContextRequest(text=text))
+        return await self.call.read()
+
+    async def finish(self) -> ingest_pb.IngestContextResponse:
+        """The last report."""
+        await self.call.done_writing()
+        last = None
+        while (response := await self.call.read()) is not grpc.aio.EOF:
+            last = response
+        assert last is not None
+        return last
+
+
+async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.Channel) -> None:
+    text = long_text(200_000).encode()
+    first = Raw(channel)
+    assert (await first.open()).received_size_bytes == 0
+    assert (await first.send(text[:PIECE])).received_size_bytes == PIECE
+    first.call.cancel()
+    second = Raw(channel)
+    answer = await second.open()
+    assert (answer.phase, answer.received_size_bytes) == (ingest_pb.INGEST_PHASE_RECEIVING, PIECE)
+    await second.call.write(ingest_pb.IngestContextRequest(text=text[PIECE:]))
+    assert (await second.finish()).phase == ingest_pb.INGEST_PHASE_READY
+    assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
+
+
+async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) -> None:
+    text = long_text(200_000).encode()
+    old, new = Raw(channel), Raw(channel)
+    await old.open()
+    await old.send(text[:PIECE])
+    assert (await new.open()).received_size_bytes == PIECE
+    await old.call.write(ingest_pb.IngestContextRequest(text=b"not a part of it"))
+    with pytest.raises(grpc.aio.AioRpcError, match="another stream") as caught:
+        await old.finish()
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    await new.call.write(ingest_pb.IngestContextRequest(text=text[PIECE:]))
+    await new.finish()
+    assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
+
+
+async def test_a_prefill_goes_on_without_its_stream(service: Served, channel: grpc.aio.Channel) -> None:
+    service.engine.is_endless = True
+    first = Raw(channel)
+    await first.open()
+    await first.call.write(ingest_pb.IngestContextRequest(text=b"some text"))
+    await first.call.done_writing()
+    while (await first.call.read()).phase != ingest_pb.INGEST_PHASE_PREFILLING:
+        pass
+    await service.engine.opened.wait()
+    first.call.cancel()
+    second = Raw(channel)
+    answer = await second.open()
+    assert (answer.phase, answer.total_token_count) == (ingest_pb.INGEST_PHASE_PREFILLING, 11)
+    [stream] = service.engine.streams
+    assert not stream.closed.is_set()
+    stream.released.set()
+    last = await second.finish()
+    assert (last.phase, last.context.token_count) == (ingest_pb.INGEST_PHASE_READY, 11)
+    assert await Raw(channel).open() == last, "whoever asks later is told the same"
+
+
+@pytest.mark.parametrize("append", [False, True])
+async def test_an_acknowledged_ingest_can_be_asked_again(service: Served, append: bool) -> None:
+    service.engine.contexts = {"moby": [1]} if append else {}
+    first = await service.client.ingest("moby", "some text", append=append, upload_id="mine")
+    again = await service.client.ingest("moby", "some text", append=append, upload_id="mine")
+    assert again == first
+    assert service.engine.contexts["moby"] == ([1] if append else OPENING) + list(ids("some text"))
+    with pytest.raises(InvalidArgument, match=r"config\.append"):
+        await service.client.ingest("moby", "some text", append=not append, upload_id="mine")
+
+
+async def test_another_upload_is_another_ingest(service: Served) -> None:
+    await service.client.ingest("moby", "some text", upload_id="mine")
+    with pytest.raises(AlreadyExists):
+        await service.client.ingest("moby", "some text", upload_id="yours")
+    await service.client.delete_context("moby")
+    service.engine.created = 9.5
+    await service.client.ingest("moby", "other text", upload_id="yours")
+    with pytest.raises(AlreadyExists):
+        await service.client.ingest("moby", "some text", upload_id="mine")
+
+
+async def test_a_deleted_context_may_be_ingested_again(service: Served) -> None:
+    await service.client.ingest("moby", "some text", upload_id="mine")
+    await service.client.delete_context("moby")
+    await service.client.ingest("moby", "other text", upload_id="mine")
+    assert service.engine.contexts["moby"] == [*OPENING, *ids("other text")]
+
+
+async def test_a_document_for_which_there_was_no_room_need_not_be_sent_again(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    service.engine.error = ResourceExhausted("pool", "full", 2.0)
+    with pytest.raises(ResourceExhausted):
+        await service.client.ingest("moby", "some text", upload_id="mine")
+    service.engine.error = None
+    again = Raw(channel)
+    assert (await again.open()).received_size_bytes == len("some text")
+    assert (await again.finish()).context.token_count == 11
+
+
+@pytest.mark.parametrize("wrong", [b"\xff", b"a" * 400_000])
+async def test_a_document_that_is_refused_is_not_kept(service: Served, channel: grpc.aio.Channel, wrong: bytes) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="text"):
+            await service.client.ingest("moby", iter([b"good", wrong]), upload_id="mine")
+    assert (await Raw(channel).open()).received_size_bytes == 0
+
+
+async def test_a_long_upload_id_is_refused(service: Served) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.upload_id.*128"):
+        await service.client.ingest("moby", "text", upload_id="x" * 129)
+
+
+async def test_uploads_of_many_clients_stay_apart(roomy: Served) -> None:
+    texts = [long_text(2000 + number) for number in range(8)]
+    await asyncio.gather(
+        *(roomy.client.ingest(f"c{number}", text, upload_id="mine") for number, text in enumerate(texts))
+    )
+    found: Sequence[list[int]] = [roomy.engine.contexts[f"c{number}"] for number in range(8)]
+    assert found == [[*OPENING, *ids(text)] for text in texts]

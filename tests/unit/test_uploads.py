@@ -1,0 +1,149 @@
+"""What is kept of broken ingests, and for how long."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator.document import Document
+from coordinator.text_limit import TextLimit
+from coordinator.tokenizer import Tokenizer
+from coordinator.uploads import Prefill, Upload, Uploads
+from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.messages import IngestHeader, IngestProgress
+from tests.service import FakeEngine, FakeStream, write_model
+
+
+class Clock:
+    """Turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Upload]:
+    tokenizer = Tokenizer.load(write_model(tmp_path / "model"))
+    limit = TextLimit(FakeEngine(), None)
+
+    def upload(upload_id: str, num_tokens: int = 0) -> Upload:
+        document = Document(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
+        if num_tokens:
+            document.add_ids([1] * num_tokens)
+        return Upload(IngestHeader("moby", upload_id=upload_id), document)
+
+    return upload
+
+
+def leave(uploads: Uploads, upload: Upload) -> bool:
+    uploads.add(upload)
+    return uploads.leave(upload, upload.claim())
+
+
+def kept(uploads: Uploads, *upload_ids: str) -> list[bool]:
+    return [uploads.find(IngestHeader("moby", upload_id=upload_id)) is not None for upload_id in upload_ids]
+
+
+def test_an_ingest_is_kept_for_its_time_from_when_its_stream_left(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = Uploads(clock, keep_seconds=10)
+    upload = make("a")
+    uploads.add(upload)
+    claim = upload.claim()
+    clock.now = 100
+    assert kept(uploads, "a") == [True], "while its stream lives it has all the time"
+    assert uploads.leave(upload, claim)
+    clock.now = 110
+    assert kept(uploads, "a") == [True]
+    clock.now = 110.5
+    assert kept(uploads, "a") == [False]
+
+
+def test_the_oldest_give_way(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = Uploads(clock, max_kept=2)
+    for clock.now, name in enumerate("abc"):
+        assert leave(uploads, make(name))
+    assert kept(uploads, "a", "b", "c") == [False, True, True]
+
+
+def test_memory_is_bounded(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = Uploads(clock, max_bytes=10_000)
+    for clock.now, name in enumerate("abc"):
+        leave(uploads, make(name, 1000))
+    assert kept(uploads, "a", "b", "c") == [False, True, True]
+    clock.now = 3
+    assert not leave(uploads, make("d", 3000)), "what is too large alone is not kept"
+
+
+def test_without_an_id_nothing_is_kept(make: Callable[..., Upload]) -> None:
+    uploads = Uploads(Clock())
+    assert not leave(uploads, make(""))
+    assert kept(uploads, "") == [False]
+
+
+def test_ingests_of_other_contexts_and_ways_are_others(make: Callable[..., Upload]) -> None:
+    uploads = Uploads(Clock())
+    leave(uploads, make("a"))
+    assert uploads.find(IngestHeader("dick", upload_id="a")) is None
+    with pytest.raises(InvalidArgument, match=r"config\.append"):
+        uploads.find(IngestHeader("moby", append=True, upload_id="a"))
+
+
+def test_a_stream_that_was_replaced_does_not_let_go(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = Uploads(clock, keep_seconds=10)
+    upload = make("a")
+    uploads.add(upload)
+    old, new = upload.claim(), upload.claim()
+    assert uploads.leave(upload, old)
+    with pytest.raises(Unavailable, match="another stream"):
+        upload.check_owner(old)
+    upload.check_owner(new)
+    clock.now = 100
+    assert kept(uploads, "a") == [True]
+
+
+async def reports(gate: asyncio.Event, error: Exception | None = None) -> AsyncGenerator[IngestProgress, None]:
+    yield IngestProgress(phase="prefilling", processed=1)
+    await gate.wait()
+    if error is not None:
+        raise error
+    yield IngestProgress(phase="ready")
+
+
+async def test_a_prefill_is_never_dropped_while_it_runs(make: Callable[..., Upload]) -> None:
+    clock, gate = Clock(), asyncio.Event()
+    uploads = Uploads(clock, keep_seconds=10)
+    upload = make("a", 5)
+    upload.begin(Prefill(FakeStream((), None, False), reports(gate)))
+    assert upload.num_held_bytes == 0
+    leave(uploads, upload)
+    clock.now = 100
+    assert kept(uploads, "a") == [True]
+    gate.set()
+    assert upload.prefill is not None
+    assert [report.phase async for report in upload.prefill.follow()][-1] == "ready"
+    assert [report.phase async for report in upload.prefill.follow()] == ["ready"]
+    assert kept(uploads, "a") == [False]
+
+
+async def test_what_ended_a_prefill_is_told_to_everybody() -> None:
+    gate = asyncio.Event()
+    gate.set()
+    prefill = Prefill(FakeStream((), None, False), reports(gate, Unavailable("gone")))
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="gone"):
+            [report async for report in prefill.follow()]
+
+
+async def test_a_prefill_that_is_given_up_closes_its_stream() -> None:
+    stream = FakeStream((), None, True)
+    prefill = Prefill(stream, reports(asyncio.Event()))
+    await prefill.stop()
+    assert stream.closed.is_set()
