@@ -190,11 +190,12 @@ class Placer:
         for run in runs:
             self.pools[run.rank].free(run.blocks)
 
-    def blocks_needed(self, num_prefill: int, num_rows: int, chunk_size: int) -> int:
-        """Blocks that `num_prefill` tokens in chunks and `num_rows` in rows, in another segment, take, exactly."""
-        chunks, rest = divmod(num_prefill, chunk_size)
-        blocks = chunks * ceil_div(chunk_size, self.block_size) + ceil_div(rest, self.block_size)
-        return blocks + ceil_div(num_rows, self.block_size)
+    def blocks_needed(self, num_prefill: int, num_rows: int) -> int:
+        """Blocks that `num_prefill` tokens in chunks and `num_rows` in rows, in another segment, take, exactly.
+
+        Chunks but the last are whole blocks, however long they are.
+        """
+        return ceil_div(num_prefill, self.block_size) + ceil_div(num_rows, self.block_size)
 
     def check(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""

@@ -63,8 +63,8 @@ class Control:
         self._readies: dict[int, Ready] = {}
         self._missed: dict[int, int] = {}
         self._changed = asyncio.Event()
-        self._result: asyncio.Future[StepResult] | None = None
-        self._awaited = (0, 0)
+        self._sending = asyncio.Lock()
+        self._results: dict[tuple[int, int], asyncio.Future[StepResult]] = {}
         self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch_pulses())]
         self._is_closed = False
 
@@ -118,18 +118,33 @@ class Control:
     # --- step ---
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Sends the plan to every rank and waits for rank 0's answer. Raises WorkerLost."""
-        self._awaited = (plan.epoch, plan.step)
-        self._result = self._loop.create_future()
-        seconds = self._config.step_timeout + plan.num_tokens * self._config.step_timeout_per_token
-        await self._send_all(plan)
-        awaited = [self._result, self._losses.verdict]
-        await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        """Sends the plan to every rank and waits for rank 0's answer. Raises WorkerLost.
+
+        Its deadline counts from the answer to the plan before it: only then do the ranks begin.
+        """
+        before = tuple(self._results.values())
+        result = self._results[plan.epoch, plan.step] = self._loop.create_future()
+        try:
+            async with self._sending:
+                await self._send_all(plan)
+            for earlier in before:
+                await self._wait_or_lose(earlier)
+            seconds = self._config.step_timeout + plan.num_tokens * self._config.step_timeout_per_token
+            await self._wait_or_lose(result, seconds)
+            if not result.done():
+                self._losses.conclude(self._overdue(plan, seconds))
+                raise await self.wait_lost()
+            return result.result()
+        finally:
+            del self._results[plan.epoch, plan.step]
+
+    async def _wait_or_lose(self, result: asyncio.Future[StepResult], seconds: float | None = None) -> None:
+        """Waits until `result` is there or `seconds` are over. Raises WorkerLost."""
+        awaited = [result, self._losses.verdict]
+        if not result.done():
+            await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._losses.is_suspected:
             raise await self.wait_lost()
-        if not self._result.done():
-            raise self._overdue(plan, seconds)
-        return self._result.result()
 
     def _overdue(self, plan: StepPlan, seconds: float) -> WorkerLost:
         """Blames the rank that is silent longest; when all have a pulse, rank 0, which owes the answer."""
@@ -161,8 +176,9 @@ class Control:
             case Ready():
                 self._readies[message.rank] = message
             case StepResult():
-                if (message.epoch, message.step) == self._awaited and self._result and not self._result.done():
-                    self._result.set_result(message)
+                result = self._results.get((message.epoch, message.step))
+                if result is not None and not result.done():
+                    result.set_result(message)
                 return
             case Failed(refused=True):
                 self._losses.conclude(StartError(message.reason))

@@ -2,43 +2,26 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from coordinator.blocks import Placer
 from coordinator.contexts import Context, check_settings
-from coordinator.events import ClusterView, ContextView, Ended, Prompt, RankShare, Started, Tokens, WorkerView
-from coordinator.scheduler import Acknowledged, Outcome, Scheduler
+from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, RankShare, WorkerView
+from coordinator.jobs import NO_CLAIM, Claim
+from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
-from longleaf.config import EngineConfig
+from coordinator.timings import Timings
+from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.ports import Ranks
-from longleaf.step import Ready
+from longleaf.step import Ready, StepPlan, StepResult
 
 EPOCH = 1
-
-
-class Timings:
-    """When a job was submitted, started and answered first, in seconds of the engine's clock."""
-
-    def __init__(self, now: float, num_samples: int) -> None:
-        self.num_open = num_samples
-        """Samples that have not ended."""
-        self.submitted = now
-        self.started = now
-        self.first_token: float | None = None
-
-    def fill(self, ended: Ended, now: float) -> Ended:
-        first = now if self.first_token is None else self.first_token
-        return msgspec.structs.replace(
-            ended,
-            queue_seconds=self.started - self.submitted,
-            first_token_seconds=first - self.submitted,
-            decode_seconds=now - first,
-        )
+POSITION_SECONDS = 1.0
+"""How often those that wait are told that their place in the queue has changed."""
 
 
 class Engine:
@@ -64,7 +47,9 @@ class Engine:
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._streams: dict[int, tuple[Stream, Timings]] = {}
-        self._outcomes: list[Outcome] = []
+        self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        self._has_new = False
+        self._positions_told = 0.0
         self._next_id = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -93,19 +78,29 @@ class Engine:
     def submit(self, prompt: Prompt) -> Stream:
         """Starts a generation. Its stream ends when all samples have ended.
 
-        Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable.
+        Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
         scheduler = self._open()
-        scheduler.admit(self._next_id, prompt)
+        scheduler.admit(self._next_id, prompt, self._clock())
         return self._new_stream(prompt.num_samples)
 
     def ingest(
-        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings = UNCHANGED
+        self,
+        context: str,
+        token_ids: Sequence[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
     ) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
-        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
+        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
+        or Unavailable."""
         scheduler = self._open()
-        scheduler.admit_ingest(self._next_id, context, token_ids, append=append, settings=settings)
+        now = self._clock()
+        scheduler.admit_ingest(
+            self._next_id, context, token_ids, append=append, settings=settings, claim=claim, now=now
+        )
         return self._new_stream()
 
     def get_context(self, context_id: str) -> ContextView:
@@ -150,7 +145,7 @@ class Engine:
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
-        held = scheduler.tokens_by_rank()
+        held = scheduler.segments.tokens_by_rank()
         pairs = zip(self._readies, self._ranks.hellos, strict=True)
         workers = tuple(
             WorkerView(
@@ -196,8 +191,13 @@ class Engine:
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples
-        stream = Stream(lambda: self._cancel(job_id), lambda sample: self._cancel_sample(job_id, sample))
+        stream = Stream(
+            lambda: self._cancel(job_id),
+            lambda sample: self._cancel_sample(job_id, sample),
+            lambda: self._pause(job_id, False),
+        )
         self._streams[job_id] = (stream, Timings(self._clock(), num_samples))
+        self._has_new = True
         self._wake.set()
         return stream
 
@@ -219,6 +219,11 @@ class Engine:
         if timings.num_open == 0:
             self._close_stream(job_id)
 
+    def _pause(self, job_id: int, is_paused: bool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.pause(job_id, is_paused)
+        self._wake.set()
+
     # --- the loop ---
 
     async def run(self) -> None:
@@ -231,7 +236,7 @@ class Engine:
             while not self._is_closing:
                 if lost.done():
                     raise lost.result()
-                await self._step_or_wait()
+                await self._turn()
         except asyncio.CancelledError:
             self._fail(Unavailable("the service is stopping"))
             if not self._is_closing:
@@ -244,21 +249,38 @@ class Engine:
             raise
         finally:
             lost.cancel()
+            await self._abandon_steps()
 
-    async def _step_or_wait(self) -> None:
-        scheduler = self._open()
+    async def _turn(self) -> None:
+        """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
+        scheduler, outcomes = self._open(), list[Outcome]()
         self._wake.clear()
-        plan = scheduler.schedule()
-        # First in line, so that what readers do with the outcomes of the step before overlaps with the ranks' work.
-        step = asyncio.ensure_future(self._ranks.step(plan)) if plan else None
-        self._publish(self._outcomes + scheduler.drain())
-        self._outcomes = []
-        if plan is None or step is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._expire(scheduler)):
-                    await self._wake.wait()
-            return
-        self._outcomes = scheduler.commit(plan, await step, self._wall_clock())
+        while self._steps and self._steps[0][1].done():
+            plan, step = self._steps.popleft()
+            outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
+        while (plan := scheduler.schedule(self._clock())) is not None:
+            # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
+            step = asyncio.create_task(self._ranks.step(plan))
+            step.add_done_callback(lambda _: self._wake.set())
+            self._steps.append((plan, step))
+        self._publish(outcomes + scheduler.drain())
+        self._tell_positions(scheduler)
+        await self._wait(scheduler)
+
+    async def _wait(self, scheduler: Scheduler) -> None:
+        """Waits for something to do, at most until a job's deadline or a context's expiry."""
+        deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
+        waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
+        waits += [] if expiry is None else [expiry]
+        timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+
+    async def _abandon_steps(self) -> None:
+        steps = [step for _, step in self._steps]
+        for step in steps:
+            step.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)
 
     def _publish(self, outcomes: list[Outcome]) -> None:
         now = self._clock()
@@ -275,10 +297,24 @@ class Engine:
                     stream.put(timings.fill(outcome, now))
                     self._end_sample(job_id)
                 case _:
-                    timings.started = now if isinstance(outcome, Started) else timings.started
-                    if isinstance(outcome, Tokens) and timings.first_token is None:
-                        timings.first_token = now
+                    timings.take(outcome, now)
                     stream.put(outcome)
+                    if stream.is_full:
+                        self._pause(job_id, True)
+
+    def _tell_positions(self, scheduler: Scheduler) -> None:
+        """Tells those that wait their place in the queue: at once when they come, changes once in a while."""
+        now = self._clock()
+        is_due = now - self._positions_told >= POSITION_SECONDS
+        if not scheduler.num_waiting or not (is_due or self._has_new):
+            return
+        for job_id, started in scheduler.positions().items():
+            stream, timings = self._streams[job_id]
+            if timings.position is None or (is_due and timings.position != started.queue_position):
+                timings.position = started.queue_position
+                stream.put(started)
+        self._has_new = False
+        self._positions_told = now if is_due else self._positions_told
 
     def _close_stream(self, job_id: int, error: Exception | None = None) -> None:
         if job_id in self._streams:

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from longleaf.errors import LongleafError
 from longleaf.sampling import Logprobs, Sampling
 
 EndReason = Literal["end_token", "length", "stop_token"]
@@ -68,7 +69,15 @@ class Ended(msgspec.Struct, frozen=True):
     sample: int = 0
 
 
+class Acknowledged(msgspec.Struct, frozen=True):
+    """The document of an ingest is part of its context."""
+
+    context: str
+
+
 Event = Started | Progress | Tokens | Ended
+Outcome = tuple[int, Event | Acknowledged | LongleafError]
+"""Job id, and what its stream gets. An error, the last Ended and Acknowledged are the last one of a job."""
 
 
 class RankShare(msgspec.Struct, frozen=True):

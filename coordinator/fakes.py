@@ -43,7 +43,9 @@ class FakeRanks:
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
         sampled = {row.sequence: self._sample(row) for row in rows}
         asking = (row.sequence for row in rows if row.sampling.num_logprobs is not None)
-        return StepResult(plan.epoch, plan.step, sampled, {i: Logprobs(-float(sampled[i])) for i in asking})
+        return StepResult(
+            plan.epoch, plan.step, sampled, {i: Logprobs(-float(sampled[i])) for i in asking}, seconds=1e-6
+        )
 
     def _sample(self, row: Row) -> int:
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]

@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Sequence as TokenIds
 
+import msgspec
+
 from coordinator.blocks import Placer, Reservation
 from coordinator.events import Prompt
 from coordinator.paths import Path, Segment
@@ -11,17 +13,33 @@ from longleaf.runs import Run
 from longleaf.step import Prefill, Row, Seen
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job may claim against others: as in events.Prompt."""
+
+    priority: int = 0
+    client: str = ""
+    deadline: float | None = None
+
+
+NO_CLAIM = Claim()
+
+
 class Job:
     """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
 
-    `segment` and `reservation` are None while the job waits. `num_read` counts the tokens whose keys and values exist.
+    `segment` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
+    place, `num_read` those whose keys and values exist: between the two lie the plans under way.
     """
 
-    def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int) -> None:
+    def __init__(
+        self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int, claim: Claim = NO_CLAIM
+    ) -> None:
         self.id = job_id
+        """Ids grow: of two jobs the one with the smaller id is older."""
         self.owner = job_id
         """Id of the job that the client waits for: other samples of it have ids of their own."""
         self.path = path
+        self.claim = claim
         self.start = path.end
         """Position of the first of token_ids."""
         self.token_ids = array("I", token_ids)
@@ -30,14 +48,43 @@ class Job:
         """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""
         self.num_tails = 0
         """Answers that the job will have at a time, each in a segment of its own."""
+        self.num_placed = 0
         self.num_read = 0
+        self.num_begins = 0
+        self.num_chunks = 0
+        self.last_turn = 0
+        """The step that read the last chunk, or after which the job began."""
+        self.seconds_per_token: float | None = None
+        """What the last chunk took."""
+        self.num_passed = 0
+        """Jobs that began before this one though it was next."""
+        self.num_charged = 0
+        """Tokens that its client was charged with when it began."""
+        self.is_spared = False
+        """Began for its age, and is not preempted before it ends."""
+        self.is_paused = False
+        """Its reader is behind: no rows until it has caught up."""
         self.segment: Segment | None = None
         self.reservation: Reservation | None = None
         self._path_ids: tuple[int, ...] = ()
 
     @property
-    def is_prefilling(self) -> bool:
-        return self.num_read < self.num_prefill
+    def num_tokens_left(self) -> int:
+        """Tokens that ranks may still have to compute."""
+        return len(self.token_ids) - self.num_read
+
+    def may_preempt(self, other: "Job") -> bool:
+        return other.is_paused or (other.claim.priority < self.claim.priority and not other.is_spared)
+
+    @property
+    def rank_as_victim(self) -> tuple[bool, int, int]:
+        """Whoever has the least one is preempted first."""
+        return not self.is_paused, self.claim.priority, -self.id
+
+    @property
+    def has_chunks(self) -> bool:
+        """There are prompt tokens that no plan has placed yet."""
+        return self.num_placed < self.num_prefill
 
     def begin(self, segment: Segment, reservation: Reservation) -> None:
         self.segment, self.reservation = segment, reservation
@@ -51,11 +98,12 @@ class Job:
     def next_chunk(self, placer: Placer, chunk_size: int) -> Prefill:
         """Places the next chunk and says what the ranks must do."""
         segment, reservation = self._active()
-        stop = min(self.num_read + chunk_size, self.num_prefill)
-        token_ids = tuple(self.token_ids[self.num_read : stop])
-        start, turn = segment.end, self.num_read // chunk_size
-        pieces = placer.place_chunk(start, start + len(token_ids), turn, reservation)
+        stop = min(self.num_placed + chunk_size, self.num_prefill)
+        token_ids = tuple(self.token_ids[self.num_placed : stop])
+        start = segment.end
+        pieces = placer.place_chunk(start, start + len(token_ids), self.num_chunks, reservation)
         segment.extend(token_ids, pieces)
+        self.num_placed, self.num_chunks = stop, self.num_chunks + 1
         return Prefill(self._path_ids, start, token_ids, pieces)
 
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
@@ -63,6 +111,7 @@ class Job:
         last = segment.runs[-1] if segment.runs else None
         runs = placer.grow(last, segment.end, len(token_ids), reservation)
         segment.extend(token_ids, runs)
+        self.num_placed += len(token_ids)
         return runs
 
 
@@ -76,33 +125,44 @@ class Ingest(Job):
         token_ids: TokenIds[int],
         context: str,
         settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
     ) -> None:
-        super().__init__(job_id, path, token_ids, len(token_ids))
+        super().__init__(job_id, path, token_ids, len(token_ids), claim)
         self.context = context
         self.settings = settings
         """Of the context that is created."""
 
 
 class Sequence(Job):
-    """One live generation: at first, while the prompt is read, for all its samples, then for one of them."""
+    """One live generation: at first, while the prompt is read, for all its samples, then for one of them.
+
+    `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds those that were sampled.
+    """
 
     def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
-        super().__init__(job_id, path, prompt.token_ids, num_prefill)
+        claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline)
+        super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
         self.prompt = prompt
+        self.origin = path
+        """The context's path; `path` may go on through segments of the prompt."""
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_tails = prompt.num_samples
         self.sample = 0
         self.num_cached = path.end
         """Tokens of the path and the prompt that were held before."""
-        self.num_generated = 0
-        self.last_token = -1
+        self.is_answering = False
+        """The chunks are read, and the job stands for one sample alone."""
+        self.num_asked = 0
+        self.generated = array("I")
 
     def reuse(self, path: Path, num_prefill: int) -> None:
         """Goes on after `path`, which holds the beginning of a plain prompt."""
         assert self.start == 0
         self.path, self.num_prefill = path, num_prefill
-        self.num_read = self.num_cached = path.end
+        self.num_placed = self.num_read = path.end
+        if not self.num_begins:
+            self.num_cached = path.end
 
     def answer(self, segment: Segment) -> None:
         """Goes on in `segment`, which continues the one that the prompt was read into."""
@@ -114,11 +174,15 @@ class Sequence(Job):
         """The other samples, which share what was read. Their reservations are theirs; segments they lack."""
         assert self.reservation is not None
         num_blocks, num_tails, self.num_tails = self.reservation.left // self.num_tails, self.num_tails, 1
+        self.is_answering = True
         samples: list[Sequence] = []
         for i in range(1, num_tails):
             other = Sequence(self.id + i, self.path, self.prompt, self.num_prefill)
-            other.owner, other.sample, other.num_tails = self.id, i, 1
-            other.start, other.num_read, other.num_cached = self.start, self.num_read, self.num_cached
+            other.owner, other.sample, other.num_tails, other.is_answering = self.id, i, 1, True
+            other.origin, other.start, other.num_cached = self.origin, self.start, self.num_cached
+            other.num_placed = other.num_read = self.num_read
+            other.num_begins, other.is_spared, other.is_paused = 1, self.is_spared, self.is_paused
+            other.num_blocks = self.num_blocks
             other.sampling = self.sampling.of_sample(i)
             other.reservation = self.reservation.split(num_blocks)
             samples.append(other)
@@ -127,22 +191,70 @@ class Sequence(Job):
     @property
     def num_prompt(self) -> int:
         """Tokens of the context and the prompt."""
-        return self.start + len(self.token_ids)
+        return self.start + len(self.prompt.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.generated)
+
+    @property
+    def num_answer_left(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.sampling.max_tokens - self.num_generated
+
+    @property
+    def num_tokens_left(self) -> int:
+        return super().num_tokens_left + self.num_tails * self.num_answer_left
+
+    @property
+    def can_end_early(self) -> bool:
+        """Something other than the length may end the answer."""
+        return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens)
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Where it stands is where the whole request stands: it is not one sample of several."""
+        return self.num_tails == self.prompt.num_samples
+
+    @property
+    def has_rows(self) -> bool:
+        """There are tokens of the answer that no plan has asked for yet."""
+        return self.is_answering and not self.is_paused and self.num_asked < self.sampling.max_tokens
+
+    def preempt(self) -> None:
+        """Goes back to where nothing is read: what was generated is read again with the prompt, later, and the answer
+        goes on at its next token. That is the same one as without: randomness depends on the token's index alone."""
+        self.token_ids = array("I", self.prompt.token_ids) + self.generated
+        self.path, self.num_placed, self.num_read, self.num_chunks = self.origin, 0, 0, 0
+        self.num_asked, self.is_answering = self.num_generated, False
+        self.segment = self.reservation = None
 
     def next_row(self, placer: Placer) -> Row:
-        """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last."""
+        """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
+
+        That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
+        """
         segment, _ = self._active()
-        start, is_first = segment.end, self.num_generated == 0
-        token_ids = tuple(self.token_ids[self.num_read :]) if is_first else (self.last_token,)
-        runs = self._grow(placer, token_ids)
-        sent = token_ids if is_first else ()
+        start, index = segment.end, self.num_asked
+        sent = tuple(self.token_ids[self.num_placed :])  # empty, once the prompt is placed
         seen = self._seen() if sent else None
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, self.num_generated, seen)
+        runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
+        self.num_asked += 1
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen)
+
+    def take(self, token_id: int) -> None:
+        """Adds the token that was sampled next to the answer."""
+        segment, _ = self._active()
+        self.num_read = len(self.token_ids)
+        self.generated.append(token_id)
+        if (position := self.num_prompt + self.num_generated - 1) < segment.end:
+            segment.fill(position, token_id)
 
     def _seen(self) -> Seen | None:
         """What rank 0 cannot know of the tokens that penalties count."""
         if not self.sampling.has_penalties:
             return None
+        generated = tuple(self.generated)
         if self.sampling.repetition_penalty == 1.0:
-            return Seen((), ())
-        return Seen(tuple({*self.path.token_ids(), *self.token_ids}), ())
+            return Seen((), generated)
+        return Seen(tuple({*self.path.token_ids(), *self.prompt.token_ids}), generated)

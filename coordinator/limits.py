@@ -19,6 +19,11 @@ class Limits:
         computed for each sample, or none of a short prompt of one sample."""
         return num_tokens - 1 if num_samples > 1 or num_tokens >= self._config.replicate_below else 0
 
+    def num_prefill_again(self, num_tokens: int, num_samples: int) -> int:
+        """The same for a prompt with what was generated: whole blocks, so that no cut needs more blocks than others."""
+        num_prefill = self.num_prefill(num_tokens, num_samples)
+        return num_prefill - num_prefill % self._placer.block_size
+
     def check(self, job: Job, field: str, max_tokens: int, num_tails: int = 1) -> int:
         """The blocks that the job takes, generating `max_tokens` in each of its tails. Raises InvalidArgument naming
         `field`."""
@@ -35,10 +40,10 @@ class Limits:
 
     def num_blocks(self, job: Job, max_tokens: int, num_tails: int) -> int:
         """The blocks that the job takes for what it has not read yet and for answers of `max_tokens`, exactly."""
-        prefill = self._placer.blocks_needed(job.num_prefill - job.num_read, 0, self._config.chunk_size)
         # The token that is sampled last is never fed back, so it needs no slot.
         rows = len(job.token_ids) - job.num_prefill + max(0, max_tokens - 1)
-        return prefill + num_tails * self._placer.blocks_needed(0, rows, self._config.chunk_size)
+        prefill = self._placer.blocks_needed(job.num_prefill - job.num_read, 0)
+        return prefill + num_tails * self._placer.blocks_needed(0, rows)
 
 
 def _sum(job: Job, field: str, max_tokens: int, num_tails: int) -> str:

@@ -102,6 +102,10 @@ class Segment:
     def num_blocks(self) -> int:
         return sum(len(run.blocks) for run in self.runs)
 
+    def fill(self, position: int, token_id: int) -> None:
+        """Tells the id of a token that was placed before it was known."""
+        self.token_ids[position - self.start] = token_id
+
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
         assert runs

@@ -32,7 +32,7 @@ class Prompts:
             return None
         self._segments.retain(path.segments)
         self._reuse(job, path)
-        reservation = self._reserve(self._limits.num_blocks(job, job.sampling.max_tokens, job.num_tails))
+        reservation = self._reserve(self._limits.num_blocks(job, job.num_answer_left, job.num_tails))
         if reservation is None:
             self._segments.release(path.segments)
         return reservation
@@ -41,7 +41,18 @@ class Prompts:
         return self._placer.reserve(num_blocks) if self._segments.make_room(num_blocks) else None
 
     def _reuse(self, job: Sequence, path: Path) -> None:
-        job.reuse(path, path.end + self._limits.num_prefill(len(job.token_ids) - path.end, job.num_tails))
+        job.reuse(path, path.end + self._num_prefill(job, path.end))
+
+    def _num_prefill(self, job: Sequence, num_held: int) -> int:
+        count = self._limits.num_prefill_again if job.generated else self._limits.num_prefill
+        return count(len(job.token_ids) - num_held, job.num_tails)
+
+    def preempt(self, job: Sequence) -> None:
+        """Makes a job that has been stopped one that has not begun."""
+        self._segments.release(job.path.segments[len(job.origin.segments) :])
+        job.preempt()
+        job.num_prefill = self._num_prefill(job, 0)
+        job.num_blocks = self._limits.num_blocks(job, job.num_answer_left, job.num_tails)
 
     def share(self, job: Sequence) -> list[Sequence]:
         """The samples of a job whose chunks are read, itself first. From here on each has a segment of its own."""

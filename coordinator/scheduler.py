@@ -1,44 +1,44 @@
 """What the next step does. Pure: no clock, no I/O; the engine owns both.
 
-A job is admitted to a queue, begins when its blocks can be reserved (strictly first come, first served), and then can
-never run out of room. Steps alternate between one chunk of one job and one token of every sequence that is ready.
+A job is admitted to a queue, begins in its turn when its blocks can be reserved, and then can never run out of room; a
+higher priority may send it back to the queue. Steps alternate between one chunk of one job and one token of every
+sequence that is ready.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 
-import msgspec
-
+from coordinator.admission import Admission
 from coordinator.blocks import Placer
+from coordinator.budget import Budget
 from coordinator.contexts import Context, Contexts
-from coordinator.events import Ended, EndReason, Event, Progress, Prompt, Started, Tokens
-from coordinator.jobs import Ingest, Job, Sequence
+from coordinator.deadlines import Deadlines
+from coordinator.events import Acknowledged, Ended, EndReason, Outcome, Progress, Prompt, Started, Tokens
+from coordinator.flights import Flights
+from coordinator.holdings import check_holdings, check_jobs
+from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
-from coordinator.paths import Path, Segment
 from coordinator.prompts import Prompts
+from coordinator.queue import Queue, Turns
+from coordinator.room import Room
 from coordinator.segments import Segments
+from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Prefill, StepPlan, StepResult
 
-RETRY_SECONDS = 2.0
-
-
-class Acknowledged(msgspec.Struct, frozen=True):
-    """The document of an ingest is part of its context."""
-
-    context: str
-
-
-Outcome = tuple[int, Event | Acknowledged | LongleafError]
-"""Job id, and what its stream gets. An error, Ended and Acknowledged are the last one of a job."""
-
 
 class Scheduler:
-    """Jobs, their segments and their blocks. One plan may be under way at a time: schedule, then commit."""
+    """Jobs, their segments and their blocks. Plans are committed in the order in which they were scheduled; two may be
+    under way, so that the ranks find the next one when they have finished the first.
+
+    Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
+    them anew is scheduled later, and ranks execute plans in order.
+
+    Times called `now` are seconds on the engine's clock.
+    """
 
     def __init__(self, config: EngineConfig, placer: Placer, max_positions: int, epoch: int) -> None:
         self._config = config
@@ -47,46 +47,53 @@ class Scheduler:
         self._epoch = epoch
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
+        self.speeds = Speeds()
         self._prompts = Prompts(self.segments, placer, self._limits)
-        self._waiting: deque[Job] = deque()
+        self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
+        self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
+        self._budget = Budget(config, len(placer.pools), self.speeds)
+        self._deadlines = Deadlines()
+        self._queue = Queue()
+        self._may_begin = False
+        """Something has changed since nobody in the queue had room."""
         self._running: dict[int, Job] = {}
-        self._prefilling: deque[Job] = deque()
-        self._decoding: dict[int, Sequence] = {}
+        self._chunk_turns = Turns()
         self._forgotten: list[int] = []
         self._outcomes: list[Outcome] = []
-        self._under_way: tuple[Job, ...] = ()
+        self._flights = Flights()
         self._step = 0
         self._was_prefill = False
+        self._now = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Jobs of which nothing runs, however many samples each of them has."""
+        return len({job.owner for job in self._queue} - {job.owner for job in self._running.values()})
 
     @property
     def num_running(self) -> int:
         """Jobs, however many samples each of them has."""
         return len({job.owner for job in self._running.values()})
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When `schedule` has something to end."""
+        return self._deadlines.next
+
+    def positions(self) -> dict[int, Started]:
+        """What the generations in the queue are told, by job: 1 is next."""
+        order = enumerate(self._queue.order(), start=1)
+        told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
+        return {job.owner: Started(job.num_prompt, job.num_cached, at) for at, job in told}
+
     # --- admit ---
 
-    def admit(self, job_id: int, prompt: Prompt) -> None:
+    def admit(self, job_id: int, prompt: Prompt, now: float = 0.0) -> None:
         """Queues a generation. Its sample number i runs under the id job_id + i.
 
-        Raises InvalidArgument, NotFound or ResourceExhausted, and then keeps nothing.
+        Raises InvalidArgument, NotFound, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
         """
-        prompt.sampling.check()
-        if not 1 <= prompt.num_samples <= self._config.max_sequences:
-            limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
-            raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
-        path = self.contexts.get(prompt.context).path if prompt.context is not None else Path()
-        if not prompt.token_ids:
-            raise InvalidArgument("input", "has no tokens")
-        job = Sequence(job_id, path, prompt, self._limits.num_prefill(len(prompt.token_ids), prompt.num_samples))
-        max_tokens = prompt.sampling.max_tokens
-        self._limits.check(job, "input", 1)
-        self._limits.check(job, "sampling.max_token_count", max_tokens)
-        job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
-        self._enqueue(job)
+        self._enqueue(self._admission.sequence(job_id, prompt), now)
 
     def admit_ingest(
         self,
@@ -96,111 +103,123 @@ class Scheduler:
         *,
         append: bool,
         settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
+        now: float = 0.0,
     ) -> None:
-        """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted."""
+        """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or DeadlineExceeded."""
         is_busy = self._is_read_into(context)
-        if not append and (is_busy or context in self.contexts):
-            raise AlreadyExists(f"contexts/{context}")
-        path = self.contexts.get(context).path if append else Path()
-        if not token_ids:
-            raise InvalidArgument("text", "has no tokens")
-        if is_busy:
-            raise ResourceExhausted(f"contexts/{context}", "another document is being appended", RETRY_SECONDS)
-        job = Ingest(job_id, path, token_ids, context, settings)
-        job.num_blocks = self._limits.check(job, "text", 0)
-        self._enqueue(job)
+        document = (context, token_ids, settings, claim)
+        self._enqueue(self._admission.ingest(job_id, *document, append=append, is_busy=is_busy), now)
 
     def _is_read_into(self, context: str) -> bool:
         return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: Job, now: float) -> None:
         if self.num_waiting >= self._config.max_waiting:
-            raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", RETRY_SECONDS)
-        if self._pinned_blocks() + job.num_blocks > self._placer.num_blocks:
-            raise self._no_room(job)
+            self._begin_waiting()  # those for whom there is room only wait for the next step
+        if self.num_waiting >= self._config.max_waiting:
+            seconds = self.speeds.retry_seconds(self.num_waiting)
+            raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", seconds)
+        self._admission.check(job, list(self._queue), list(self._running.values()), now)
         self.segments.retain(job.path.segments)
-        self._waiting.append(job)
-
-    def _pinned_blocks(self) -> int:
-        """Blocks that waiting does not free: contexts, and documents that will become part of them."""
-        kept: dict[int, Segment] = {s.id: s for context in self.contexts.list() for s in context.path.segments}
-        coming = sum(job.num_blocks for job in self._jobs() if isinstance(job, Ingest))
-        return sum(segment.num_blocks for segment in kept.values()) + coming
-
-    def _no_room(self, job: Job) -> ResourceExhausted:
-        size = self._placer.block_size
-        needed, total = job.num_blocks * size, self._placer.num_blocks * size
-        held = self._pinned_blocks() * size
-        text = f"{needed} tokens are needed, and of {total} the contexts keep {held}; delete a context"
-        return ResourceExhausted("pool", text)
+        self._deadlines.add(job.id, job.claim.deadline)
+        self._queue.add(job)
+        self._chunk_turns.enter(job.claim.client)
+        self._may_begin = True
 
     def _jobs(self) -> Iterable[Job]:
-        yield from self._waiting
+        yield from self._queue
         yield from self._running.values()
 
     # --- schedule ---
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing is ready. Outcomes may appear as well: see `drain`."""
-        assert not self._under_way, "a step is under way"
-        self._begin_waiting()
-        if not self._prefilling and not self._decoding:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
+        """The next step, or None when nothing is ready or enough is under way. Outcomes may appear: see `drain`."""
+        self._now = now
+        for job_id in self._deadlines.passed(now):
+            self._outcomes.append((job_id, DeadlineExceeded("the deadline has passed")))
+            self.cancel(job_id)
+        if self._flights.is_full:
             return None
-        self._was_prefill = bool(self._prefilling) and not (self._was_prefill and self._decoding)
-        work = self._plan_prefill() if self._was_prefill else self._plan_decode()
-        self._step += 1
-        forgotten, self._forgotten = tuple(self._forgotten), []
-        return StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
+        self._begin_waiting()
+        prefilling = self._prefilling()
+        decoding = [job for job in self._running.values() if isinstance(job, Sequence) and job.has_rows]
+        if not prefilling and not decoding:
+            return None
+        self._was_prefill = bool(prefilling) and not (self._was_prefill and decoding)
+        if self._was_prefill:
+            return self._plan_chunk(prefilling, is_alone=not decoding)
+        return self._plan_rows(decoding)
 
     def _begin_waiting(self) -> None:
-        while self._waiting:
-            job = self._waiting[0]
-            num_sequences = sum(other.num_tails for other in self._running.values())
-            if job.num_tails and num_sequences + job.num_tails > self._config.max_sequences:
+        while self._may_begin:
+            if (job := self._queue.take(self._reserve)) is None:
+                assert self._running or not self._queue.order(), "a queued job can never begin"
+                self._may_begin = False
                 return
+            job.num_begins += 1
+            job.last_turn = self._step
+            self._running[job.id] = job
+            if isinstance(job, Sequence):
+                if job.speaks_for_all:
+                    self._outcomes.append((job.owner, Started(job.num_prompt, job.num_cached)))
+                self._answer(job)
+
+    def _reserve(self, job: Job) -> bool:
+        """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
+        reservation = None
+        if self._room.has_places(job, self._running.values()):
             reservation = self._prompts.reserve(job)
-            if reservation is None:
-                # Whatever the contexts kept when it was queued, the job fitted beside them, and what came later is
-                # behind it: so only what runs can be in its way. What is kept of earlier prompts never is.
-                assert self._running, "a queued job can never begin"
-                return
-            self._waiting.popleft()
-            job.begin(self.segments.create(job.path), reservation)
-            self._start(job)
+        if reservation is None:
+            if (victims := self._room.victims(job, self._running.values())) is None:
+                return False
+            for victim in victims:
+                self._stop(victim)
+                self._prompts.preempt(victim)
+                self._queue.add(victim)
+            reservation = self._prompts.reserve(job)
+            assert reservation is not None
+        job.begin(self.segments.create(job.path), reservation)
+        return True
 
-    def _start(self, job: Job) -> None:
-        self._running[job.id] = job
-        if isinstance(job, Sequence):
-            self._outcomes.append((job.id, Started(job.num_prompt, job.num_cached)))
-        self._sort_in(job)
+    def _answer(self, job: Sequence) -> None:
+        """Lets the samples of a job answer, once its chunks are read."""
+        if job.num_read >= job.num_prefill:
+            self._running |= {sample.id: sample for sample in self._prompts.share(job)}
 
-    def _sort_in(self, job: Job) -> None:
-        if job.is_prefilling:
-            self._prefilling.append(job)
-        elif isinstance(job, Sequence):
-            for sample in self._prompts.share(job):
-                self._running[sample.id] = self._decoding[sample.id] = sample
+    def _prefilling(self) -> list[Job]:
+        """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
+        the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
+        if self._flights.has_chunk:
+            return []
+        return [job for job in self._running.values() if job.has_chunks]
 
-    def _plan_prefill(self) -> Prefill:
-        job = self._prefilling.popleft()
-        self._under_way = (job,)
-        return job.next_chunk(self._placer, self._config.chunk_size)
+    def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
+        job = self._chunk_turns.order(jobs, lambda job: job.last_turn)[0]
+        work = job.next_chunk(self._placer, self._budget.chunk_size(job, is_alone=is_alone))
+        job.last_turn = self._step + 1
+        self._chunk_turns.take(job.claim.client, len(work.token_ids))
+        return self._plan(work, [job])
 
-    def _plan_decode(self) -> Decode:
-        ready = tuple(self._decoding.values())[: self._config.max_sequences]
-        self._under_way = ready
-        return Decode(tuple(job.next_row(self._placer) for job in ready))
+    def _plan_rows(self, jobs: TokenIds[Sequence]) -> StepPlan:
+        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
+
+    def _plan(self, work: Prefill | Decode, jobs: TokenIds[Job]) -> StepPlan:
+        self._step += 1
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        plan = StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
+        self._flights.add(plan, jobs)
+        return plan
 
     # --- commit ---
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
-        under_way, self._under_way = self._under_way, ()
-        for job in under_way:
-            if job.id not in self._running:
-                continue  # cancelled meanwhile
+        self.speeds.measure(plan, result.seconds)
+        for job in self._flights.land(plan, self._running):
             if isinstance(plan.work, Prefill):
+                job.seconds_per_token = result.seconds / len(plan.work.token_ids)
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
                 self._commit_token(job, result.token_ids[job.id], result.logprobs.get(job.id))
@@ -213,11 +232,15 @@ class Scheduler:
 
     def _commit_chunk(self, job: Job, num_tokens: int, now: float) -> None:
         job.num_read += num_tokens
-        cached = job.start if isinstance(job, Sequence) else 0
-        self._outcomes.append((job.id, Progress(cached + job.num_read, cached + len(job.token_ids))))
-        self._sort_in(job)
-        if isinstance(job, Ingest) and not job.is_prefilling:
-            self._acknowledge(job, now)
+        if isinstance(job, Ingest):
+            self._outcomes.append((job.id, Progress(job.num_read, len(job.token_ids))))
+            if job.num_read == job.num_prefill:
+                self._acknowledge(job, now)
+        elif isinstance(job, Sequence):
+            if job.speaks_for_all:
+                done = Progress(job.start + job.num_read, job.start + len(job.token_ids))
+                self._outcomes.append((job.owner, done))
+            self._answer(job)
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
@@ -227,11 +250,9 @@ class Scheduler:
         self.finish(job)
 
     def _commit_token(self, job: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        job.num_read = len(job.token_ids)
         told = (logprobs,) if logprobs is not None else ()
         self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), told, job.sample)))
-        job.num_generated += 1
-        job.last_token = token
+        job.take(token)
         if token in job.end_tokens:
             self._end(job, "end_token")
         elif token in job.sampling.stop_tokens:
@@ -244,40 +265,65 @@ class Scheduler:
         self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample)))
         self.finish(job)
 
-    # --- finish, cancel ---
+    # --- finish, cancel, pause ---
 
     def finish(self, job: Job) -> None:
         """Gives back all that a running job holds."""
+        self._stop(job)
+        self.speeds.ended(self._now, bool(self._running or self._queue))
+        self._leave(job)
+
+    def _stop(self, job: Job) -> None:
+        """Takes a job off the running ones; its path stays retained."""
         del self._running[job.id]
-        if self._decoding.pop(job.id, None) is None and job in self._prefilling:
-            self._prefilling.remove(job)
         assert job.segment is not None
         assert job.reservation is not None
-        self.segments.release((*job.path.segments, job.segment))
+        self.segments.release([job.segment])
         self._placer.release(job.reservation)
+        self._queue.settle(job)
+        self._may_begin = True
         if isinstance(job, Sequence):
             self._forgotten.append(job.id)
 
+    def _leave(self, job: Job) -> None:
+        self.segments.release(job.path.segments)
+        self._may_begin = True
+        others = list(self._jobs())
+        if not any(other.owner == job.owner for other in others):
+            self._deadlines.discard(job.owner)
+        clients = {other.claim.client for other in others}
+        self._queue.keep(clients)
+        self._chunk_turns.keep(clients)
+
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
-        if samples := [job for job in self._running.values() if job.owner == job_id]:
-            for job in samples:
-                self.finish(job)
-            return True
-        for job in self._waiting:
-            if job.id == job_id:
-                self._waiting.remove(job)
-                self.segments.release(job.path.segments)
+        samples = [job for job in self._jobs() if job.owner == job_id]
+        for job in samples:
+            self._drop(job)
+        return bool(samples)
+
+    def cancel_sample(self, job_id: int, sample: int) -> bool:
+        """Ends one sample of a job; the others go on. False when it does not answer yet, or any more."""
+        for job in self._jobs():
+            if (job.owner, job.id) == (job_id, job_id + sample) and isinstance(job, Sequence) and job.num_tails == 1:
+                self._drop(job)
                 return True
         return False
 
-    def cancel_sample(self, job_id: int, sample: int) -> bool:
-        """Ends one sample of a job; the others go on. False when there is none that runs."""
-        job = self._running.get(job_id + sample)
-        if job is None or job.owner != job_id or not isinstance(job, Sequence) or job.num_tails > 1:
-            return False
-        self.finish(job)
-        return True
+    def _drop(self, job: Job) -> None:
+        if self._running.get(job.id) is job:
+            self.finish(job)
+        else:
+            self._queue.remove(job.id)
+            self._leave(job)
+
+    def pause(self, job_id: int, is_paused: bool) -> None:
+        """Stops or resumes the rows of a job whose reader is behind. It keeps its blocks until others need them; jobs
+        that have ended are none of its business."""
+        for job in self._jobs():
+            if job.owner == job_id:
+                job.is_paused = is_paused
+                self._may_begin = True
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
@@ -291,36 +337,13 @@ class Scheduler:
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
         self.contexts.delete(context_id)
+        self._may_begin = True
         ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == context_id]
         return [job_id for job_id in ids if self.cancel(job_id)]
 
-    def tokens_by_rank(self) -> list[int]:
-        """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
-        held = [0] * len(self._placer.pools)
-        needed = (segment for segment in self.segments if segment.num_references > segment.num_kept)
-        for run in (run for segment in needed for run in segment.runs):
-            held[run.rank] += len(run)
-        return held
-
     def check(self) -> None:
-        """Blocks, segments, references and promises all add up."""
-        check_scheduler(self.segments, self.contexts, self._placer, tuple(self._waiting), tuple(self._running.values()))
-        queued = [job.id for job in self._prefilling] + list(self._decoding)
-        busy = {job.id for job in self._under_way}
-        assert len(queued) == len(set(queued))
-        assert set(queued) <= set(self._running) <= set(queued) | busy
-
-
-def check_scheduler(
-    segments: Segments, contexts: Contexts, placer: Placer, waiting: tuple[Job, ...], running: tuple[Job, ...]
-) -> None:
-    """Every reference has an owner, every used block a segment, every promise a running job."""
-    segments.check()
-    contexts.check()
-    placer.check(run for segment in segments for run in segment.runs)
-    owners: dict[int, int] = {}
-    paths = [context.path for context in contexts.list()] + [job.path for job in (*waiting, *running)]
-    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
-        owners[segment.id] = owners.get(segment.id, 0) + 1
-    assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
-    assert placer.num_reserved == sum(job.reservation.left for job in running if job.reservation)
+        """Blocks, segments, references, promises and jobs all add up."""
+        waiting, running = tuple(self._queue), tuple(self._running.values())
+        check_holdings(self.segments, self.contexts, self._placer, waiting, running)
+        check_jobs(waiting, running, self._flights.job_ids)
+        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}

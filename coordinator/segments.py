@@ -66,6 +66,14 @@ class Segments:
         # A segment without runs was never in a plan, so no rank knows it.
         self._forgotten += [segment.id] if segment.runs else []
 
+    def tokens_by_rank(self) -> list[int]:
+        """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
+        held = [0] * len(self._placer.pools)
+        needed = (segment for segment in self if segment.num_references > segment.num_kept)
+        for run in (run for segment in needed for run in segment.runs):
+            held[run.rank] += len(run)
+        return held
+
     def take_forgotten(self) -> tuple[int, ...]:
         """Ids for the next plan's release_segments; each is given once."""
         forgotten, self._forgotten = tuple(self._forgotten), []

@@ -8,6 +8,9 @@ from typing import Self
 from coordinator.events import Ended, Event, Progress, Started, Tokens
 from longleaf.sampling import Logprobs
 
+MAX_UNREAD = 256
+"""Tokens of a sample that wait for a reader before its job is paused; those under way still come."""
+
 
 class Unread:
     """What one sample has said since it was read."""
@@ -18,6 +21,10 @@ class Unread:
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
         self.ended: Ended | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._token_ids) >= MAX_UNREAD
 
     def join(self, tokens: Tokens) -> None:
         self._index = self._index if self._token_ids else tokens.index
@@ -37,12 +44,19 @@ class Stream:
     """Events of one job, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
 
     However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
-    joined. An error is raised after the events that came before it.
+    joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
+    An error is raised after the events that came before it.
     """
 
-    def __init__(self, on_cancel: Callable[[], None], on_cancel_sample: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        on_cancel: Callable[[], None],
+        on_cancel_sample: Callable[[int], None],
+        on_read: Callable[[], None],
+    ) -> None:
         self._on_cancel = on_cancel
         self._on_cancel_sample = on_cancel_sample
+        self._on_read = on_read
         self._changed = asyncio.Event()
         self._started: Started | None = None
         self._progress: Progress | None = None
@@ -54,6 +68,11 @@ class Stream:
     def is_closed(self) -> bool:
         """Nothing more will be put in."""
         return self._is_closed
+
+    @property
+    def is_full(self) -> bool:
+        """The reader is behind: the job should pause."""
+        return any(unread.is_full for unread in self._unread.values())
 
     def put(self, event: Event) -> None:
         match event:
@@ -118,5 +137,8 @@ class Stream:
         elif self._progress is not None:
             event, self._progress = self._progress, None
         else:
+            was_full = self.is_full
             event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
+            if was_full and not self.is_full and not self._is_closed:
+                self._on_read()
         return event

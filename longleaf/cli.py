@@ -8,7 +8,7 @@ import typer
 
 from longleaf.commands import contexts, demo, generate, ingest, serve
 from longleaf.commands.cluster import cluster
-from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
 app = typer.Typer(
     name="longleaf",
@@ -66,7 +66,8 @@ def describe(error: LongleafError) -> str:
 
 def exit_code(error: LongleafError) -> int:
     """1 when trying again later may help, 2 when the input must change."""
-    return 1 if isinstance(error, Unavailable | ResourceExhausted) or type(error) is LongleafError else 2
+    may_help = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or type(error) is LongleafError
+    return 1 if may_help else 2
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -59,6 +59,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 256
     """Generations and ingests that wait; more are refused."""
 
+    target_itl_ms: float = 100.0
+    """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
+
     @property
     def longest_wait(self) -> float:
         """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
@@ -70,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
         limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
+        limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if not low <= value <= high:

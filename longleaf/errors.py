@@ -5,6 +5,7 @@
     ├── NotFound             the named resource does not exist
     ├── AlreadyExists        the name is taken
     ├── ResourceExhausted    no room now; says when to try again
+    ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
     ├── Unavailable          the service cannot answer
     │   └── WorkerLost       a rank died, raised or hung; names the rank
     └── StartError           the service cannot start with these settings
@@ -51,6 +52,10 @@ class ResourceExhausted(LongleafError):
         self.subject = subject
         self.description = description
         self.retry_seconds = retry_seconds
+
+
+class DeadlineExceeded(LongleafError):
+    """The caller's deadline has passed, or will have before an answer can be there."""
 
 
 class Unavailable(LongleafError):

@@ -21,7 +21,10 @@ class Ranks(Protocol):
         ...
 
     async def step(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Raises WorkerLost when a rank raises, dies or passes the step's deadline."""
+        """Runs one step. It may be called before earlier steps are answered; they run in the order of the calls.
+
+        Raises WorkerLost when a rank raises, dies or passes the step's deadline.
+        """
         ...
 
     async def wait_lost(self) -> LongleafError:

@@ -4,6 +4,7 @@ InvalidArgument    INVALID_ARGUMENT     BadRequest
 NotFound           NOT_FOUND            ResourceInfo
 AlreadyExists      ALREADY_EXISTS       ResourceInfo
 ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
+DeadlineExceeded   DEADLINE_EXCEEDED    ErrorInfo DEADLINE_EXCEEDED
 WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
 Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
 StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
@@ -21,6 +22,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2  # pyright: ignor
 
 from longleaf.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     InvalidArgument,
     LongleafError,
     ModelRefused,
@@ -70,6 +72,8 @@ def _encode(error: LongleafError) -> tuple[int, list[Message]]:
             return code_pb2.ALREADY_EXISTS, [_resource(error.name, str(error))]
         case ResourceExhausted():
             return code_pb2.RESOURCE_EXHAUSTED, _quota(error)
+        case DeadlineExceeded():
+            return code_pb2.DEADLINE_EXCEEDED, [_info("DEADLINE_EXCEEDED", {})]
         case WorkerLost():
             facts = {"rank": str(error.rank), "reason": error.reason}
             return code_pb2.UNAVAILABLE, [_info("WORKER_LOST", facts)]
@@ -131,7 +135,8 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             info = _find(status, error_details_pb2.ErrorInfo)
             return ModelRefused(message) if info and info.reason == "MODEL_REFUSED" else StartError(message)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unavailable(f"{server} did not answer in time")
+            is_told = _find(status, error_details_pb2.ErrorInfo) is not None
+            return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
         case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:

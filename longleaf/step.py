@@ -1,7 +1,8 @@
 """Messages between the coordinator and the ranks.
 
 Every rank receives the same StepPlan; rank 0 answers it. A plan carries no generated ids: ranks keep the last sampled
-token of each sequence themselves. Structs are encoded with msgpack.
+token of each sequence themselves, so a plan can be sent before the one before it is answered. Ranks execute plans in
+the order in which they were sent. Structs are encoded with msgpack.
 """
 
 import msgspec
@@ -139,6 +140,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Of the sampled ids, by sequence, for those that ask for them."""
     kv_bytes_read: int = 0
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
+    seconds: float = 0.0
+    """How long rank 0 computed."""
+    idle_seconds: float = 0.0
+    """How long rank 0 did not compute between the step before and this one."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -3,9 +3,11 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import msgspec
 import zmq
 
 from longleaf.errors import StartError, WorkerLost
@@ -156,9 +158,13 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
         if (join := channel.receive(Join)) is None:
             return
         channel.send(rank.join(join))
+        ended = time.monotonic()
         while (plan := channel.receive(StepPlan)) is not None:
+            began = time.monotonic()
+            idle = began - ended
             result = rank.execute(plan)
+            ended = time.monotonic()
             if spec.rank == 0 and result is not None:
-                channel.send(result)
+                channel.send(msgspec.structs.replace(result, seconds=ended - began, idle_seconds=idle))
     finally:
         rank.close()

@@ -55,6 +55,9 @@ def serve(
     step_timeout: Annotated[
         float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")
     ] = _DEFAULTS.step_timeout,
+    target_itl_ms: Annotated[
+        float, typer.Option(help="Milliseconds between tokens that running streams should keep while prompts are read.")
+    ] = _DEFAULTS.target_itl_ms,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model until interrupted.
@@ -75,6 +78,7 @@ def serve(
         dtype=dtype,
         threads_per_rank=threads,
         step_timeout=step_timeout,
+        target_itl_ms=target_itl_ms,
     )
     command = coordinator_command(
         config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json

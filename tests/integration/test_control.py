@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+import zmq.asyncio
 
 from coordinator.control import Control
 from coordinator.engine import Engine
@@ -20,7 +21,7 @@ from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
-from longleaf.step import Hello, Ready, encode
+from longleaf.step import Decode, Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
 from workers.fakes import EchoMain, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
@@ -175,6 +176,30 @@ async def test_stray_message_is_ignored() -> None:
         stranger.send(encode(Hello(0, "node", "127.0.0.1", 1)))
         stranger.send(encode(Ready(0, "cpu", "float32", 4, 64)))
         assert [ready.num_blocks for ready in await control.start()] == [4]
+    await control.close()
+    context.destroy(linger=0)
+
+
+async def test_two_plans_are_sent_before_the_first_answer() -> None:
+    control = Control(config(step_timeout=0.3))
+    context: zmq.asyncio.Context = zmq.asyncio.Context()
+    rank = context.socket(zmq.DEALER)
+    rank.setsockopt(zmq.IDENTITY, b"rank-0")
+    rank.connect(control.address)
+    await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
+    await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+    await control.start()
+    assert isinstance(decode_to_rank(await rank.recv()), Join)
+    plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
+    steps = [asyncio.create_task(control.step(plan)) for plan in plans[:2]]
+    assert [decode_to_rank(await rank.recv()) for _ in steps] == plans[:2]
+    for number in (2, 1):
+        await rank.send(encode(StepResult(1, number, {number: number})))
+    assert [(await step).token_ids for step in steps] == [{1: 1}, {2: 2}]
+    steps = [asyncio.create_task(control.step(plan)) for plan in plans[2:]]
+    for step in steps:
+        with pytest.raises(WorkerLost, match="step 3 took longer"):
+            await step
     await control.close()
     context.destroy(linger=0)
 

@@ -13,6 +13,7 @@ from coordinator.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     InvalidArgument,
     LongleafError,
     NotFound,
@@ -36,6 +37,7 @@ ERRORS = [
         [error_details_pb2.QuotaFailure, error_details_pb2.RetryInfo],
     ),
     (ResourceExhausted("pool", "full"), grpc.StatusCode.RESOURCE_EXHAUSTED, [error_details_pb2.QuotaFailure]),
+    (DeadlineExceeded("too late"), grpc.StatusCode.DEADLINE_EXCEEDED, [error_details_pb2.ErrorInfo]),
     (WorkerLost(3, "gone ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
     (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
 ]

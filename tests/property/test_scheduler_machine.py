@@ -1,14 +1,18 @@
 """Any order of requests, steps and cancellations keeps the books straight, and all that is admitted ends."""
 
+import math
+from collections import deque
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.blocks import Placer
-from coordinator.events import Ended, Prompt, Started, Tokens
-from coordinator.scheduler import Acknowledged, Outcome, Scheduler
+from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
+from coordinator.jobs import Claim
+from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
@@ -16,6 +20,12 @@ from workers.fakes import Ledger, echo_token
 NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
+CLAIMS = st.builds(
+    Claim,
+    priority=st.integers(0, 3),
+    client=st.sampled_from(["", "x", "y"]),
+    deadline=st.none() | st.none() | st.none() | st.floats(0, 2),
+)
 
 
 @st.composite
@@ -58,8 +68,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.placer = Placer(blocks, block_size)
         self.scheduler = Scheduler(config, self.placer, max_positions=150, epoch=1)
         self.ledger = Ledger(block_size)
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()
+        self.now = 0.0
+        self.seconds = 0.001
         self.num_jobs = 0
+        self.num_submitted = 0
+        self.num_ended = 0
+        self.paused: set[int] = set()
+        self.deadlines: dict[int, float] = {}
         self.open: dict[int, set[int]] = {}
         """Samples that have not ended, by job; an ingest has one."""
         self.texts: dict[str, list[int]] = {}
@@ -70,32 +86,57 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.answers: dict[int, list[int]] = {}
         self.expected: dict[int, list[int]] = {}
 
-    @rule(tokens=TEXTS, max_tokens=st.integers(1, 12), context=ASKED, num_samples=SAMPLES)
-    def ask(self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int) -> None:
-        sampling = Sampling(max_tokens=max_tokens)
-        prompt = Prompt(context=context, token_ids=tuple(tokens), sampling=sampling, num_samples=num_samples)
+    @rule(
+        tokens=TEXTS,
+        max_tokens=st.integers(1, 12),
+        context=ASKED,
+        num_samples=SAMPLES,
+        claim=CLAIMS,
+        ends=st.booleans(),
+    )
+    def ask(
+        self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int, claim: Claim, ends: bool
+    ) -> None:
+        answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
+        end = answer[max_tokens // 2] if ends else -1
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(tokens),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset([end]),
+            num_samples=num_samples,
+            priority=claim.priority,
+            client=claim.client,
+            deadline=self._deadline(claim),
+        )
         try:
-            self.scheduler.admit(self.num_jobs, prompt)
-        except (InvalidArgument, NotFound, ResourceExhausted):
+            self.scheduler.admit(self.num_jobs, prompt, self.now)
+        except (InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded):
             return
         for sequence in range(self.num_jobs, self.num_jobs + num_samples):
             self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
-            self.expected[sequence] = expected_answer(tokens[-1], max_tokens)
+            self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
             self.answers[sequence] = []
-        self._opened(num_samples)
+        self._opened(num_samples, prompt.deadline)
 
-    @rule(tokens=TEXTS, context=NAMES, append=st.booleans())
-    def ingest(self, tokens: list[int], context: str, append: bool) -> None:
+    @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
+    def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
+        claim = Claim(priority=claim.priority, client=claim.client, deadline=self._deadline(claim))
         try:
-            self.scheduler.admit_ingest(self.num_jobs, context, tokens, append=append)
-        except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted):
+            self.scheduler.admit_ingest(self.num_jobs, context, tokens, append=append, claim=claim, now=self.now)
+        except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded):
             return
         self.documents[self.num_jobs] = tokens
-        self._opened(1)
+        self._opened(1, claim.deadline)
 
-    def _opened(self, num_samples: int) -> None:
+    def _deadline(self, claim: Claim) -> float | None:
+        return None if claim.deadline is None else self.now + claim.deadline
+
+    def _opened(self, num_samples: int, deadline: float | None) -> None:
         self.open[self.num_jobs] = set(range(num_samples))
+        self.deadlines[self.num_jobs] = math.inf if deadline is None else deadline
         self.num_jobs += num_samples
+        self.num_submitted += 1
 
     @rule(source=NAMES, context=NAMES, num_tokens=st.none() | st.integers(0, 60))
     def fork(self, source: str, context: str, num_tokens: int | None) -> None:
@@ -107,35 +148,50 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.texts[context] = self.texts[source][:num_tokens]
         assert self.placer.num_free == num_free
 
-    @rule(steps=st.integers(1, 12))
-    def run_steps(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 12), ahead=st.integers(1, 2), seconds=st.sampled_from([0.0, 0.001, 0.02, 0.5]))
+    def run_steps(self, steps: int, ahead: int, seconds: float) -> None:
         """Random single rules would seldom finish a document."""
-        for _ in range(2 * steps):
-            (self.schedule if self.plan is None else self.commit)()
+        self.seconds = seconds
+        for _ in range(steps):
+            while len(self.plans) < ahead and self._schedule():
+                self.adds_up()
+            if self.plans:
+                self.commit()
             self.adds_up()
 
-    @precondition(lambda self: self.plan is None)
     @rule()
     def schedule(self) -> None:
-        self.plan = self.scheduler.schedule()
-        self._see(self.scheduler.drain())
-        assert self.plan is not None or not self.open
+        self._schedule()
 
-    @precondition(lambda self: self.plan is not None)
+    def _schedule(self) -> bool:
+        """Whether there was something to do."""
+        plan = self.scheduler.schedule(self.now)
+        self._see(self.scheduler.drain())
+        self.plans.extend([plan] if plan else [])
+        # Whoever runs or waits for room has something to do, but for those whose readers are behind.
+        assert self.plans or self.open.keys() <= self.paused
+        return plan is not None
+
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        result = StepResult(self.plan.epoch, self.plan.step, self.ledger.apply(self.plan))
-        for row in self.plan.work.rows if isinstance(self.plan.work, Decode) else ():
-            read = self.prompts[row.sequence] + self.expected[row.sequence][: row.token_index]
-            assert self.ledger.token_ids(row.path) == read
-        self._see(self.scheduler.commit(self.plan, result))
-        self.plan = None
+        plan = self.plans.popleft()
+        self.now += self.seconds
+        result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=self.seconds)
+        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+            answer = self.expected[row.sequence]
+            read = self.prompts[row.sequence] + answer[: row.token_index]
+            if row.token_index <= len(answer):  # or the answer's end was not known when the row was planned
+                assert self.ledger.token_ids(row.path)[: len(read)] == read
+        self._see(self.scheduler.commit(plan, result))
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for job, outcome in outcomes:
             assert job in self.open, "an outcome after the last one"
-            assert not isinstance(outcome, LongleafError)
+            if isinstance(outcome, LongleafError):
+                assert isinstance(outcome, DeadlineExceeded)
+                assert self.deadlines[job] <= self.now
+                self._closed(job)
             if isinstance(outcome, Tokens):
                 assert outcome.index == len(self.answers[job + outcome.sample])
                 self.answers[job + outcome.sample] += outcome.token_ids
@@ -151,7 +207,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _ended(self, job: int, sample: int) -> None:
         self.open[job].remove(sample)
         if not self.open[job]:
-            del self.open[job]
+            self._closed(job)
+
+    def _closed(self, job: int) -> None:
+        del self.open[job]
+        self.paused.discard(job)
+        self.num_ended += 1
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), is_paused=st.booleans())
+    def pause(self, data: st.DataObject, is_paused: bool) -> None:
+        if readers := sorted(self.open.keys() & self.expected.keys()):
+            job = data.draw(st.sampled_from(readers))
+            self.scheduler.pause(job, is_paused)
+            (self.paused.add if is_paused else self.paused.discard)(job)
+
+    @rule(seconds=st.floats(0, 1))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -159,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.open)))
         assert self.scheduler.cancel(job)
         assert not self.scheduler.cancel(job)
-        del self.open[job]
+        self._closed(job)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -178,22 +251,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         del self.texts[context]
         for job in cancelled:
-            del self.open[job]
+            self._closed(job)
 
     @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "scheduler"):
+            self._see(self.scheduler.drain())
             self.scheduler.check()
             assert self.placer.num_reserved == 0 or self.open
-            assert len(self.open) == self.scheduler.num_waiting + self.scheduler.num_running
+            waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
+            assert waiting + running == len(self.open)
+            assert waiting + running + self.num_ended == self.num_submitted
+            assert set(self.scheduler.positions()) <= self.open.keys()
 
     def teardown(self) -> None:
         """All that was admitted ends, and without contexts nothing is held."""
         if not hasattr(self, "scheduler"):
             return
+        for job in self.paused:
+            self.scheduler.pause(job, False)
+        self.paused.clear()
         while self.open:
-            (self.schedule if self.plan is None else self.commit)()
-            self.adds_up()
+            self.run_steps(1, 2, 0.001)
         for context in self.scheduler.contexts.list():
             self.scheduler.delete_context(context.id)
         self.adds_up()

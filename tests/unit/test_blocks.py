@@ -1,5 +1,7 @@
 """Which blocks are free, and where new tokens go."""
 
+import itertools
+
 import pytest
 
 from coordinator.blocks import BlockPool, Placer, Reservation
@@ -120,11 +122,14 @@ def test_promises_are_kept() -> None:
 @pytest.mark.parametrize("num_prefill", [0, 1, 4, 9, 10, 11, 20, 27])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 9])
 def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
-    place, chunk = placer(40, 40, 40), 10
-    reservation = reserve(place, place.blocks_needed(num_prefill, num_rows, chunk))
+    place, chunks = placer(40, 40, 40), itertools.cycle((8, 4, 12))
+    reservation = reserve(place, place.blocks_needed(num_prefill, num_rows))
     runs: list[Run] = []
-    for turn, start in enumerate(range(0, num_prefill, chunk)):
-        runs += place.place_chunk(start, min(start + chunk, num_prefill), turn, reservation)
+    start = 0
+    while start < num_prefill:
+        stop = min(start + next(chunks), num_prefill)
+        runs += place.place_chunk(start, stop, len(runs), reservation)
+        start = stop
     rows: list[Run] = []
     for position in range(num_prefill, num_prefill + num_rows):
         grown = place.grow(rows[-1] if rows else None, position, 1, reservation)

@@ -17,7 +17,7 @@ class Store:
 
     def segment(self, before: Path, count: int) -> Segment:
         segment, start = self.segments.create(before), before.end
-        reservation = self.placer.reserve(self.placer.blocks_needed(count, 0, 100))
+        reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
         return segment

@@ -11,9 +11,9 @@ import pytest
 from coordinator.engine import Engine
 from coordinator.events import Ended, Progress, Prompt, RankShare, Started, Tokens
 from coordinator.fakes import FakeRanks, echo_token
-from coordinator.stream import Stream
+from coordinator.stream import MAX_UNREAD, Stream
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable, WorkerLost
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 
@@ -22,9 +22,12 @@ CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, r
 
 @asynccontextmanager
 async def running(
-    ranks: FakeRanks, wall_clock: Callable[[], float] = lambda: 12.0
+    ranks: FakeRanks,
+    wall_clock: Callable[[], float] = lambda: 12.0,
+    clock: Callable[[], float] = time.monotonic,
+    config: EngineConfig = CONFIG,
 ) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
-    engine = Engine(ranks, CONFIG, max_positions=3000, wall_clock=wall_clock)
+    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:
@@ -132,6 +135,44 @@ async def test_logprobs_and_stop_tokens_come_through() -> None:
         assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
         assert isinstance(events[-1], Ended)
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
+
+
+async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
+    async with running(FakeRanks(2, 1000)) as (engine, _):
+        slow = engine.submit(prompt(3, 2000))
+        assert await collect(engine.submit(prompt(3, 1500))) == 1500
+        first = await anext(event async for event in slow if isinstance(event, Tokens))
+        assert MAX_UNREAD <= len(first.token_ids) <= MAX_UNREAD + 2, "no more than were under way"
+        assert len(first.token_ids) + await collect(slow) == 2000
+
+
+async def test_those_that_wait_are_told_their_place() -> None:
+    ranks = FakeRanks(2, 1000)
+    config = msgspec.structs.replace(CONFIG, max_sequences=1)
+    async with running(ranks, config=config) as (engine, _):
+        streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
+        told = [[event async for event in stream if isinstance(event, Started)] for stream in streams]
+        assert [events[0].queue_position for events in told[:1]] == [0]
+        assert [events[-1].queue_position for events in told] == [0, 0, 0]
+    async with running(FakeRanks(2, 1000), config=config) as (engine, _):
+        running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
+        await anext(running_now)
+        places = [await anext(stream) for stream in waiting]
+        assert places == [Started(3, 0, 1), Started(3, 0, 2)]
+
+
+async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
+    now = [0.0]
+    async with running(FakeRanks(2, 1000), clock=lambda: now[0]) as (engine, _):
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), deadline=0.001))
+        assert await collect(engine.submit(prompt(3, 1000))) == 1000  # by then the other one's reader is behind
+        assert stream.is_full
+        now[0] = 1.0
+        with pytest.raises(DeadlineExceeded):
+            await collect(stream)
+        with pytest.raises(DeadlineExceeded):
+            engine.submit(msgspec.structs.replace(prompt(3, 1), deadline=0.5))
+        assert engine.cluster().running == 0
 
 
 async def test_cancel_by_leaving() -> None:

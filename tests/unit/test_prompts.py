@@ -85,7 +85,7 @@ def test_prompts_build_on_each_other_and_on_contexts() -> None:
     last = bench.prompt(range(120))
     bench.run()
     assert bench.cached(last) == 119
-    assert sum(bench.scheduler.tokens_by_rank()) == 0
+    assert sum(bench.scheduler.segments.tokens_by_rank()) == 0
 
 
 def test_a_prompt_may_start_with_what_is_held_for_a_fork_alone() -> None:
@@ -232,7 +232,7 @@ def test_cancelling_ends_all_samples() -> None:
     assert bench.scheduler.cancel(job)
     bench.scheduler.check()
     assert bench.schedule() is None
-    assert (bench.scheduler.num_running, sum(bench.scheduler.tokens_by_rank())) == (0, 0)
+    assert (bench.scheduler.num_running, sum(bench.scheduler.segments.tokens_by_rank())) == (0, 0)
 
 
 def test_contexts_refuse_what_they_leave_no_room_for() -> None:

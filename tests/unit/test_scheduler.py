@@ -3,8 +3,9 @@
 import pytest
 
 from coordinator.blocks import Placer
-from coordinator.events import Ended, Event, Progress, Prompt, Started, Tokens
-from coordinator.scheduler import Acknowledged, Scheduler
+from coordinator.events import Acknowledged, Ended, Event, Progress, Prompt, Started, Tokens
+from coordinator.queue import MAX_PASSED
+from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
@@ -23,10 +24,18 @@ class Bench:
         self.ledger = Ledger(self.config.block_size)
         self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
+        self.seconds_per_token = 1e-6
 
-    def ask(self, count: int, max_tokens: int = 4, context: str | None = None, ends: tuple[int, ...] = ()) -> int:
-        sampling = Sampling(max_tokens=max_tokens)
-        prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=sampling, end_tokens=frozenset(ends))
+    def ask(
+        self, count: int, max_tokens: int = 4, context: str | None = None, ends: tuple[int, ...] = (), priority: int = 0
+    ) -> int:
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(range(count)),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset(ends),
+            priority=priority,
+        )
         return self._admitted(lambda job: self.scheduler.admit(job, prompt))
 
     def ingest(self, context: str, count: int, append: bool = False) -> int:
@@ -48,8 +57,12 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        self._see(self.scheduler.commit(plan, StepResult(plan.epoch, plan.step, self.ledger.apply(plan)), now=9.0))
+        self._see(self.scheduler.commit(plan, self._result(plan), now=9.0))
         self.scheduler.check()
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        seconds = plan.num_tokens * self.seconds_per_token
+        return StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=seconds)
 
     def _see(self, outcomes: list[tuple[int, Event | Acknowledged | LongleafError]]) -> None:
         for job, outcome in outcomes:
@@ -61,6 +74,14 @@ class Bench:
             self.commit(plan)
             plans.append(plan)
         return plans
+
+    @staticmethod
+    def alone(count: int, max_tokens: int) -> list[int]:
+        """The answer to a prompt of `count` tokens."""
+        answer = [count - 1]
+        for index in range(max_tokens):
+            answer.append(echo_token(answer[-1], index))
+        return answer[1:]
 
     def tokens(self, job: int) -> list[int]:
         return [t for event in self.seen[job] if isinstance(event, Tokens) for t in event.token_ids]
@@ -86,7 +107,7 @@ def test_long_prompt_is_read_in_chunks_and_its_last_token_is_a_row() -> None:
     assert bench.seen[job][0] == Started(70, 0)
     assert bench.seen[job][1:4] == [Progress(32, 70), Progress(64, 70), Progress(69, 70)]
     assert bench.seen[job][-1] == Ended("length", 70, 0, 3, 0.0, 0.0, 0.0)
-    assert sum(bench.scheduler.tokens_by_rank()) == 0
+    assert sum(bench.scheduler.segments.tokens_by_rank()) == 0
     assert bench.scheduler.segments.make_room(bench.placer.num_blocks)
     assert bench.placer.num_free == bench.placer.num_blocks
 
@@ -100,13 +121,63 @@ def test_short_prompt_is_one_row(count: int, expected: str) -> None:
 
 def test_steps_alternate_and_prompts_take_turns() -> None:
     bench = Bench()
+    bench.ingest("doc", 40)  # to measure how long chunks take
+    bench.run()
+    bench.scheduler.delete_context("doc")
     bench.ask(4, max_tokens=6)
     bench.ask(65, max_tokens=1)
     bench.ask(97, max_tokens=1)
     plans = bench.run()
-    assert kinds(plans)[:9] == "PDPDPDPDP"
+    assert kinds(plans)[:9] == "DPDPDPDPD"
     lasts = [plan.work.path[-1] for plan in plans if isinstance(plan.work, Prefill)]
-    assert lasts == [1, 2, 1, 2, 2]
+    first, second = dict.fromkeys(lasts)
+    assert lasts == [first, second, first, second, second]
+
+
+def test_the_next_plan_is_there_before_the_answer() -> None:
+    bench = Bench()
+    job = bench.ask(4, max_tokens=4)
+    first, second = bench.schedule(), bench.schedule()
+    assert first is not None and second is not None
+    assert bench.schedule() is None, "two plans are under way"
+    row = second.work.rows[0]  # type: ignore[union-attr]
+    assert (row.token_ids, row.start, row.token_index) == ((), 4, 1)
+    bench.commit(first)
+    (segment,) = bench.scheduler.segments
+    assert list(segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
+    bench.commit(second)
+    bench.run()
+    assert bench.tokens(job) == bench.alone(4, 4)
+
+
+def test_what_was_asked_for_after_the_end_is_dropped() -> None:
+    bench = Bench(blocks=(3,))
+    end = echo_token(3, 0)
+    job, waiting = bench.ask(4, max_tokens=5, ends=(end,)), bench.ask(8, max_tokens=1)
+    first, surplus = bench.schedule(), bench.schedule()
+    assert first is not None and surplus is not None
+    bench.commit(first)
+    assert bench.tokens(job) == [end]
+    later = bench.schedule()  # takes the blocks that the surplus still writes to
+    assert later is not None
+    assert later.release_segments == (first.work.rows[0].path[-1],)  # type: ignore[union-attr]
+    bench.commit(surplus)
+    assert bench.tokens(job) == [end]
+    bench.commit(later)
+    bench.run()
+    assert len(bench.tokens(waiting)) == 1
+
+
+def test_only_one_chunk_is_under_way() -> None:
+    bench = Bench()
+    job = bench.ingest("doc", 100)
+    plan = bench.schedule()
+    assert plan is not None
+    assert bench.schedule() is None
+    assert bench.scheduler.cancel(job)
+    assert bench.schedule() is None
+    bench.commit(plan)
+    assert bench.schedule() is None
 
 
 def test_end_token_ends_and_is_reported() -> None:
@@ -140,7 +211,7 @@ def test_question_about_a_context_attends_to_its_path() -> None:
     row = plan.work.rows[0]
     assert (len(row.path), row.start, row.num_tokens) == (3, 50, 5)
     assert bench.seen[job][0] == Started(55, 50)
-    assert sum(bench.scheduler.tokens_by_rank()) == 50
+    assert sum(bench.scheduler.segments.tokens_by_rank()) == 50
 
 
 def test_cancelled_ingest_leaves_the_context_as_it_was() -> None:
@@ -246,25 +317,67 @@ def test_limits_of_a_document(count: int, words: str) -> None:
     assert caught.value.field == "text"
 
 
-def test_what_does_not_fit_now_waits_in_order() -> None:
+def test_what_has_no_room_lets_small_ones_pass() -> None:
     bench = Bench(blocks=(5, 5))
     first, second, third = bench.ask(20, 10), bench.ask(20, 10), bench.ask(1, 1)
     plan = bench.schedule()
-    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 2)
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (2, 1)
     assert plan is not None
     bench.commit(plan)
     bench.run()
     assert [len(bench.tokens(job)) for job in (first, second, third)] == [10, 10, 1]
-    assert list(bench.seen) == [first, second, third]
+    assert list(bench.seen) == [first, third, second]
+
+
+def test_a_large_job_is_not_passed_for_ever() -> None:
+    bench = Bench(blocks=(5, 5), max_waiting=100)
+    small = [bench.ask(1, 2 + i % 7) for i in range(4)]
+    bench.schedule()
+    large = bench.ask(20, 20)
+    small += [bench.ask(1, 2 + i % 7) for i in range(3 * MAX_PASSED)]
+    plan = bench.scheduler._flights._flights[0][0]
+    bench.commit(plan)
+    bench.run()
+    began = list(bench.seen)
+    assert began.index(large) == 4 + MAX_PASSED
+    assert all(bench.tokens(job) for job in small)
 
 
 def test_queue_is_bounded() -> None:
-    bench = Bench(max_waiting=2)
-    bench.ask(4)
-    bench.ask(4)
+    bench = Bench(max_waiting=2, max_sequences=3)
+    for _ in range(5):
+        bench.ask(4)  # three of them need not wait
     with pytest.raises(ResourceExhausted, match="2 requests wait already") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
+
+
+def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
+    bench = Bench(blocks=(5, 5), max_sequences=1)
+    bench.ask(4, 2)
+    large = bench.ask(20, 10)
+    with pytest.raises(ResourceExhausted, match="under way") as caught:
+        bench.ingest("doc", 16)  # it might come first, and stay
+    assert caught.value.retry_seconds
+    bench.run()
+    assert len(bench.tokens(large)) == 10
+    bench.ingest("doc", 16)
+    bench.run()
+
+
+def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
+    bench = Bench(max_sequences=1)
+    low = bench.ask(70, max_tokens=3)
+    chunk = bench.schedule()
+    assert chunk is not None
+    high = bench.ask(40, max_tokens=1, priority=1)
+    assert bench.schedule() is None, "one chunk is under way"
+    assert bench.scheduler.cancel(high)
+    assert bench.schedule() is None
+    bench.commit(chunk)
+    bench.run()
+    assert bench.tokens(low) == bench.alone(70, 3)
+    assert [e.processed for e in bench.seen[low] if isinstance(e, Progress)] == [32, 64, 69]
 
 
 def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
@@ -289,9 +402,13 @@ def test_jobs_around_a_deleted_context_all_run() -> None:
     large = bench.ask(12, 8)
     small = bench.ask(4, 2, "doc")
     bench.scheduler.delete_context("doc")
-    larger = bench.ask(20, 20)
+    with pytest.raises(ResourceExhausted, match="under way") as caught:
+        bench.ask(20, 20)  # it might come before the small one, which keeps the document
+    assert caught.value.retry_seconds
     assert plan is not None
     bench.commit(plan)
+    bench.run()
+    larger = bench.ask(20, 20)
     bench.run()
     assert len(bench.tokens(running)) == 4
     assert len(bench.tokens(large)) == 8

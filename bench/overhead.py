@@ -1,0 +1,158 @@
+"""The gap between two decode steps: from the end of a step on rank 0 to the beginning of the next, on the rank's clock.
+
+Scheduling, control, commit and publishing should lie beside the ranks' work, not between their steps. Engine, control
+channel, rank processes and gRPC server are the real ones; the clients that read run in a process of their own. Usage:
+
+    python -m bench.overhead --json
+    python -m bench.overhead --context 8000 --batch 1 8 --tokens 64
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from bench.arguments import tell, unwind_on_terminate
+from bench.machine import describe
+from bench.subjects import EMBEDDED, Subject, subject
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.local import LocalFleet
+from coordinator.server import Server
+from coordinator.tokenizer import Tokenizer
+from coordinator.wire import cluster_of
+from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig
+from longleaf.messages import Delta, ModelInfo
+from longleaf.step import Decode, StepPlan, StepResult
+from workers.__main__ import main as worker_main
+
+CONTEXT = "overhead"
+WARM_UP_STEPS = 8
+TARGET_SHARE = 0.1
+
+
+class WatchedControl(Control):
+    """Keeps the results of decode steps, with the number of their rows."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.results: list[tuple[int, StepResult]] = []
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        result = await super().step(plan)
+        if isinstance(plan.work, Decode):
+            self.results.append((len(plan.work.rows), result))
+        return result
+
+
+def main() -> None:
+    unwind_on_terminate()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32], metavar="STREAMS")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
+    parser.add_argument("--world-size", type=int, default=1)
+    given = parser.parse_args()
+    with subject(EMBEDDED) as measured:
+        rows = asyncio.run(measure(measured, given.context, given.batch, given.tokens, given.world_size))
+    worst = max(rows, key=lambda row: row["share"])
+    found = {"bench": "overhead", "share": worst["share"], "us_per_step": worst["us_per_step"], "target": TARGET_SHARE}
+    found |= {"context_tokens": given.context, "world_size": given.world_size, "rows": rows, "machine": describe()}
+    if given.json:
+        print(json.dumps(found, indent=2))
+        return
+    for row in rows:
+        print(f"batch {row['batch']:3}  gap {row['us_per_step']:8} us  {row['share']:.1%} of {row['step_us']} us")
+
+
+async def measure(
+    measured: Subject, context: int, batches: list[int], num_tokens: int, world_size: int
+) -> list[dict[str, float]]:
+    """One row per batch."""
+    config = EngineConfig(model=str(measured.folder), world_size=world_size, max_sequences=max(batches))
+    ids, loop = measured.tokens(context), asyncio.get_running_loop()
+    async with serving(config, measured) as (control, address):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            tell(f"ingesting {context} tokens")
+            await loop.run_in_executor(pool, ingest, address, ids)
+            rows: list[dict[str, float]] = []
+            for batch in batches:
+                control.results.clear()
+                messages = await loop.run_in_executor(pool, read, address, batch, num_tokens)
+                rows.append(row(control.results, batch) | {"deltas_per_token": messages / (batch * num_tokens)})
+                tell(f"batch {batch}: {rows[-1]['share']:.1%}")
+    return rows
+
+
+def row(results: list[tuple[int, StepResult]], batch: int) -> dict[str, float]:
+    """Over the steps in which all streams ran, without the first ones."""
+    full = [result for num_rows, result in results if num_rows == batch][WARM_UP_STEPS:]
+    gaps, steps = [r.idle_seconds for r in full], [r.seconds for r in full]
+    return {
+        "batch": batch,
+        "share": round(sum(gaps) / (sum(gaps) + sum(steps)), 4),
+        "us_per_step": round(sum(gaps) / len(full) * 1e6, 1),
+        "us_median": round(median(gaps) * 1e6, 1),
+        "step_us": round(sum(steps) / len(full) * 1e6, 1),
+        "steps": len(full),
+    }
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig, measured: Subject) -> AsyncIterator[tuple[WatchedControl, str]]:
+    """A service on a port of its own, without Ray; it ends with the block."""
+    control, fleet = WatchedControl(config), LocalFleet(worker_main)
+    engine = Engine(control, config, measured.max_positions)
+    running: asyncio.Task[None] | None = None
+    try:
+        await fleet.launch(config, control.address, control.lost)
+        (ready, *_) = await engine.start()
+        running = asyncio.create_task(engine.run())
+        model = ModelInfo(name=measured.name)
+        server = Server(
+            engine,
+            Tokenizer.load(Path(config.model)),
+            lambda: cluster_of(engine.cluster(), model, config, "local", ready),
+        )
+        yield control, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        await server.stop()
+    finally:
+        await engine.close()
+        await fleet.shutdown()
+        if running is not None:
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def ingest(address: str, ids: list[int]) -> None:
+    """In the clients' process: reads the document."""
+
+    async def call() -> None:
+        async with AsyncClient(address) as client:
+            await client.ingest(CONTEXT, tuple(ids))
+
+    asyncio.run(call())
+
+
+def read(address: str, batch: int, num_tokens: int) -> int:
+    """In the clients' process: reads `batch` streams together; the deltas that came."""
+
+    async def stream(client: AsyncClient, seed: int) -> int:
+        answer = client.generate([65 + seed % 26], context=CONTEXT, max_tokens=num_tokens, ignore_end_token=True)
+        return len([event async for event in answer if isinstance(event, Delta)])
+
+    async def call() -> int:
+        async with AsyncClient(address) as client:
+            return sum(await asyncio.gather(*(stream(client, seed) for seed in range(batch))))
+
+    return asyncio.run(call())
+
+
+if __name__ == "__main__":
+    main()

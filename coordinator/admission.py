@@ -1,0 +1,94 @@
+"""From requests to jobs: what is refused at once, and why."""
+
+from collections.abc import Collection
+from collections.abc import Sequence as TokenIds
+
+from coordinator.contexts import Contexts
+from coordinator.events import Prompt
+from coordinator.jobs import Claim, Ingest, Job, Sequence
+from coordinator.limits import Limits
+from coordinator.paths import Path
+from coordinator.room import Room
+from coordinator.segments import Segments
+from coordinator.speeds import Speeds
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted
+from longleaf.messages import ContextSettings
+
+
+class Admission:
+    """Checks requests. Keeps nothing."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        contexts: Contexts,
+        segments: Segments,
+        room: Room,
+        speeds: Speeds,
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self._contexts = contexts
+        self._segments = segments
+        self._room = room
+        self._speeds = speeds
+
+    def sequence(self, job_id: int, prompt: Prompt) -> Sequence:
+        """The job of a generation. Raises InvalidArgument or NotFound."""
+        prompt.sampling.check()
+        if not 1 <= prompt.num_samples <= self._config.max_sequences:
+            limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
+            raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
+        path = self._contexts.get(prompt.context).path if prompt.context is not None else Path()
+        if not prompt.token_ids:
+            raise InvalidArgument("input", "has no tokens")
+        job = Sequence(job_id, path, prompt, self._limits.num_prefill(len(prompt.token_ids), prompt.num_samples))
+        max_tokens = prompt.sampling.max_tokens
+        self._limits.check(job, "input", 1)
+        self._limits.check(job, "sampling.max_token_count", max_tokens)
+        job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
+        return job
+
+    def ingest(
+        self,
+        job_id: int,
+        context: str,
+        token_ids: TokenIds[int],
+        settings: ContextSettings,
+        claim: Claim,
+        *,
+        append: bool,
+        is_busy: bool,
+    ) -> Ingest:
+        """The job of a document; `is_busy` when another one is read into the context.
+
+        Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted.
+        """
+        if not append and (is_busy or context in self._contexts):
+            raise AlreadyExists(f"contexts/{context}")
+        path = self._contexts.get(context).path if append else Path()
+        if not token_ids:
+            raise InvalidArgument("text", "has no tokens")
+        if is_busy:
+            seconds = self._speeds.retry_seconds(1)
+            raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
+        job = Ingest(job_id, path, token_ids, context, settings, claim)
+        job.num_blocks = self._limits.check(job, "text", 0)
+        return job
+
+    def check(self, job: Job, waiting: Collection[Job], running: Collection[Job], now: float) -> None:
+        """Raises ResourceExhausted when there may never be room, DeadlineExceeded when the deadline cannot be met."""
+        self._room.check(job, [*waiting, *running])
+        if job.claim.deadline is None:
+            return
+        left = job.claim.deadline - now
+        needed = self._speeds.least_seconds(job, self._num_held(job), waiting, running)
+        if left <= 0 or needed > left:
+            raise DeadlineExceeded(f"{max(0.0, left):.3g} seconds are left, and {needed:.3g} are needed at least")
+
+    def _num_held(self, job: Job) -> int:
+        """Tokens that need not be read, because an earlier prompt began with them."""
+        is_plain = isinstance(job, Sequence) and job.prompt.context is None
+        return self._segments.match(job.token_ids[:-1]).end if is_plain else 0

@@ -1,0 +1,94 @@
+"""Whether there is room for a job: some day, now, or if others give way."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from coordinator.blocks import Placer
+from coordinator.contexts import Contexts
+from coordinator.jobs import Ingest, Job, Sequence
+from coordinator.paths import Segment
+from coordinator.segments import Segments
+from coordinator.speeds import Speeds
+from longleaf.config import EngineConfig
+from longleaf.errors import ResourceExhausted
+
+
+class Room:
+    """Blocks of all ranks, and places among the sequences that run."""
+
+    def __init__(
+        self, config: EngineConfig, placer: Placer, contexts: Contexts, segments: Segments, speeds: Speeds
+    ) -> None:
+        self._config = config
+        self._placer = placer
+        self._contexts = contexts
+        self._segments = segments
+        self._speeds = speeds
+
+    def check(self, job: Job, jobs: Iterable[Job]) -> None:
+        """Raises ResourceExhausted unless the job, and every other of `jobs`, can begin once nothing else runs.
+
+        Whoever is behind in the queue may come to be in front, so it does not matter who was there first.
+        """
+        jobs = list(jobs)
+        kept: dict[int, Segment] = {s.id: s for context in self._contexts.list() for s in context.path.segments}
+        answers = [other for other in jobs if isinstance(other, Sequence)]
+        leaving = {s.id: s for other in answers for s in other.origin.segments if s.id not in kept}
+        coming = sum(other.num_blocks for other in jobs if isinstance(other, Ingest))
+        num_kept = _num_blocks(kept) + coming
+        if num_kept + job.num_blocks > self._placer.num_blocks:
+            raise self._no_room(job, num_kept)
+        largest = max((other.num_blocks for other in answers), default=0) if isinstance(job, Ingest) else 0
+        if num_kept + job.num_blocks + _num_blocks(leaving) + largest > self._placer.num_blocks:
+            raise self._no_room(job, num_kept + _num_blocks(leaving), self._speeds.retry_seconds(len(jobs)))
+
+    def _no_room(self, job: Job, num_held: int, retry_seconds: float | None = None) -> ResourceExhausted:
+        size = self._placer.block_size
+        needed, total, held = job.num_blocks * size, self._placer.num_blocks * size, num_held * size
+        text = f"{needed} tokens are needed, and of {total} the contexts keep {held}; delete a context"
+        if retry_seconds is not None:
+            text = f"{needed} tokens are needed, and of {total} contexts and generations under way need too many"
+        return ResourceExhausted("pool", text, retry_seconds)
+
+    def has_places(self, job: Job, running: Iterable[Job]) -> bool:
+        """Whether so many answers may run at once."""
+        return self._num_places_lacking(job, running) <= 0
+
+    def _num_places_lacking(self, job: Job, running: Iterable[Job]) -> int:
+        taken = sum(other.num_tails for other in running)
+        return taken + job.num_tails - self._config.max_sequences if job.num_tails else 0
+
+    def victims(self, job: Job, running: Iterable[Job]) -> list[Sequence] | None:
+        """Sequences that must give way so that the job can begin, None when it is no use.
+
+        Whoever does not read gives way to everybody; else only to a higher priority, the lowest and youngest first.
+        """
+        running = list(running)
+        candidates = [other for other in running if isinstance(other, Sequence) and job.may_preempt(other)]
+        places = self._num_places_lacking(job, running)
+        blocks = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
+        chosen: list[Sequence] = []
+        dropped: Counter[int] = Counter()
+        for other in sorted(candidates, key=lambda other: other.rank_as_victim):
+            if blocks <= 0 and places <= 0:
+                break
+            chosen.append(other)
+            places -= other.num_tails
+            blocks -= _num_freed(other, dropped)
+        return chosen if blocks <= 0 and places <= 0 else None
+
+
+def _num_freed(job: Sequence, dropped: Counter[int]) -> int:
+    """Blocks that are free, or as good as free, when a running job is preempted after those that `dropped` counts."""
+    assert job.segment is not None
+    assert job.reservation is not None
+    num_blocks = job.segment.num_blocks + job.reservation.left
+    for segment in job.path.segments[len(job.origin.segments) :]:
+        dropped[segment.id] += 1
+        if segment.num_references - segment.num_kept == dropped[segment.id]:
+            num_blocks += segment.num_blocks
+    return num_blocks
+
+
+def _num_blocks(segments: dict[int, Segment]) -> int:
+    return sum(segment.num_blocks for segment in segments.values())

@@ -1,0 +1,269 @@
+"""Who goes first, who gives way, and how long a chunk may be."""
+
+import pytest
+
+from coordinator.blocks import Placer
+from coordinator.budget import Budget
+from coordinator.events import Ended, Prompt, Started, Tokens
+from coordinator.jobs import Claim, Ingest
+from coordinator.paths import Path
+from coordinator.queue import AGEING
+from coordinator.scheduler import Scheduler
+from coordinator.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from longleaf.config import EngineConfig
+from longleaf.errors import DeadlineExceeded, ResourceExhausted
+from longleaf.sampling import Sampling
+from longleaf.step import Decode, Prefill, StepPlan, StepResult
+from workers.fakes import Ledger, echo_token
+
+
+class Bench:
+    """A scheduler on ranks that take a fixed time per token."""
+
+    def __init__(self, *, blocks: tuple[int, ...] = (64, 64), per_token: float = 0.001, **changes: object) -> None:
+        settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
+        self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.config, Placer(blocks, 4), 2000, epoch=1)
+        self.ledger = Ledger(4)
+        self.per_token = per_token
+        self.now = 0.0
+        self.began: list[int] = []
+        self.seen: dict[int, list[object]] = {}
+        self.num_jobs = 0
+
+    def ask(self, count: int, max_tokens: int = 4, first: int = 0, **claim: object) -> int:
+        ids, sampling = tuple(range(first, first + count)), Sampling(max_tokens=max_tokens)
+        prompt = Prompt(context=None, token_ids=ids, sampling=sampling, **claim)  # type: ignore[arg-type]
+        self.scheduler.admit(self.num_jobs, prompt, self.now)
+        self.num_jobs += 1
+        return self.num_jobs - 1
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.now)
+        outcomes = self.scheduler.drain()
+        if plan is not None:
+            seconds = plan.num_tokens * self.per_token
+            self.now += seconds
+            outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, self.ledger.apply(plan), seconds=seconds))
+        for job, outcome in outcomes:
+            self.began += [job] if isinstance(outcome, Started) else []
+            self.seen.setdefault(job, []).append(outcome)
+        self.scheduler.check()
+        return plan
+
+    def run(self) -> list[StepPlan]:
+        plans: list[StepPlan] = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+        return plans
+
+    def tokens(self, job: int) -> list[tuple[int, int]]:
+        """Index and id of each token of an answer."""
+        return [(e.index, e.token_ids[0]) for e in self.seen[job] if isinstance(e, Tokens)]
+
+
+def answer(count: int, max_tokens: int) -> list[tuple[int, int]]:
+    ids = [count - 1]
+    for index in range(max_tokens):
+        ids.append(echo_token(ids[-1], index))
+    return list(enumerate(ids[1:]))
+
+
+def test_higher_priority_begins_first() -> None:
+    bench = Bench(max_sequences=1)
+    first = bench.ask(4, priority=9)
+    bench.step()
+    jobs = [bench.ask(4, priority=priority) for priority in (0, 2, 1, 2)]
+    bench.run()
+    assert bench.began == [first, jobs[1], jobs[3], jobs[2], jobs[0]]
+
+
+def test_clients_take_turns_however_many_jobs_they_have() -> None:
+    bench = Bench(max_sequences=1)
+    many = [bench.ask(4, client="many") for _ in range(5)]
+    few = [bench.ask(4, client="few") for _ in range(2)]
+    bench.run()
+    assert bench.began == [many[0], few[0], many[1], few[1], *many[2:]]
+
+
+def test_a_client_is_charged_in_tokens() -> None:
+    bench = Bench(max_sequences=1)
+    large = [bench.ask(4, max_tokens=40, client="large") for _ in range(2)]
+    small = [bench.ask(4, max_tokens=4, client="small") for _ in range(8)]
+    bench.run()
+    assert bench.began[:2] == [large[0], small[0]]
+    assert 4 <= bench.began.index(large[1]) <= 8, "its turn comes when the others had as many tokens, or by age"
+
+
+def test_low_priority_is_not_starved() -> None:
+    bench = Bench(max_sequences=1, max_waiting=1000)
+    low = bench.ask(4, priority=-100)
+    urgent = bench.ask(4, priority=5)
+    for _ in range(200):
+        bench.ask(4, priority=5)
+        bench.step()
+    assert urgent in bench.began
+    assert bench.began.index(low) <= AGEING
+    assert isinstance(bench.seen[low][-1], Ended), "and it was not preempted again"
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    bench = Bench(blocks=(400,))
+    bench.scheduler.admit_ingest(100, "doc", range(1500), append=False, claim=Claim(client="a"))
+    bench.step()
+    short = bench.ask(40, client="b")
+    plans = [bench.step() for _ in range(5)]
+    assert isinstance(bench.seen[short][-1], Tokens), [type(plan.work) for plan in plans if plan]
+
+
+def test_preempted_answer_goes_on_at_its_next_token() -> None:
+    bench = Bench(blocks=(10,))
+    low = bench.ask(20, max_tokens=20)
+    for _ in range(6):
+        bench.step()
+    told = len(bench.tokens(low))
+    assert told >= 4
+    high = bench.ask(20, max_tokens=10, first=500, priority=1)
+    bench.step()
+    assert bench.began[-1] == high
+    assert bench.scheduler.positions() == {low: Started(20, 0, 1)}
+    plans = bench.run()
+    assert bench.tokens(low) == answer(20, 20)
+    assert bench.tokens(high) == answer(520, 10)
+    ended = bench.seen[low][-1]
+    assert isinstance(ended, Ended)
+    assert (ended.prompt_tokens, ended.completion_tokens) == (20, 20)
+    again = [plan.work for plan in plans if isinstance(plan.work, Prefill)][-1]
+    assert (again.start, len(again.token_ids)) == (0, 20 + told - 1)
+    row = next(p.work.rows[0] for p in plans if isinstance(p.work, Decode) and p.work.rows[0].sequence == low)
+    assert row.token_index == told
+
+
+def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
+    bench = Bench(max_sequences=1)
+    low = bench.ask(20, max_tokens=20)
+    for _ in range(6):
+        bench.step()
+    bench.ask(20, max_tokens=2, first=500, priority=1)
+    plans = bench.run()
+    again = next(p.work.rows[0] for p in plans if isinstance(p.work, Decode) and p.work.rows[0].sequence == low)
+    assert (again.start, len(again.token_ids), again.token_index) == (19, 6, 5)
+    assert bench.tokens(low) == answer(20, 20)
+    ended = bench.seen[low][-1]
+    assert isinstance(ended, Ended)
+    assert ended.cached_tokens == 0
+
+
+def test_one_of_several_samples_gives_way() -> None:
+    bench = Bench(max_sequences=3)
+    job = bench.ask(20, max_tokens=10, num_samples=3)
+    bench.num_jobs += 2
+    for _ in range(4):
+        bench.step()
+    high = bench.ask(4, max_tokens=3, priority=1)
+    bench.run()
+    assert bench.tokens(high) == answer(4, 3)
+    for sample in range(3):
+        found = [(e.index, e.token_ids[0]) for e in bench.seen[job] if isinstance(e, Tokens) and e.sample == sample]
+        assert found == answer(20, 10)
+    assert bench.began == [job, high]
+
+
+def test_the_youngest_of_the_lowest_gives_way() -> None:
+    bench = Bench(max_sequences=3)
+    for priority in (0, 0, 1):
+        bench.ask(4, max_tokens=50, priority=priority)
+    bench.step()
+    bench.ask(4, max_tokens=1, priority=2)
+    bench.step()
+    assert list(bench.scheduler.positions()) == [1]
+
+
+def test_equals_do_not_preempt_unless_the_reader_is_behind() -> None:
+    bench = Bench(max_sequences=1)
+    slow = bench.ask(4, max_tokens=10)
+    bench.step()
+    other = bench.ask(4, max_tokens=3)
+    bench.step()
+    assert list(bench.scheduler.positions()) == [other]
+    bench.scheduler.pause(slow, True)
+    bench.run()
+    assert bench.tokens(other) == answer(4, 3)
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 1)
+    bench.scheduler.pause(slow, False)
+    bench.run()
+    assert bench.tokens(slow) == answer(4, 10)
+
+
+def test_a_passed_deadline_ends_a_job_wherever_it_is() -> None:
+    bench = Bench(max_sequences=1)
+    reading = bench.ask(200, deadline=0.05)
+    waiting = bench.ask(4, deadline=0.06)
+    bench.scheduler.admit_ingest(100, "doc", range(200), append=False, claim=Claim(deadline=0.07))
+    bench.now = 0.1
+    bench.run()
+    for job in (reading, waiting, 100):
+        assert isinstance(bench.seen[job][-1], DeadlineExceeded)
+    assert bench.scheduler.next_deadline is None
+    assert bench.scheduler.num_waiting == bench.scheduler.num_running == 0
+
+
+def test_a_deadline_that_cannot_be_met_is_refused() -> None:
+    bench = Bench()
+    bench.ask(100, max_tokens=10)
+    bench.run()
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 seconds are left, and 0\.1"):
+        bench.ask(100, first=500, deadline=bench.now + 0.05)
+    bench.ask(100, deadline=bench.now + 0.05)  # what is held need not be read
+    with pytest.raises(DeadlineExceeded):
+        bench.ask(4, deadline=bench.now)
+    with pytest.raises(DeadlineExceeded):
+        bench.ask(4, max_tokens=500, deadline=bench.now + 0.2)
+    bench.ask(4, max_tokens=500, deadline=bench.now + 0.2, end_tokens=frozenset([1]))
+    bench.ask(100, deadline=bench.now + 0.5)
+    bench.scheduler.check()
+
+
+def test_what_must_be_retried_says_when() -> None:
+    bench = Bench(max_sequences=1, max_waiting=4)
+
+    def refused() -> float | None:
+        for _ in range(5):
+            bench.ask(4, max_tokens=500)
+            bench.step()
+        with pytest.raises(ResourceExhausted) as caught:
+            bench.ask(4)
+        return caught.value.retry_seconds
+
+    assert refused() == UNKNOWN_RETRY_SECONDS
+    bench.run()
+    assert refused() == pytest.approx(1.0, rel=0.05)  # each takes half a second, and two of four are to begin
+
+
+@pytest.mark.parametrize(
+    ("per_token", "step", "expected"),
+    [(None, 0.01, 256), (0.0001, 0.02, 768), (0.00001, 0.02, 4096), (0.001, 0.09, 256), (0.0001, 0.4, 768)],
+)
+def test_chunks_beside_streams_are_as_long_as_the_target_allows(
+    per_token: float | None, step: float, expected: int
+) -> None:
+    speeds = Speeds()
+    budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
+    job = Ingest(0, Path(), range(9999), "doc")
+    if per_token:
+        speeds.prefill_token.add(per_token * 500, 500)
+    speeds.decode_step.add(step, 1)
+    assert budget.chunk_size(job, is_alone=False) == expected
+    assert budget.chunk_size(job, is_alone=True) == 4096
+
+
+def test_chunks_follow_what_they_took() -> None:
+    bench = Bench(blocks=(400,), target_itl_ms=10.0, per_token=0.0005, chunk_size=400)
+    stream = bench.ask(4, max_tokens=40)
+    bench.step()
+    bench.scheduler.admit_ingest(100, "doc", range(1200), append=False)
+    chunks = [len(plan.work.token_ids) for plan in bench.run() if isinstance(plan.work, Prefill)]
+    assert chunks[0] == 4, "nothing is known yet"
+    assert set(chunks[1:30]) == {16}, "a multiple of blocks that takes less than the target, with a decode step"
+    assert chunks[-2] == 400, "when nobody decodes any more"
+    assert bench.tokens(stream) == answer(4, 40)
