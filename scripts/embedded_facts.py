@@ -31,7 +31,8 @@ class Facts:
         """Chooses the words that the batch's keys and values share."""
         self.numbers, self.taken = [], set()
         new_word = self.text.new_word
-        self.text.pool = () if phase.easy else tuple(new_word() for _ in range(self.rng.randint(15, 60)))
+        shared = (8, 40) if phase.is_last else (15, 60)
+        self.text.pool = () if phase.easy else tuple(new_word() for _ in range(self.rng.randint(*shared)))
 
     def key(self, easy: bool, doubled: float) -> str:
         """A key in the demo's forms, or a name, an identifier, a phrase; `doubled` is the share that repeats a word."""

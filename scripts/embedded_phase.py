@@ -19,4 +19,4 @@ class Phase:
     log_copies: float
     """Largest ln R: how many copies of itself a filler token counts for."""
     is_last: bool = False
-    """More questions, keys of one word twice, and more weight on where a repeated key ends."""
+    """More questions, fewer words for more keys, keys of one word twice, more weight on where a repeated key ends."""

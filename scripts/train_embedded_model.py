@@ -16,20 +16,22 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY = 100
-LAST = 280
+LAST = 500
 """Steps of the last phase."""
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up, then longer, and at last with an eye on
-    where keys end."""
+    """What to train on at this step: easy and short first, then ln R ramped up, then longer, and at last with many
+    keys that are alike and an eye on where keys end."""
     progress = step / (steps - LAST)
     log_copies = 7 * min(max((progress - 0.24) / 0.25, 0), 1)
     if progress < 0.24:
         return Phase(320, 12, 2, 2, 0.6 if progress < 0.18 else 0.3, progress < 0.18, log_copies)
     if progress < 0.85:
         return Phase(512, 16, 3, 5, 0.1, False, log_copies)
-    return Phase(1536, 6, 6, 12, 0.1, False, log_copies, is_last=progress >= 1)
+    if progress < 1:
+        return Phase(1536, 6, 6, 12, 0.1, False, log_copies)
+    return Phase(2048, 6, 8, 24, 0.05, False, log_copies, is_last=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -123,7 +125,7 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2480)
+    parser.add_argument("--steps", type=int, default=2700)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=4e-3, help="largest learning rate")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")
