@@ -120,18 +120,44 @@ async def test_memory_stays_flat_under_overload() -> None:
         assert psutil.Process().memory_info().rss - before < 16 * MIB
 
 
-async def test_clients_that_leave_free_everything() -> None:
+async def test_whoever_leaves_frees_everything() -> None:
     async with serving(chunk_size=256) as served:
-        ingest = asyncio.create_task(served.client.ingest("doc", tuple(range(65, 90)) * 1000))
-        await until(lambda: sum(worker.tokens for worker in served.engine.cluster().workers) >= 512)
-        ingest.cancel()
-        await asyncio.wait([ingest])
-        await served.until_idle()
+        for leave in (leave_an_ingest, leave_a_prompt, kill_a_client, pass_a_deadline):
+            await leave(served)
+            await served.until_idle()
         assert served.engine.list_contexts() == []
-        async with aclosing(served.client.generate([66] * 20_000, max_tokens=4)) as events:
-            async for _ in events:
-                break  # in the middle of the prompt
-        await served.until_idle()
+
+
+async def leave_an_ingest(served: Served) -> None:
+    ingest = asyncio.create_task(served.client.ingest("doc", tuple(range(65, 90)) * 1000))
+    await until(lambda: sum(worker.tokens for worker in served.engine.cluster().workers) >= 512)
+    ingest.cancel()
+    await asyncio.wait([ingest])
+
+
+async def leave_a_prompt(served: Served) -> None:
+    async with aclosing(served.client.generate([66] * 20_000, max_tokens=4)) as events:
+        async for _ in events:
+            break  # in the middle of the prompt
+
+
+async def kill_a_client(served: Served) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    first = spawn.Event()
+    process = spawn.Process(target=read_for_ever, args=(served.address, first))
+    process.start()
+    assert await asyncio.to_thread(first.wait, 60)
+    assert served.engine.cluster().running == 1
+    process.kill()
+    await asyncio.to_thread(process.join)
+
+
+async def pass_a_deadline(served: Served) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        call = GenerationServiceStub(channel).Generate(endless(), timeout=1.0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [_ async for _ in call]
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def read_for_ever(address: str, first: object) -> None:
@@ -140,19 +166,6 @@ def read_for_ever(address: str, first: object) -> None:
         for event in client.generate([65, 66, 67], max_tokens=MANY, ignore_end_token=True):
             if isinstance(event, Delta):
                 first.set()  # type: ignore[attr-defined]
-
-
-async def test_a_killed_client_frees_everything() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    async with serving() as served:
-        first = spawn.Event()
-        process = spawn.Process(target=read_for_ever, args=(served.address, first))
-        process.start()
-        assert await asyncio.to_thread(first.wait, 60)
-        assert served.engine.cluster().running == 1
-        process.kill()
-        await asyncio.to_thread(process.join)
-        await served.until_idle()
 
 
 @pytest.mark.slow
@@ -177,12 +190,3 @@ def endless() -> service_pb.GenerateRequest:
     request.sampling.max_token_count = MANY
     request.sampling.ignore_end_token = True
     return request
-
-
-async def test_the_deadline_of_a_call_frees_everything() -> None:
-    async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
-        call = GenerationServiceStub(channel).Generate(endless(), timeout=1.0)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            [_ async for _ in call]
-        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await served.until_idle()
