@@ -13,6 +13,7 @@ import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
+from coordinator.changes import Changes, watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
 from coordinator.tokenization import Tokenization
@@ -208,10 +209,18 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes the cluster."""
+    """Describes the cluster. `changes` are those of what `cluster` says."""
 
-    def __init__(self, cluster: Callable[[], Cluster]) -> None:
+    def __init__(self, cluster: Callable[[], Cluster], changes: Changes) -> None:
         self._cluster = cluster
+        self._changes = changes
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())
+
+    async def WatchCluster(
+        self, request: cluster_pb.WatchClusterRequest, context: object
+    ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
+        async with aclosing(watch(self._cluster, self._changes, codec.decode_watch(request))) as seen:
+            async for cluster in seen:
+                yield cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(cluster))

@@ -3,7 +3,7 @@
 Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
 """
 
-from longleaf.codec.cluster import decode_cluster, encode_cluster
+from longleaf.codec.cluster import decode_cluster, decode_watch, encode_cluster, encode_watch
 from longleaf.codec.context import (
     decode_context,
     decode_fork,
@@ -34,6 +34,7 @@ __all__ = [
     "decode_sampling",
     "decode_tokenized",
     "decode_update",
+    "decode_watch",
     "encodable",
     "encode_cluster",
     "encode_context",
@@ -46,4 +47,5 @@ __all__ = [
     "encode_sampling",
     "encode_tokenized",
     "encode_update",
+    "encode_watch",
 ]

@@ -30,10 +30,10 @@ from tests.fuzz.messages import HELD
 from tests.service import byte_tokenizer, write_model
 from workers.__main__ import main as worker_main
 
-PATIENCE = 60.0
+PATIENCE = 30.0
 """Seconds after which a call that does not end, or blocks that are not given back, are an error."""
 ENDLESS = {"WatchCluster"}
-"""Streams that never end by themselves."""
+"""Streams that never end by themselves, and of which no more than one response can be counted on."""
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -86,6 +86,7 @@ class Target:
 
     def __init__(self, engine: Engine, address: str, expected: Sequence[int]) -> None:
         self._engine = engine
+        self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
         self._expected = list(expected)
         self._complaints = Complaints()
@@ -126,7 +127,9 @@ class Target:
         if not method.server_streaming:
             await made
             return
-        num_reads = 1 if call.num_reads is None and method.name in ENDLESS else call.num_reads
+        num_reads = call.num_reads
+        if method.name in ENDLESS:
+            num_reads = 1 if num_reads is None else min(1, num_reads)
         try:
             while num_reads is None or num_reads > 0:
                 if await made.read() is grpc.aio.EOF:
