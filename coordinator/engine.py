@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from coordinator.blocks import Placer
+from coordinator.changes import Changes
 from coordinator.contexts import Context, check_settings
 from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, RankShare, WorkerView
 from coordinator.jobs import NO_CLAIM, Claim
@@ -54,6 +55,8 @@ class Engine:
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
+        self.changes = Changes()
+        """Noted whenever `cluster` may answer otherwise than before."""
 
     @property
     def max_positions(self) -> int:
@@ -273,6 +276,7 @@ class Engine:
         waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
         waits += [] if expiry is None else [expiry]
         timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
+        self.changes.note()  # whatever changes, by clients, steps or time, has led here
         await self._wake.wait()
         timer.cancel()
 
@@ -326,6 +330,7 @@ class Engine:
         self._failure = error
         for job_id in list(self._streams):
             self._close_stream(job_id, error)
+        self.changes.end()
 
     def end_streams(self) -> None:
         """Ends every stream with Unavailable, or with what ended the service, and refuses what comes later."""

@@ -109,6 +109,8 @@ async def _answered(method: str, call: Call) -> AsyncGenerator[None, None]:
     except LongleafError as error:
         logger.log(logging.WARNING if isinstance(error, Unavailable) else logging.INFO, "%s: %s", method, error)
         await _abort(error, call)
+    except grpc.aio.InternalError as error:  # nothing can be sent: the client left
+        raise asyncio.CancelledError from error
     except Exception as error:
         logger.exception("%s failed", method)
         await call.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
@@ -116,5 +118,8 @@ async def _answered(method: str, call: Call) -> AsyncGenerator[None, None]:
 
 async def _abort(error: LongleafError, call: Call) -> NoReturn:
     status = encode_error(error)
-    await call.abort(grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await call.abort(grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError as gone:  # the client left, so nobody is there to be told
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort raises")

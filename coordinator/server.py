@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
+from coordinator.changes import Changes
 from coordinator.generation import Generation, Submitter
 from coordinator.ingest import Ingest, Ingester
 from coordinator.interceptors import ErrorInterceptor
@@ -58,6 +59,11 @@ def _address(host: str, port: int) -> str:
 class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
     """All that the services ask of the engine."""
 
+    @property
+    def changes(self) -> Changes:
+        """Of jobs, and of what ranks hold."""
+        ...
+
 
 class Server:
     """Serves one engine. `cluster` describes it; raises what the engine raises."""
@@ -71,7 +77,7 @@ class Server:
         self._add(generation_service_pb2_grpc, "GenerationService", generations)
         self._add(context_service_pb2_grpc, "ContextService", contexts)
         self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(Tokenization(tokenizer)))
-        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(cluster))
+        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(cluster, engine.changes))
         self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

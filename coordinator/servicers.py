@@ -4,7 +4,6 @@ import asyncio
 import base64
 import binascii
 import secrets
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
@@ -13,6 +12,7 @@ import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
+from coordinator.changes import Changes, watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
 from coordinator.tokenization import Tokenization
@@ -202,16 +202,24 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def Detokenize(
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
-        token_ids, keep_special = array("I", request.token_ids.ids), request.keep_special_tokens
+        token_ids, keep_special = codec.decode_ids(request.token_ids), request.keep_special_tokens
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes the cluster."""
+    """Describes the cluster. `changes` are those of what `cluster` says."""
 
-    def __init__(self, cluster: Callable[[], Cluster]) -> None:
+    def __init__(self, cluster: Callable[[], Cluster], changes: Changes) -> None:
         self._cluster = cluster
+        self._changes = changes
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())
+
+    async def WatchCluster(
+        self, request: cluster_pb.WatchClusterRequest, context: object
+    ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
+        async with aclosing(watch(self._cluster, self._changes, codec.decode_watch(request))) as seen:
+            async for cluster in seen:
+                yield cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(cluster))

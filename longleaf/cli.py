@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, demo, generate, ingest, serve
+from longleaf.commands import contexts, demo, generate, ingest, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
@@ -41,6 +41,8 @@ app.command()(serve.serve)
 app.command()(ingest.ingest)
 app.command()(generate.ask)
 app.command()(generate.generate)
+app.command()(tokens.tokenize)
+app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
 app.command()(cluster)
 
@@ -52,6 +54,22 @@ OPTIONS = {
     "sampling.top_p": "--top-p",
     "sampling.seed": "--seed",
     "sampling.stop": "--stop",
+    "sampling.min_p": "--min-p",
+    "sampling.repetition_penalty": "--repetition-penalty",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
+    "sampling.stop_token_ids": "--stop-token",
+    "sampling.logprob_count": "--logprobs",
+    "sample_count": "--samples",
+    "client_id": "--client",
+    "token_count": "--tokens",
+    "context.display_name": "--display-name",
+    "context.ttl": "--ttl",
+    "config.display_name": "--display-name",
+    "config.ttl": "--ttl",
+    "config.upload_id": "--upload-id",
+    "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
 }
 """What fields of requests and settings are called on the command line, where that is not their own name."""

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
+from coordinator.changes import Changes
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
@@ -108,6 +109,9 @@ class FakeEngine:
         self.created = 1.5
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
+        self.changes = Changes()
+        self.running = 3
+        self.looked = asyncio.Event()
 
     def _stream(self, script: Sequence[events.Event]) -> FakeStream:
         stream = FakeStream(script, self.late_error, self.is_endless)
@@ -187,11 +191,20 @@ class FakeEngine:
         self.settings.pop(context_id, None)
 
     def cluster(self) -> events.ClusterView:
+        self.looked.set()
+        if self.error is not None:
+            raise self.error
         worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)
-        return events.ClusterView((worker,), epoch=1, waiting=2, running=3)
+        return events.ClusterView((worker,), epoch=1, waiting=2, running=self.running)
 
     def describe(self) -> Cluster:
-        model = ModelInfo(name="fake", architecture="LlamaForCausalLM", dtype="float32", max_context_tokens=4096)
+        model = ModelInfo(
+            name="fake",
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            max_context_tokens=4096,
+            vocabulary_size=BYTES.get_vocab_size(),
+        )
         return cluster_of(
             self.cluster(), model, EngineConfig(model="fake"), "local", Ready(0, "cpu", "float32", 8192, 64)
         )

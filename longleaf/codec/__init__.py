@@ -3,7 +3,7 @@
 Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
 """
 
-from longleaf.codec.cluster import decode_cluster, encode_cluster
+from longleaf.codec.cluster import decode_cluster, decode_watch, encode_cluster, encode_watch
 from longleaf.codec.context import (
     decode_context,
     decode_fork,
@@ -17,7 +17,7 @@ from longleaf.codec.context import (
     encode_update,
 )
 from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
-from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
@@ -29,21 +29,25 @@ __all__ = [
     "decode_event",
     "decode_fork",
     "decode_generate",
+    "decode_ids",
     "decode_ingest_piece",
     "decode_ingest_progress",
     "decode_sampling",
     "decode_tokenized",
     "decode_update",
+    "decode_watch",
     "encodable",
     "encode_cluster",
     "encode_context",
     "encode_event",
     "encode_fork",
     "encode_generate",
+    "encode_ids",
     "encode_ingest_piece",
     "encode_ingest_progress",
     "encode_resume",
     "encode_sampling",
     "encode_tokenized",
     "encode_update",
+    "encode_watch",
 ]

@@ -1,8 +1,14 @@
 """The cluster. Its structs name the fields in the order and with the meaning of the messages, but shorter."""
 
+from google.protobuf.duration_pb2 import Duration
+
+from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ModelInfo, Worker
 from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
+
+DEFAULT_INTERVAL = 1.0
+MIN_INTERVAL, MAX_INTERVAL = 0.01, 3600.0
 
 _MODEL_NAMES = {"max_context_token_count": "max_context_tokens"}
 _WORKER_NAMES = {"token_count": "tokens", "max_token_count": "max_tokens"}
@@ -52,3 +58,25 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         waiting=message.waiting_count,
         running=message.running_count,
     )
+
+
+def encode_watch(min_interval: float) -> cluster_pb.WatchClusterRequest:
+    """Raises InvalidArgument when the interval, in seconds, is out of range."""
+    nanos = round(_checked(min_interval) * 1e9)
+    interval = Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
+    return cluster_pb.WatchClusterRequest(min_interval_duration=interval)
+
+
+def decode_watch(message: cluster_pb.WatchClusterRequest) -> float:
+    """Seconds between two looks at the least. Raises InvalidArgument."""
+    interval = message.min_interval_duration
+    if not message.HasField("min_interval_duration"):
+        return DEFAULT_INTERVAL
+    return _checked(interval.seconds + interval.nanos / 1e9)
+
+
+def _checked(seconds: float) -> float:
+    if not MIN_INTERVAL <= seconds <= MAX_INTERVAL:
+        limits = f"{MIN_INTERVAL} s and {MAX_INTERVAL:.0f} s"
+        raise InvalidArgument("min_interval_duration", f"{seconds} s is not between {limits}")
+    return seconds

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -9,6 +12,18 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class GetClusterRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WatchClusterRequest(_message.Message):
+    __slots__ = ("min_interval_duration",)
+    MIN_INTERVAL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    min_interval_duration: _duration_pb2.Duration
+    def __init__(self, min_interval_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class WatchClusterResponse(_message.Message):
+    __slots__ = ("cluster",)
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    cluster: Cluster
+    def __init__(self, cluster: _Optional[_Union[Cluster, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "architecture", "dtype", "max_context_token_count", "vocabulary_size", "has_chat_template")

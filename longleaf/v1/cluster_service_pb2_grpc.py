@@ -40,6 +40,11 @@ class ClusterServiceStub:
                 request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.Cluster.FromString,
                 _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/longleaf.v1.ClusterService/WatchCluster',
+                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -53,6 +58,14 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCluster(self, request, context):
+        """Tells the same now, and again whenever it has changed, until the client leaves. When the service stops, the stream
+        ends with UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetCluster,
                     request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.GetClusterRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.Cluster.SerializeToString,
+            ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class ClusterService:
             '/longleaf.v1.ClusterService/GetCluster',
             longleaf_dot_v1_dot_cluster__service__pb2.GetClusterRequest.SerializeToString,
             longleaf_dot_v1_dot_cluster__service__pb2.Cluster.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/longleaf.v1.ClusterService/WatchCluster',
+            longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
+            longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,7 @@ import pytest
 
 from longleaf import cli
 from longleaf.commands.cluster import merge_lines
+from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server
 from longleaf.demo.haystack import make_haystack
 from longleaf.demo.run import DemoSettings, build
@@ -29,7 +30,7 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Cluster, ModelInfo
+from longleaf.messages import Cluster, ContextSettings, ModelInfo
 from longleaf.step import MergeTiming
 from tests.service import FakeEngine, byte_tokenizer, serving
 
@@ -111,6 +112,70 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 
 
+async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
+    typed = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 "
+    typed += "--frequency-penalty 0.4 --logit-bias 5=-1.5 --logit-bias 6=2 --stop-token 9 --stop-token 8 "
+    typed += "--ignore-end-token --logprobs 3 --max-tokens 12 --priority -4 --client me --timeout 60 --resumable"
+    terminal.engine.contexts["moby"] = [1]
+    await terminal.json("ask", "moby", "who?", *typed.split())
+    [prompt] = terminal.engine.prompts
+    assert (prompt.context, prompt.priority, prompt.client) == ("moby", -4, "me")
+    assert prompt.deadline is not None
+    sampling = prompt.sampling
+    assert (sampling.logit_bias, sampling.stop_tokens) == ({5: -1.5, 6: 2.0}, (9, 8))
+    assert (sampling.top_k, sampling.num_logprobs, sampling.max_tokens) == (7, 3, 12)
+    given = (sampling.temperature, sampling.top_p, sampling.min_p)
+    assert given == pytest.approx((0.5, 0.9, 0.1))
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == pytest.approx((1.2, 0.3, 0.4))
+
+
+async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
+    await terminal.run("ask", "moby", "-")
+    assert byte_tokenizer().decode(terminal.engine.prompts[0].token_ids).count("Grüße?") == 1
+
+
+async def test_a_context_is_forked(terminal: Terminal) -> None:
+    terminal.engine.contexts["moby"] = [1, 2, 3]
+    code, out, _ = await terminal.run("contexts", "fork", "moby", "ishmael", "--tokens", "2")
+    assert (code, out.splitlines()[0]) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank")
+    [context] = await terminal.json("contexts", "fork", "moby", "ahab")
+    assert (context["id"], context["tokens"]) == ("ahab", 3)
+
+
+async def test_a_context_is_updated(terminal: Terminal) -> None:
+    terminal.engine.contexts["moby"] = [1, 2, 3]
+    code, out, _ = await terminal.run("contexts", "update", "moby", "--display-name", "Moby-Dick", "--pin")
+    assert (code, out.splitlines()[0]) == (0, "moby (Moby-Dick): 3 tokens, 192 B of keys and values on 1 rank")
+    assert out.endswith("never expires, pinned\n")
+    assert terminal.engine.settings["moby"] == ContextSettings(display_name="Moby-Dick", is_pinned=True)
+    await terminal.json("contexts", "update", "moby", "--ttl", "60", "--unpin")
+    assert terminal.engine.settings["moby"] == ContextSettings(ttl=60.0, is_pinned=False)
+    [context] = await terminal.json("contexts", "update", "moby", "--forever")
+    assert (terminal.engine.settings["moby"], context["expires"]) == (ContextSettings(expires=None), None)
+
+
+async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
+    options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one")
+    [context] = await terminal.json("ingest", book, "--name", "moby", *options)
+    wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True)
+    assert (context["tokens"], terminal.engine.settings["moby"]) == (172, wanted)
+
+
+async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:
+    ids = byte_tokenizer().encode("é!").ids
+    assert (await terminal.run("tokenize", "é!"))[1] == " ".join(map(str, ids)) + "\n"
+    [found] = await terminal.json("tokenize", "é!", "--spans")
+    assert found == {"token_ids": ids, "spans": [[0, 1], [0, 1], [1, 2]]}
+    assert "'é'" in (await terminal.run("tokenize", "é!", "--spans"))[1]
+    assert (await terminal.run("detokenize", *map(str, ids)))[1] == "é!\n"
+    special = str(byte_tokenizer().token_to_id("<|end|>"))
+    assert await terminal.json("detokenize", special) == [{"text": ""}]
+    assert await terminal.json("detokenize", special, "--special") == [{"text": "<|end|>"}]
+
+
 async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
     await terminal.run("generate", "--prompt", "x")
     await terminal.run("generate", "--prompt", "x", "--raw")
@@ -129,6 +194,33 @@ async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
     _, out, _ = await terminal.run("cluster")
     assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576"))
     assert "merge" not in out, "one rank has nothing to merge"
+
+
+async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(Path(sys.executable).with_name("longleaf")), "cluster", "--watch", "--interval", "0.01", "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--server", terminal.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for running in (3, 7):
+        assert json.loads(await process.stdout.readline())["running"] == running
+        terminal.engine.running = 7
+        terminal.engine.changes.note()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    assert (await process.stderr.read()).decode() == "error: the service is stopping\n"
+    assert await process.wait() == 1
+
+
+async def test_the_cluster_is_watched_as_a_live_table(terminal: Terminal) -> None:
+    watching = asyncio.create_task(terminal.run("cluster", "--watch", "--interval", "0.01"))
+    await terminal.engine.looked.wait()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    code, out, err = await watching
+    assert (code, err) == (1, "error: the service is stopping\n")
+    assert all(word in out for word in ("3 running, 2 waiting", "rank", "4711"))
 
 
 def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
@@ -156,6 +248,18 @@ def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
         (["ask", "moby", ""], "text: the question is empty"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: must be"),
         (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens: must be"),
+        (["generate", "--prompt", "x", "--min-p", "2"], "--min-p: must be"),
+        (["generate", "--prompt", "x", "--samples", "99"], "--samples: must be"),
+        (["generate", "--prompt", "x", "--logprobs", "-1"], "--logprobs: must be"),
+        (["generate", "--prompt", "x", "--logit-bias", "7"], "--logit-bias: 7 is not ID=BIAS"),
+        (["contexts", "fork", "moby", "Ishmael!"], "new_name: "),
+        (["contexts", "fork", "none", "new"], "contexts/none"),
+        (["contexts", "update", "moby"], "give --display-name, --ttl"),
+        (["contexts", "update", "moby", "--ttl", "-1"], "--ttl: "),
+        (["contexts", "update", "moby", "--display-name", "x" * 300], "--display-name: has 300"),
+        (["detokenize", "99999"], "token_ids.ids[0]"),
+        (["contexts", "fork", "moby", "new", "--tokens", str(2**70)], "--tokens: "),
+        (["cluster", "--watch", "--interval", "0"], "--interval: "),
         (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
         (["ingest", "/", "--name", "x"], "file: / cannot be read: Is a directory"),
         (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),
@@ -210,7 +314,10 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as end:
         cli.main(["cluster", "--server", "127.0.0.1:1"])
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("error: the server at 127.0.0.1:1 does not answer")
+    *retries, error = capsys.readouterr().err.splitlines()
+    assert len(retries) == IMPATIENT
+    assert all(line.startswith("trying again in ") for line in retries)
+    assert error.startswith("error: the server at 127.0.0.1:1 does not answer")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +374,21 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["ingest"], ["ask"], ["generate"], ["contexts", "list"], ["cluster"], ["demo"]]
+    "command",
+    [
+        [],
+        ["serve"],
+        ["ingest"],
+        ["ask"],
+        ["generate"],
+        ["contexts", "list"],
+        ["contexts", "fork"],
+        ["contexts", "update"],
+        ["tokenize"],
+        ["detokenize"],
+        ["cluster"],
+        ["demo"],
+    ],
 )
 def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
