@@ -4,6 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
@@ -27,7 +28,8 @@ class ThreadRanks:
         self._ranks = [Rank(make_spec(rank, config)) for rank in range(config.world_size)]
         self._groups = loopback_groups(Topology(("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
-        self._results: queue.Queue[StepResult | Exception] = queue.Queue()
+        self._results: queue.Queue[Future[StepResult]] = queue.Queue()
+        """Of the plans under way, in the order in which they were sent: rank 0 answers in this order."""
         self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
         self._spoil = spoil
@@ -41,12 +43,12 @@ class ThreadRanks:
         return tuple(sorted(readies, key=lambda ready: ready.rank))
 
     async def step(self, plan: StepPlan) -> StepResult:
+        result: Future[StepResult] = Future()
+        self._results.put(result)
         for plans in self._plans:
             plans.put(encode(plan))
-        result = await asyncio.to_thread(self._results.get, timeout=120)
-        if isinstance(result, Exception):
-            raise WorkerLost(0, repr(result)) from result
-        return result
+        async with asyncio.timeout(120):
+            return await asyncio.wrap_future(result)
 
     async def wait_lost(self) -> WorkerLost:
         """Threads do not die on their own."""
@@ -72,10 +74,20 @@ class ThreadRanks:
                 world = self._groups[index].world
                 assert isinstance(world, LoopbackComm)
                 world.abort()
-                self._results.put(error)
+                self._fail(error)
                 return
             if result is not None:
-                self._results.put(result)
+                self._results.get().set_result(result)
+
+    def _fail(self, error: Exception) -> None:
+        """Gives up what is under way; of the ranks that fail together the first one tells why."""
+        lost = WorkerLost(0, repr(error))
+        lost.__cause__ = error
+        while True:
+            try:
+                self._results.get_nowait().set_exception(lost)
+            except queue.Empty:
+                return
 
 
 def config_for(model: Path, **settings: object) -> EngineConfig:
