@@ -1,15 +1,16 @@
 """The asynchronous client."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from typing import Any, Self, Unpack
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
+from longleaf.client.calls import Calls
 from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
 from longleaf.client.upload import Upload
 from longleaf.config import default_server
 from longleaf.errors import LongleafError, Unavailable, WorkerLost
@@ -21,7 +22,6 @@ from longleaf.messages import (
     IngestProgress,
     SamplingOptions,
 )
-from longleaf.status import decode_error
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc as cluster_grpc
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -30,23 +30,15 @@ from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 
-MAX_MESSAGE_BYTES = 64 << 20
-OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.enable_http_proxy", 0),
-)
-
-RESUME_SECONDS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Waits before an ingest whose connection broke is resumed, while the service gets no further."""
-
 OnProgress = Callable[[IngestProgress], None]
 
 
 class AsyncClient:
     """Talks to one service. Every call raises the errors of `longleaf.errors`.
+
+    A call may be given a `timeout`: seconds for all of it, streaming and retries included; None sets no limit. What
+    the service refused for lack of room is tried again after the wait that it names; what it did not answer is tried
+    again where that cannot do a thing twice: reads, and generations of which nothing has come yet.
 
     async with AsyncClient("localhost:50051") as client:
         await client.ingest("moby", Path("moby-dick.txt"))
@@ -54,16 +46,21 @@ class AsyncClient:
             ...
     """
 
-    def __init__(self, server: str | None = None) -> None:
-        """`server` is HOST:PORT; None takes LONGLEAF_SERVER, else localhost:50051."""
+    def __init__(
+        self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
+    ) -> None:
+        """`server` is HOST:PORT; None takes LONGLEAF_SERVER, else localhost:50051. `retries` is how often a call is
+        tried again at most, 0 for never, or how exactly; `on_retry` is told before each wait."""
         self.server = server or default_server()
-        self._channel = grpc.aio.insecure_channel(self.server, options=OPTIONS)
+        chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
+        self._calls = Calls(self.server, chosen, on_retry)
+        channel = self._calls.channel
         # The generated stubs carry no types.
-        self._generations: Any = generation_grpc.GenerationServiceStub(self._channel)
-        self._contexts: Any = context_grpc.ContextServiceStub(self._channel)
-        self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(self._channel)
-        self._cluster: Any = cluster_grpc.ClusterServiceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._generations: Any = generation_grpc.GenerationServiceStub(channel)
+        self._contexts: Any = context_grpc.ContextServiceStub(channel)
+        self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
+        self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,14 +70,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connection, and all calls on it."""
-        await self._channel.close()
-
-    @contextmanager
-    def _typed(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise decode_error(error, self.server) from None
+        await self._calls.channel.close()
 
     async def generate(
         self,
@@ -88,6 +78,7 @@ class AsyncClient:
         *,
         context: str | None = None,
         use_chat_template: bool | None = None,
+        timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation from text or token ids: Started, Progress, Delta, and last Finished.
@@ -95,17 +86,16 @@ class AsyncClient:
         Closing the iterator, or leaving it by an exception, ends the generation on the service.
         """
         request = codec.encode_generate(input, context=context, use_chat_template=use_chat_template, sampling=sampling)
-        call = self._generations.Generate(request)
-        try:
-            with self._typed():
-                async for response in call:
-                    yield codec.decode_event(response)
-        finally:
-            call.cancel()
+        attempts = self._calls.attempts("Generate", timeout)
+        async with aclosing(self._calls.stream(self._generations.Generate, request, attempts)) as responses:
+            async for response in responses:
+                yield codec.decode_event(response)
 
-    def ask(self, context: str, question: str, **sampling: Unpack[SamplingOptions]) -> AsyncGenerator[Event, None]:
+    def ask(
+        self, context: str, question: str, *, timeout: float | None = None, **sampling: Unpack[SamplingOptions]
+    ) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
-        return self.generate(question, context=context, **sampling)
+        return self.generate(question, context=context, timeout=timeout, **sampling)
 
     async def ingest(
         self,
@@ -115,6 +105,7 @@ class AsyncClient:
         append: bool = False,
         upload_id: str = "",
         on_progress: OnProgress | None = None,
+        timeout: float | None = None,
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
@@ -123,7 +114,8 @@ class AsyncClient:
         same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
         """
         result: Context | None = None
-        async with aclosing(self.ingest_steps(context, document, append=append, upload_id=upload_id)) as steps:
+        steps = self.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout)
+        async with aclosing(steps):
             async for progress in steps:
                 if on_progress is not None:
                     on_progress(progress)
@@ -133,30 +125,42 @@ class AsyncClient:
         return result
 
     async def ingest_steps(
-        self, context: str, document: Document, *, append: bool = False, upload_id: str = ""
+        self,
+        context: str,
+        document: Document,
+        *,
+        append: bool = False,
+        upload_id: str = "",
+        timeout: float | None = None,
     ) -> AsyncGenerator[IngestProgress, None]:
-        """As `ingest`, but streams the progress; the last one carries the context."""
+        """As `ingest`, but streams the progress; the last one carries the context.
+
+        Without an `upload_id` it is tried again only until the service has asked for the document: a part of its
+        source may be gone then.
+        """
         header = IngestHeader(context, append, size_of(document), upload_id)
-        source, waits, furthest = Source(document), list(RESUME_SECONDS), -1
-        async with aclosing(source):
+        attempts, furthest = self._calls.attempts("IngestContext", timeout), -1
+        async with aclosing(Source(document)) as source:
             while True:
+                upload = Upload(header, source)
                 try:
-                    async with aclosing(self._ingest_once(Upload(header, source))) as steps:
+                    async with aclosing(self._ingest_once(upload, attempts.time_left())) as steps:
                         async for progress in steps:
                             if (reached := _reached(progress)) > furthest:
-                                waits, furthest = list(RESUME_SECONDS), reached
+                                furthest = reached
+                                attempts.renew()
                             yield progress
                     return
-                except Unavailable as error:
-                    if not upload_id or not waits or source.error or isinstance(error, WorkerLost):
+                except LongleafError as error:
+                    if source.error or (furthest >= 0 and not (upload_id and may_go_on(error))):
                         raise
-                await asyncio.sleep(waits.pop(0))
+                    await attempts.wait(error, is_repeatable=True)
 
-    async def _ingest_once(self, upload: Upload) -> AsyncGenerator[IngestProgress, None]:
+    async def _ingest_once(self, upload: Upload, timeout: float | None) -> AsyncGenerator[IngestProgress, None]:
         """One stream of an ingest, sending from where the service wants it."""
-        call = self._contexts.IngestContext(upload.requests())
+        call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
         try:
-            with self._typed():
+            with self._calls.typed():
                 async for response in call:
                     progress = codec.decode_ingest_progress(response)
                     upload.take(progress)
@@ -172,51 +176,70 @@ class AsyncClient:
             upload.stop()
             call.cancel()
 
-    async def get_context(self, context: str) -> Context:
+    async def get_context(self, context: str, *, timeout: float | None = None) -> Context:
         """Raises NotFound."""
-        with self._typed():
-            request = ingest_pb.GetContextRequest(name=codec.context_name(context))
-            return codec.decode_context(await self._contexts.GetContext(request))
+        request = ingest_pb.GetContextRequest(name=codec.context_name(context))
+        return codec.decode_context(await self._read(self._contexts.GetContext, "GetContext", request, timeout))
 
-    async def list_contexts(self) -> list[Context]:
+    async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
         """All contexts, by id."""
         contexts: list[Context] = []
-        token = ""
-        with self._typed():
-            while True:
-                request = ingest_pb.ListContextsRequest(page_token=token)
-                page: ingest_pb.ListContextsResponse = await self._contexts.ListContexts(request)
-                contexts += map(codec.decode_context, page.contexts)
-                token = page.next_page_token
-                if not token:
-                    return contexts
+        attempts = self._calls.attempts("ListContexts", timeout)
+        request = ingest_pb.ListContextsRequest()
+        while True:
+            page: ingest_pb.ListContextsResponse = await self._calls.unary(
+                self._contexts.ListContexts, request, attempts, is_repeatable=True
+            )
+            contexts += map(codec.decode_context, page.contexts)
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                return contexts
 
-    async def delete_context(self, context: str) -> None:
+    async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         """Raises NotFound."""
-        with self._typed():
-            await self._contexts.DeleteContext(ingest_pb.DeleteContextRequest(name=codec.context_name(context)))
+        request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
+        await self._calls.unary(self._contexts.DeleteContext, request, self._calls.attempts("DeleteContext", timeout))
 
-    async def count_tokens(self, text: str) -> int:
+    async def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
-        with self._typed():
-            request = tokenizer_pb.CountTokensRequest(text=codec.encodable(text, "text"))
-            return (await self._tokenizer.CountTokens(request)).token_count
+        request = tokenizer_pb.CountTokensRequest(text=codec.encodable(text, "text"))
+        return (await self._read(self._tokenizer.CountTokens, "CountTokens", request, timeout)).token_count
 
-    async def cluster(self) -> Cluster:
+    async def cluster(self, *, timeout: float | None = None) -> Cluster:
         """The model, the ranks and the load."""
-        with self._typed():
-            return codec.decode_cluster(await self._cluster.GetCluster(cluster_pb.GetClusterRequest()))
+        request = cluster_pb.GetClusterRequest()
+        return codec.decode_cluster(await self._read(self._cluster.GetCluster, "GetCluster", request, timeout))
 
-    async def is_healthy(self, service: str = "") -> bool:
+    async def watch_cluster(
+        self, *, min_interval: float = 1.0, timeout: float | None = None
+    ) -> AsyncGenerator[Cluster, None]:
+        """The cluster now, and again whenever it changed, at most every `min_interval` seconds. Raises Unavailable
+        when the service stops."""
+        request = codec.encode_watch(min_interval)
+        attempts = self._calls.attempts("WatchCluster", timeout)
+        async with aclosing(self._calls.stream(self._cluster.WatchCluster, request, attempts)) as responses:
+            async for response in responses:
+                yield codec.decode_cluster(response.cluster)
+
+    async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         """Whether the service (all of it, or one by its full name) can answer now. Raises Unavailable, NotFound."""
-        with self._typed():
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(service=service))
-            return answer.status == health_pb2.HealthCheckResponse.SERVING
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await self._read(self._health.Check, "Check", request, timeout)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def _read(self, method: Any, name: str, request: object, timeout: float | None) -> Any:
+        """The response of a call that changes nothing."""
+        return await self._calls.unary(method, request, self._calls.attempts(name, timeout), is_repeatable=True)
 
 
 def _reached(progress: IngestProgress) -> int:
     """A number that grows with what the service has done."""
     return progress.received_bytes + progress.received_tokens + progress.processed
+
+
+def may_go_on(error: LongleafError) -> bool:
+    """Whether the service may still hold what it did when the call broke with `error`."""
+    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost)
 
 
 def is_cancelled() -> bool:

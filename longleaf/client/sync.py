@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from longleaf.client.aio import AsyncClient, OnProgress
 from longleaf.client.documents import Document
+from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
 from longleaf.messages import Cluster, Context, Event, IngestProgress, SamplingOptions
 
 T = TypeVar("T")
@@ -20,11 +21,13 @@ class Client:
             ...
     """
 
-    def __init__(self, server: str | None = None) -> None:
+    def __init__(
+        self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="longleaf-client", daemon=True)
         self._thread.start()
-        self._client = self._run(_connect(server))
+        self._client = self._run(_connect(server, retries, on_retry))
 
     @property
     def server(self) -> str:
@@ -67,13 +70,19 @@ class Client:
         *,
         context: str | None = None,
         use_chat_template: bool | None = None,
+        timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[Event, None, None]:
-        stream = self._client.generate(input, context=context, use_chat_template=use_chat_template, **sampling)
-        return self._iterate(stream)
+        return self._iterate(
+            self._client.generate(
+                input, context=context, use_chat_template=use_chat_template, timeout=timeout, **sampling
+            )
+        )
 
-    def ask(self, context: str, question: str, **sampling: Unpack[SamplingOptions]) -> Generator[Event, None, None]:
-        return self._iterate(self._client.ask(context, question, **sampling))
+    def ask(
+        self, context: str, question: str, *, timeout: float | None = None, **sampling: Unpack[SamplingOptions]
+    ) -> Generator[Event, None, None]:
+        return self._iterate(self._client.ask(context, question, timeout=timeout, **sampling))
 
     def ingest(
         self,
@@ -83,38 +92,59 @@ class Client:
         append: bool = False,
         upload_id: str = "",
         on_progress: OnProgress | None = None,
+        timeout: float | None = None,
     ) -> Context:
         return self._run(
-            self._client.ingest(context, document, append=append, upload_id=upload_id, on_progress=on_progress)
+            self._client.ingest(
+                context,
+                document,
+                append=append,
+                upload_id=upload_id,
+                on_progress=on_progress,
+                timeout=timeout,
+            )
         )
 
     def ingest_steps(
-        self, context: str, document: Document, *, append: bool = False, upload_id: str = ""
+        self,
+        context: str,
+        document: Document,
+        *,
+        append: bool = False,
+        upload_id: str = "",
+        timeout: float | None = None,
     ) -> Generator[IngestProgress, None, None]:
-        return self._iterate(self._client.ingest_steps(context, document, append=append, upload_id=upload_id))
+        return self._iterate(
+            self._client.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout)
+        )
 
-    def get_context(self, context: str) -> Context:
-        return self._run(self._client.get_context(context))
+    def get_context(self, context: str, *, timeout: float | None = None) -> Context:
+        return self._run(self._client.get_context(context, timeout=timeout))
 
-    def list_contexts(self) -> list[Context]:
-        return self._run(self._client.list_contexts())
+    def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
+        return self._run(self._client.list_contexts(timeout=timeout))
 
-    def delete_context(self, context: str) -> None:
-        self._run(self._client.delete_context(context))
+    def delete_context(self, context: str, *, timeout: float | None = None) -> None:
+        self._run(self._client.delete_context(context, timeout=timeout))
 
-    def count_tokens(self, text: str) -> int:
-        return self._run(self._client.count_tokens(text))
+    def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
+        return self._run(self._client.count_tokens(text, timeout=timeout))
 
-    def cluster(self) -> Cluster:
-        return self._run(self._client.cluster())
+    def cluster(self, *, timeout: float | None = None) -> Cluster:
+        return self._run(self._client.cluster(timeout=timeout))
 
-    def is_healthy(self, service: str = "") -> bool:
-        return self._run(self._client.is_healthy(service))
+    def watch_cluster(
+        self, *, min_interval: float = 1.0, timeout: float | None = None
+    ) -> Generator[Cluster, None, None]:
+        return self._iterate(self._client.watch_cluster(min_interval=min_interval, timeout=timeout))
+
+    def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
+        return self._run(self._client.is_healthy(service, timeout=timeout))
 
 
-async def _connect(server: str | None) -> AsyncClient:
+async def _connect(server: str | None, retries: int | Retries, on_retry: OnRetry) -> AsyncClient:
     """On the loop's thread: channels belong to the loop that made them."""
-    return AsyncClient(server)
+    return AsyncClient(server, retries=retries, on_retry=on_retry)
 
 
 async def _next(stream: AsyncGenerator[T, None]) -> T | None:

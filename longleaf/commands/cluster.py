@@ -1,32 +1,63 @@
 """`longleaf cluster`."""
 
 from operator import itemgetter
+from typing import Annotated
 
-from rich.console import Console
+import typer
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from longleaf.client import Client
-from longleaf.commands.options import AsJson, Server, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.messages import Cluster
 
+Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
+Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
 
-def cluster(server: Server, as_json: AsJson = False) -> None:
-    """Show the model, the ranks and what they hold.
 
-    Example: longleaf cluster
+def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
+    """Show the model, the ranks, what they hold, and how many generations run and wait.
+
+    Nothing is polled: with --watch the service tells what changed, one JSON object per line with --json.
+
+    Example: longleaf cluster --watch
     """
-    with Client(server) as client:
+    if watch:
+        _watch(server, interval, as_json)
+        return
+    with connect(server) as client:
         found = client.cluster()
     if as_json:
         print_json(found)
         return
-    model = found.model
-    print(f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context")
-    print(f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}")
-    for line in merge_lines(found):
+    for line in headlines(found):
         print(line)
-    print(f"{found.running} running, {found.waiting} waiting")
     Console().print(workers_table(found))
+
+
+def _watch(server: str, interval: float, as_json: bool) -> None:
+    with connect(server) as client:
+        changes = client.watch_cluster(min_interval=interval)
+        if as_json:
+            for found in changes:
+                print_json(found)
+            return
+        with Live(console=Console(highlight=False), auto_refresh=False) as live:
+            for found in changes:
+                head = Text("\n".join(headlines(found)))
+                live.update(Group(head, workers_table(found)), refresh=True)
+
+
+def headlines(found: Cluster) -> list[str]:
+    """The model, the group and the load."""
+    model = found.model
+    return [
+        f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context",
+        f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
+        *merge_lines(found),
+        f"{found.running} running, {found.waiting} waiting",
+    ]
 
 
 def merge_lines(found: Cluster) -> list[str]:

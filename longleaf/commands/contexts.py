@@ -7,9 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.client import Client
 from longleaf.commands.ingest import summary
-from longleaf.commands.options import AsJson, Server, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.messages import Context
 
 app = typer.Typer(no_args_is_help=True, help="List, show and delete contexts.")
@@ -22,7 +21,7 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
 
     Example: longleaf contexts list
     """
-    with Client(server) as client:
+    with connect(server) as client:
         contexts = client.list_contexts()
     if as_json:
         print_json({"contexts": contexts})
@@ -43,7 +42,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
 
     Example: longleaf contexts show book
     """
-    with Client(server) as client:
+    with connect(server) as client:
         context = client.get_context(name)
     if as_json:
         print_json(context)
@@ -59,7 +58,7 @@ def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
 
     Example: longleaf contexts delete book
     """
-    with Client(server) as client:
+    with connect(server) as client:
         client.delete_context(name)
     if as_json:
         print_json({"deleted": name})

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from longleaf.client import Client
-from longleaf.commands.options import AsJson, Server, print_json
+from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.messages import Delta, Event, Finished, SamplingOptions
 
@@ -39,7 +38,7 @@ def ask(
     Example: longleaf ask book "Who did it?" --max-tokens 200
     """
     options = _sampling(max_tokens, temperature, top_k, top_p, seed, stop, ignore_end_token)
-    with Client(server) as client:
+    with connect(server) as client:
         show(client.ask(context, question, **options), as_json)
 
 
@@ -62,7 +61,7 @@ def generate(
     """
     options = _sampling(max_tokens, temperature, top_k, top_p, seed, stop, ignore_end_token)
     text = _read_input() if prompt == "-" else prompt
-    with Client(server) as client:
+    with connect(server) as client:
         show(client.generate(text, use_chat_template=False if raw else None, **options), as_json)
 
 

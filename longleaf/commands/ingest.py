@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from longleaf.client import Client
 from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
-from longleaf.commands.options import AsJson, Server, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestProgress
 from longleaf.topology import count_ranks
@@ -33,7 +32,7 @@ def ingest(
     document = sys.stdin.buffer if file == "-" else Path(file)
     total = size_of(document)
     try:
-        with Client(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
+        with connect(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
             context = client.ingest(name, document, append=append, on_progress=on_progress)
     except InvalidArgument as error:
         if error.field == "text":

@@ -1,10 +1,12 @@
 """Options that several commands share, and the ways to print."""
 
+import sys
 from typing import Annotated
 
 import msgspec
 import typer
 
+from longleaf.client import Client, Retry
 from longleaf.config import default_server
 
 Server = Annotated[
@@ -18,6 +20,15 @@ Server = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+
+
+def connect(server: str) -> Client:
+    """A client that says on stderr when it tries again."""
+    return Client(server, on_retry=_say_retry)
+
+
+def _say_retry(retry: Retry) -> None:
+    print(f"trying again in {retry.delay:.1f} s: {retry.error}", file=sys.stderr, flush=True)
 
 
 def print_json(value: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from longleaf import cli
+from longleaf.client.retries import DEFAULT_LIMIT
 from longleaf.commands.cluster import merge_lines
 from longleaf.config import EngineConfig, default_server
 from longleaf.demo.haystack import make_haystack
@@ -131,6 +132,33 @@ async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
     assert "merge" not in out, "one rank has nothing to merge"
 
 
+async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(Path(sys.executable).with_name("longleaf")), "cluster", "--watch", "--interval", "0.01", "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--server", terminal.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for running in (3, 7):
+        assert json.loads(await process.stdout.readline())["running"] == running
+        terminal.engine.running = 7
+        terminal.engine.changes.note()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    assert (await process.stderr.read()).decode() == "error: the service is stopping\n"
+    assert await process.wait() == 1
+
+
+async def test_the_cluster_is_watched_as_a_live_table(terminal: Terminal) -> None:
+    watching = asyncio.create_task(terminal.run("cluster", "--watch", "--interval", "0.01"))
+    await terminal.engine.looked.wait()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    code, out, err = await watching
+    assert (code, err) == (1, "error: the service is stopping\n")
+    assert all(word in out for word in ("3 running, 2 waiting", "rank", "4711"))
+
+
 def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
     cluster = Cluster(
         model=ModelInfo(name="m"),
@@ -210,7 +238,10 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as end:
         cli.main(["cluster", "--server", "127.0.0.1:1"])
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith("error: the server at 127.0.0.1:1 does not answer")
+    *retries, error = capsys.readouterr().err.splitlines()
+    assert len(retries) == DEFAULT_LIMIT
+    assert all(line.startswith("trying again in ") for line in retries)
+    assert error.startswith("error: the server at 127.0.0.1:1 does not answer")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Calls to one service: their errors typed, their time limited, and made again where that is right."""
+
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from longleaf.client.retries import Attempts, OnRetry, Retries
+from longleaf.errors import LongleafError
+from longleaf.status import decode_error
+
+MAX_MESSAGE_BYTES = 64 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Calls:
+    """A channel to `server`. Requests and responses are protobuf messages; the generated stubs carry no types."""
+
+    def __init__(self, server: str, retries: Retries, on_retry: OnRetry) -> None:
+        self.server = server
+        self.channel = grpc.aio.insecure_channel(server, options=OPTIONS)
+        self._retries = retries
+        self._on_retry = on_retry
+
+    def attempts(self, name: str, timeout: float | None) -> Attempts:
+        """The attempts of one call, which may take `timeout` seconds in all."""
+        return Attempts(name, timeout, self._retries, self._on_retry)
+
+    @contextmanager
+    def typed(self) -> Generator[None, None, None]:
+        """Turns the library's errors into those of `longleaf.errors`."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise decode_error(error, self.server) from None
+
+    async def unary(self, method: Any, request: object, attempts: Attempts, *, is_repeatable: bool = False) -> Any:
+        """The response. `is_repeatable`: the call does the same when it is made twice."""
+        while True:
+            try:
+                with self.typed():
+                    return await method(request, timeout=attempts.time_left())
+            except LongleafError as error:
+                await attempts.wait(error, is_repeatable=is_repeatable)
+
+    async def stream(self, method: Any, request: object, attempts: Attempts) -> AsyncGenerator[Any, None]:
+        """The responses. The call is made again only while none has come. Closing the iterator ends it."""
+        has_begun = False
+        while True:
+            call = method(request, timeout=attempts.time_left())
+            try:
+                with self.typed():
+                    async for response in call:
+                        has_begun = True
+                        yield response
+                return
+            except LongleafError as error:
+                if has_begun:
+                    raise
+                await attempts.wait(error, is_repeatable=True)
+            finally:
+                call.cancel()

@@ -1,0 +1,84 @@
+"""When a call is made again: what the service refused before it began, or never answered, after a wait it may name."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT = 4
+
+
+class Retry(msgspec.Struct, frozen=True):
+    """A call that will be made again in `delay` seconds; `number` counts from 1."""
+
+    call: str
+    number: int
+    delay: float
+    error: LongleafError
+
+
+OnRetry = Callable[[Retry], None]
+
+
+def log_retry(retry: Retry) -> None:
+    """One line in the log of this module."""
+    logger.warning("%s: retry %d in %.2f s: %s", retry.call, retry.number, retry.delay, retry.error)
+
+
+class Retries(msgspec.Struct, frozen=True, kw_only=True):
+    """How often and how long to try. Times in seconds.
+
+    The wait grows from `first_delay` by doubling up to `longest_delay`, of which a random part is taken, so that
+    clients refused together do not come back together. A wait that the service names (RetryInfo) comes before it.
+    """
+
+    limit: int = DEFAULT_LIMIT
+    """Most retries of one call; 0 never tries again."""
+    first_delay: float = 0.1
+    longest_delay: float = 5.0
+    patience: float = 60.0
+    """Longest time from a call's begin to its last retry, when the call has no timeout of its own."""
+
+    def delay(self, number: int, error: LongleafError, drawn: float) -> float:
+        """Seconds before retry `number`; `drawn` in [0, 1) is the random part."""
+        named = error.retry_seconds if isinstance(error, ResourceExhausted) else None
+        return (named or 0.0) + drawn * min(self.longest_delay, self.first_delay * 2 ** (number - 1))
+
+
+class Attempts:
+    """The attempts of one call and the time they have together."""
+
+    def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: OnRetry) -> None:
+        self._call = call
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._last_retry = time.monotonic() + (retries.patience if timeout is None else timeout)
+        self._retries = retries
+        self._on_retry = on_retry
+        self._number = 0
+
+    def time_left(self) -> float | None:
+        """Seconds that the next attempt may take; None when there is no limit."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    async def wait(self, error: LongleafError, *, is_repeatable: bool) -> None:
+        """Waits before the next attempt. Raises `error` when there is none: it would not help, might do something
+        twice (unless `is_repeatable`), or would come too late."""
+        self._number += 1
+        delay = self._retries.delay(self._number, error, random.random())
+        may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))
+        if not may_help or self._number > self._retries.limit or time.monotonic() + delay > self._last_retry:
+            raise error
+        self._on_retry(Retry(self._call, self._number, delay, error))
+        await asyncio.sleep(delay)
+
+
+def was_refused(error: LongleafError) -> bool:
+    """Nothing was begun, and waiting helps."""
+    return isinstance(error, ResourceExhausted) and error.retry_seconds is not None
