@@ -26,16 +26,15 @@ from bench.machine import describe
 from bench.needles.answers import Answer, Answers, Place, rows
 from bench.needles.chart import draw
 from bench.needles.documents import MAKERS, TASKS, Document, Question
+from bench.service import hosted
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
-from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Delta, Finished
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (4_000, 64_000, 256_000, 1_000_000)
 MANY_DOCUMENTS, FEW_DOCUMENTS, LONG = 20, 5, 200_000
 """Documents per length: many where they are read quickly, few from LONG tokens on."""
-START_SECONDS = 600.0
 SAMPLE_BYTES = 20_000
 """Text on which the model's bytes per token are measured."""
 
@@ -115,13 +114,8 @@ class Asker:
 @contextmanager
 def service(options: argparse.Namespace) -> Iterator[Client]:
     """A client of the service that was named, or of one that ends with the block."""
-    if options.server:
-        with Client(options.server) as client:
-            yield client
-        return
     config = EngineConfig(model=str(options.model), world_size=options.world_size)
-    command = coordinator_command(config, host="127.0.0.1", port=0, launcher=options.launcher)
-    with ServiceProcess(command) as process, Client(process.wait_ready(START_SECONDS)) as client:
+    with hosted(options.server, config, options.launcher) as address, Client(address) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""The real service at world size 1, started as a user would start it and driven over gRPC."""
+"""The real service, started as a user would start it and driven over gRPC."""
 
 import time
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from bench.timing import Decoded
 from longleaf.client import Client
-from longleaf.config import EngineConfig
+from longleaf.config import EngineConfig, Launcher
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Delta, Finished
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 
 
 class Service:
@@ -57,8 +57,18 @@ class Service:
 
 @contextmanager
 def running(model: Path, *, chunk_size: int) -> Iterator[Service]:
-    """A service on a port of its own; it ends with the block."""
+    """A service at world size 1 on a port of its own; it ends with the block."""
     config = EngineConfig(model=str(model), world_size=1, chunk_size=chunk_size, threads_per_rank=1)
-    command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
-    with ServiceProcess(command) as process, Client(process.wait_ready(START_SECONDS)) as client:
+    with hosted(None, config, "local") as address, Client(address) as client:
         yield Service(client)
+
+
+@contextmanager
+def hosted(server: str | None, config: EngineConfig, launcher: Launcher) -> Iterator[str]:
+    """The address of a service: `server` if it is named, else one that ends with the block."""
+    if server:
+        yield server
+        return
+    command = coordinator_command(config, host="127.0.0.1", port=0, launcher=launcher)
+    with ServiceProcess(command) as process:
+        yield process.wait_ready(START_SECONDS)

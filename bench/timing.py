@@ -60,3 +60,9 @@ def latency(seconds: Sequence[float]) -> dict[str, float]:
     """Median and 95th percentile in microseconds, the latter between the two nearest turns."""
     high = quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
     return {"latency_us_median": round(median(seconds) * 1e6, 1), "latency_us_p95": round(high * 1e6, 1)}
+
+
+def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """`name`_p50, _p95 and _p99 in milliseconds, between the two nearest values; None when there is none."""
+    cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else list(seconds) * 99
+    return {f"{name}_p{rank}": round(cuts[rank - 1] * 1e3, 2) if cuts else None for rank in (50, 95, 99)}

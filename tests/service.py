@@ -198,7 +198,13 @@ class FakeEngine:
         return events.ClusterView((worker,), epoch=1, waiting=2, running=self.running)
 
     def describe(self) -> Cluster:
-        model = ModelInfo(name="fake", architecture="LlamaForCausalLM", dtype="float32", max_context_tokens=4096)
+        model = ModelInfo(
+            name="fake",
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            max_context_tokens=4096,
+            vocabulary_size=BYTES.get_vocab_size(),
+        )
         return cluster_of(
             self.cluster(), model, EngineConfig(model="fake"), "local", Ready(0, "cpu", "float32", 8192, 64)
         )
