@@ -31,19 +31,21 @@ test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 test-slow: $(READY) ## Run the long tests: the full products and the demo
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(READY) ## Lint, type check, check the layers and the committed stubs
+check: $(READY) ## Lint, type check, check the layers and what is generated
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_stubs.py --check
+	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/pyright
 
 format: $(READY) ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-proto: $(READY) ## Generate longleaf/v1 from protos/
+proto: $(READY) ## Generate longleaf/v1 and docs/messages.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
+	$(BIN)/python scripts/generate_reference.py
 
 bench: $(READY) ## Measure against transformers and write bench/results
 	$(BIN)/python -m bench.report $(ARGS)
