@@ -35,6 +35,25 @@ class SamplingOptions(TypedDict, total=False):
     num_logprobs: int | None
 
 
+class GenerateOptions(SamplingOptions, total=False):
+    """All that a caller may say about a generation besides its input."""
+
+    use_chat_template: bool | None
+    """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    num_samples: int
+    """Answers to the same prompt, which is read once."""
+    priority: int
+    """Higher goes first."""
+    client: str
+    """Whom fair share counts; the address of the peer when empty."""
+    request_id: str
+    """Names the generation, so that it never runs twice."""
+    resumable: bool
+    """When the stream breaks, the client goes on with it where it broke."""
+    timeout: float | None
+    """Seconds for the whole call."""
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """A request to generate; `input` is text, or token ids that are used as they are."""
 
@@ -154,6 +173,15 @@ class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 UNCHANGED = ContextSettings()
+
+
+class ContextOptions(TypedDict, total=False):
+    """ContextSettings as a caller gives them."""
+
+    display_name: str
+    is_pinned: bool
+    expires: float | None
+    ttl: float
 
 
 class ForkContext(msgspec.Struct, frozen=True):

@@ -33,6 +33,11 @@ class Proxy:
             for end in (writer, upward):
                 end.transport.abort()
 
+    def drop(self) -> None:
+        """Breaks every connection that is open now."""
+        for task in self._tasks:
+            task.cancel()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

@@ -10,17 +10,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 from longleaf import codec
 from longleaf.client.calls import Calls
 from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
 from longleaf.client.upload import Upload
 from longleaf.config import default_server
-from longleaf.errors import LongleafError, Unavailable, WorkerLost
+from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
     Cluster,
     Context,
+    ContextOptions,
+    ContextSettings,
     Event,
+    ForkContext,
+    GenerateOptions,
     IngestHeader,
     IngestProgress,
-    SamplingOptions,
+    Tokenized,
 )
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc as cluster_grpc
@@ -73,29 +78,33 @@ class AsyncClient:
         await self._calls.channel.close()
 
     async def generate(
-        self,
-        input: str | Iterable[int],
-        *,
-        context: str | None = None,
-        use_chat_template: bool | None = None,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation from text or token ids: Started, Progress, Delta, and last Finished.
 
-        Closing the iterator, or leaving it by an exception, ends the generation on the service.
+        Closing the iterator, or leaving it by an exception, ends the generation on the service; a resumable one ends
+        there when nobody has read it for a minute.
         """
-        request = codec.encode_generate(input, context=context, use_chat_template=use_chat_template, sampling=sampling)
-        attempts = self._calls.attempts("Generate", timeout)
-        async with aclosing(self._calls.stream(self._generations.Generate, request, attempts)) as responses:
-            async for response in responses:
-                yield codec.decode_event(response)
+        reading = Reading(input, context, options)
+        attempts = self._calls.attempts("Generate", reading.timeout)
+        while True:
+            try:
+                responses = self._calls.stream(self._generations.Generate, reading.request(), attempts)
+                async with aclosing(responses):
+                    async for response in responses:
+                        event = codec.decode_event(response)
+                        if reading.take(event):
+                            attempts.renew()
+                            yield event
+                return
+            except LongleafError as error:
+                if not (reading.is_resumable and may_go_on(error)):
+                    raise
+                await attempts.wait(error, is_repeatable=True)
 
-    def ask(
-        self, context: str, question: str, *, timeout: float | None = None, **sampling: Unpack[SamplingOptions]
-    ) -> AsyncGenerator[Event, None]:
+    def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
-        return self.generate(question, context=context, timeout=timeout, **sampling)
+        return self.generate(question, context=context, **options)
 
     async def ingest(
         self,
@@ -106,6 +115,7 @@ class AsyncClient:
         upload_id: str = "",
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
+        **settings: Unpack[ContextOptions],
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
@@ -132,13 +142,14 @@ class AsyncClient:
         append: bool = False,
         upload_id: str = "",
         timeout: float | None = None,
+        **settings: Unpack[ContextOptions],
     ) -> AsyncGenerator[IngestProgress, None]:
         """As `ingest`, but streams the progress; the last one carries the context.
 
         Without an `upload_id` it is tried again only until the service has asked for the document: a part of its
         source may be gone then.
         """
-        header = IngestHeader(context, append, size_of(document), upload_id)
+        header = IngestHeader(context, append, size_of(document), upload_id, ContextSettings(**settings))
         attempts, furthest = self._calls.attempts("IngestContext", timeout), -1
         async with aclosing(Source(document)) as source:
             while True:
@@ -195,6 +206,24 @@ class AsyncClient:
             if not page.next_page_token:
                 return contexts
 
+    async def update_context(
+        self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
+    ) -> Context:
+        """Changes the name for people, the pin or the expiry, and nothing else: `ttl` seconds from now, or `expires`
+        in seconds since the epoch, None for never. Raises NotFound."""
+        request = codec.encode_update(context, ContextSettings(**settings))
+        attempts = self._calls.attempts("UpdateContext", timeout)
+        return codec.decode_context(await self._calls.unary(self._contexts.UpdateContext, request, attempts))
+
+    async def fork_context(
+        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
+    ) -> Context:
+        """Makes a new context of the first `num_tokens` tokens of another one, or of all. Nothing is copied. Raises
+        NotFound, AlreadyExists."""
+        request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
+        attempts = self._calls.attempts("ForkContext", timeout)
+        return codec.decode_context(await self._calls.unary(self._contexts.ForkContext, request, attempts))
+
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         """Raises NotFound."""
         request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
@@ -204,6 +233,30 @@ class AsyncClient:
         """Tokens of `text` as a document, without the template's opening."""
         request = tokenizer_pb.CountTokensRequest(text=codec.encodable(text, "text"))
         return (await self._read(self._tokenizer.CountTokens, "CountTokens", request, timeout)).token_count
+
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        with_spans: bool = False,
+        timeout: float | None = None,
+    ) -> Tokenized:
+        """The token ids of a text; with the special tokens that begin a prompt, and with each token's place, if so
+        asked."""
+        request = tokenizer_pb.TokenizeRequest(
+            text=codec.encodable(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
+        )
+        return codec.decode_tokenized(await self._read(self._tokenizer.Tokenize, "Tokenize", request, timeout))
+
+    async def detokenize(
+        self, token_ids: Iterable[int], *, keep_special_tokens: bool = False, timeout: float | None = None
+    ) -> str:
+        """The text of token ids. Special tokens have none, unless they are kept."""
+        request = tokenizer_pb.DetokenizeRequest(
+            token_ids=codec.encode_ids(token_ids), keep_special_tokens=keep_special_tokens
+        )
+        return (await self._read(self._tokenizer.Detokenize, "Detokenize", request, timeout)).text
 
     async def cluster(self, *, timeout: float | None = None) -> Cluster:
         """The model, the ranks and the load."""
@@ -235,11 +288,6 @@ class AsyncClient:
 def _reached(progress: IngestProgress) -> int:
     """A number that grows with what the service has done."""
     return progress.received_bytes + progress.received_tokens + progress.processed
-
-
-def may_go_on(error: LongleafError) -> bool:
-    """Whether the service may still hold what it did when the call broke with `error`."""
-    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost)
 
 
 def is_cancelled() -> bool:

@@ -41,10 +41,10 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
 
     limit: int = DEFAULT_LIMIT
     """Most retries of one call; 0 never tries again."""
-    first_delay: float = 0.1
+    first_delay: float = 0.25
     longest_delay: float = 5.0
     patience: float = 60.0
-    """Longest time from a call's begin to its last retry, when the call has no timeout of its own."""
+    """Longest time from a call's begin, or from where it last got further, to its last retry."""
 
     def delay(self, number: int, error: LongleafError, drawn: float) -> float:
         """Seconds before retry `number`; `drawn` in [0, 1) is the random part."""
@@ -58,10 +58,14 @@ class Attempts:
     def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: OnRetry) -> None:
         self._call = call
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._last_retry = time.monotonic() + (retries.patience if timeout is None else timeout)
         self._retries = retries
         self._on_retry = on_retry
+        self.renew()
+
+    def renew(self) -> None:
+        """The call got further: what comes counts from here. A timeout stays what it is."""
         self._number = 0
+        self._last_retry = time.monotonic() + self._retries.patience
 
     def time_left(self) -> float | None:
         """Seconds that the next attempt may take; None when there is no limit."""
@@ -73,10 +77,14 @@ class Attempts:
         self._number += 1
         delay = self._retries.delay(self._number, error, random.random())
         may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))
-        if not may_help or self._number > self._retries.limit or time.monotonic() + delay > self._last_retry:
+        if not may_help or self._number > self._retries.limit or self._is_too_late(delay):
             raise error
         self._on_retry(Retry(self._call, self._number, delay, error))
         await asyncio.sleep(delay)
+
+    def _is_too_late(self, delay: float) -> bool:
+        left = self.time_left()
+        return time.monotonic() + delay > self._last_retry or (left is not None and delay > left)
 
 
 def was_refused(error: LongleafError) -> bool:

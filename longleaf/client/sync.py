@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 from longleaf.client.aio import AsyncClient, OnProgress
 from longleaf.client.documents import Document
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
-from longleaf.messages import Cluster, Context, Event, IngestProgress, SamplingOptions
+from longleaf.messages import Cluster, Context, ContextOptions, Event, GenerateOptions, IngestProgress, Tokenized
 
 T = TypeVar("T")
 
@@ -65,24 +65,12 @@ class Client:
                 self._run(_close(stream))
 
     def generate(
-        self,
-        input: str | Iterable[int],
-        *,
-        context: str | None = None,
-        use_chat_template: bool | None = None,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
-        return self._iterate(
-            self._client.generate(
-                input, context=context, use_chat_template=use_chat_template, timeout=timeout, **sampling
-            )
-        )
+        return self._iterate(self._client.generate(input, context=context, **options))
 
-    def ask(
-        self, context: str, question: str, *, timeout: float | None = None, **sampling: Unpack[SamplingOptions]
-    ) -> Generator[Event, None, None]:
-        return self._iterate(self._client.ask(context, question, timeout=timeout, **sampling))
+    def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
+        return self._iterate(self._client.ask(context, question, **options))
 
     def ingest(
         self,
@@ -93,6 +81,7 @@ class Client:
         upload_id: str = "",
         on_progress: OnProgress | None = None,
         timeout: float | None = None,
+        **settings: Unpack[ContextOptions],
     ) -> Context:
         return self._run(
             self._client.ingest(
@@ -102,6 +91,7 @@ class Client:
                 upload_id=upload_id,
                 on_progress=on_progress,
                 timeout=timeout,
+                **settings,
             )
         )
 
@@ -113,9 +103,12 @@ class Client:
         append: bool = False,
         upload_id: str = "",
         timeout: float | None = None,
+        **settings: Unpack[ContextOptions],
     ) -> Generator[IngestProgress, None, None]:
         return self._iterate(
-            self._client.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout)
+            self._client.ingest_steps(
+                context, document, append=append, upload_id=upload_id, timeout=timeout, **settings
+            )
         )
 
     def get_context(self, context: str, *, timeout: float | None = None) -> Context:
@@ -124,11 +117,39 @@ class Client:
     def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
         return self._run(self._client.list_contexts(timeout=timeout))
 
+    def update_context(
+        self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
+    ) -> Context:
+        return self._run(self._client.update_context(context, timeout=timeout, **settings))
+
+    def fork_context(
+        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
+    ) -> Context:
+        return self._run(self._client.fork_context(context, new_context, num_tokens=num_tokens, timeout=timeout))
+
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._run(self._client.delete_context(context, timeout=timeout))
 
     def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
         return self._run(self._client.count_tokens(text, timeout=timeout))
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        with_spans: bool = False,
+        timeout: float | None = None,
+    ) -> Tokenized:
+        work = self._client.tokenize(
+            text, add_special_tokens=add_special_tokens, with_spans=with_spans, timeout=timeout
+        )
+        return self._run(work)
+
+    def detokenize(
+        self, token_ids: Iterable[int], *, keep_special_tokens: bool = False, timeout: float | None = None
+    ) -> str:
+        return self._run(self._client.detokenize(token_ids, keep_special_tokens=keep_special_tokens, timeout=timeout))
 
     def cluster(self, *, timeout: float | None = None) -> Cluster:
         return self._run(self._client.cluster(timeout=timeout))

@@ -17,7 +17,7 @@ from longleaf.codec.context import (
     encode_update,
 )
 from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
-from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.names import context_id, context_name, encodable, encode_ids
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
@@ -41,6 +41,7 @@ __all__ = [
     "encode_event",
     "encode_fork",
     "encode_generate",
+    "encode_ids",
     "encode_ingest_piece",
     "encode_ingest_progress",
     "encode_resume",

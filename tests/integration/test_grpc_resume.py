@@ -13,13 +13,15 @@ from coordinator.fakes import FakeRanks, echo_token
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
+from longleaf.client import AsyncClient, Retries
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
-from longleaf.messages import Delta, Event, Finished, Resume, SamplingOptions, Started
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.status import decode_error
 from longleaf.step import Decode, StepPlan, StepResult
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.proxy import breaking
 from tests.service import FakeEngine, Served, write_model
 
 NUM_TOKENS = 200
@@ -53,8 +55,9 @@ class GatedRanks(FakeRanks):
 class Resumable:
     """A service on a real engine, and raw calls to it."""
 
-    def __init__(self, ranks: GatedRanks, channel: grpc.aio.Channel) -> None:
+    def __init__(self, ranks: GatedRanks, channel: grpc.aio.Channel, address: str) -> None:
         self.ranks = ranks
+        self.address = address
         self._stub = GenerationServiceStub(channel)
 
     async def read(self, request: service_pb.GenerateRequest, num_tokens: int | None = None) -> list[Event]:
@@ -102,8 +105,9 @@ async def serving(folder: Path) -> AsyncIterator[Resumable]:
     server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
     port = await server.start("127.0.0.1", 0)
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Resumable(ranks, channel)
+        address = f"127.0.0.1:{port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Resumable(ranks, channel, address)
     finally:
         await server.stop(None)
         await engine.close()
@@ -182,3 +186,50 @@ async def test_the_service_names_generations_that_have_no_name(service: Served) 
     names += [event.request_id async for event in service.client.generate("x") if isinstance(event, Started)]
     assert len(set(names)) == 2
     assert all(len(name) == 32 for name in names)
+
+
+PATIENT = Retries(limit=20, first_delay=0.1, longest_delay=0.2)
+OPTIONS: GenerateOptions = {"use_chat_template": False, "max_tokens": NUM_TOKENS, "ignore_end_token": True}
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
+    resumable: Resumable, tmp_path: Path, num_samples: int
+) -> None:
+    found: list[Event] = []
+    resumable.ranks.allow(20)
+    async with breaking(resumable.address) as (proxy, address), AsyncClient(address, retries=PATIENT) as client:
+        breaks = [10, 60]
+        async for event in client.generate("x", resumable=True, num_samples=num_samples, **OPTIONS):
+            found.append(event)
+            if breaks and len(ids_of(found)) >= breaks[0]:
+                del breaks[0]
+                proxy.drop()
+                resumable.ranks.allow(60 if breaks else 10**4)
+    ids = [i for event in found if isinstance(event, Delta) and event.sample == 0 for i in event.token_ids]
+    assert ids == expected(tuple(Tokenizer.load(tmp_path).prompt_ids("x", False)))
+    for sample in range(num_samples):
+        deltas = [event for event in found if isinstance(event, Delta) and event.sample == sample]
+        starts = [sum(len(other.token_ids) for other in deltas[:n]) for n in range(len(deltas))]
+        assert [delta.index for delta in deltas] == starts
+    assert sorted(event.sample for event in found if isinstance(event, Finished)) == list(range(num_samples))
+    sequences = {row.sequence for plan in resumable.ranks.plans for row in getattr(plan.work, "rows", ())}
+    assert len(sequences) == num_samples
+
+
+async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    async with breaking(resumable.address) as (proxy, address), AsyncClient(address, retries=PATIENT) as client:
+        answer = client.generate("x", **OPTIONS)
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+        proxy.drop()
+        with pytest.raises(Unavailable):
+            [_ async for _ in answer]
+
+
+async def test_names_of_generations_are_checked_before_they_are_sent(resumable: Resumable) -> None:
+    async with AsyncClient(resumable.address) as client:
+        with pytest.raises(InvalidArgument, match="request_id"):
+            await anext(client.generate("x", resumable=True, request_id="no such name!", **OPTIONS))

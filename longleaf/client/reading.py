@@ -1,0 +1,66 @@
+"""One generation as its reader sees it, however many calls it takes."""
+
+import uuid
+from collections.abc import Iterable
+from typing import cast
+
+from longleaf import codec
+from longleaf.errors import LongleafError, Unavailable, WorkerLost
+from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
+from longleaf.v1 import generation_service_pb2 as service_pb
+
+RESUME_SECONDS = 60.0
+"""How long the service holds a generation that nobody reads."""
+
+
+class Reading:
+    """What was asked, what of the answer has come, and the request for the rest of it."""
+
+    def __init__(self, input: str | Iterable[int], context: str | None, options: GenerateOptions) -> None:
+        """Raises InvalidArgument when a value does not fit its field."""
+        self.is_resumable = options.get("resumable", False)
+        self.timeout = options.get("timeout")
+        self._id = options.get("request_id", "") or (uuid.uuid4().hex if self.is_resumable else "")
+        names = SamplingOptions.__annotations__
+        self._first = codec.encode_generate(
+            input,
+            context=context,
+            use_chat_template=options.get("use_chat_template"),
+            sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
+            num_samples=options.get("num_samples", 1),
+            request_id=self._id,
+            resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
+            priority=options.get("priority", 0),
+            client=options.get("client", ""),
+        )
+        self._num_tokens = 0
+        self._has_started = False
+        self._finished: set[int] = set()
+
+    def request(self) -> service_pb.GenerateRequest:
+        """For all of the answer, or for what has not come yet."""
+        if not self._has_started:
+            return self._first
+        return codec.encode_resume(Resume(self._id, self._num_tokens))
+
+    def take(self, event: Event) -> bool:
+        """Whether the event is news: a stream that goes on begins with what may have been told already."""
+        match event:
+            case Delta():
+                self._num_tokens += len(event.token_ids)
+            case Finished(sample=sample):
+                is_new = sample not in self._finished
+                self._finished.add(sample)
+                return is_new
+            case Started(queue_position=0):
+                is_new = not self._num_tokens
+                self._has_started = True
+                return is_new
+            case _:
+                self._has_started = True
+        return True
+
+
+def may_go_on(error: LongleafError) -> bool:
+    """Whether the service may still hold what it did when the call broke with `error`."""
+    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost)
