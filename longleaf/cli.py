@@ -52,6 +52,17 @@ OPTIONS = {
     "sampling.top_p": "--top-p",
     "sampling.seed": "--seed",
     "sampling.stop": "--stop",
+    "sampling.min_p": "--min-p",
+    "sampling.repetition_penalty": "--repetition-penalty",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
+    "sampling.stop_token_ids": "--stop-token",
+    "sampling.logprob_count": "--logprobs",
+    "sample_count": "--samples",
+    "client_id": "--client",
+    "token_count": "--tokens",
+    "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
 }
 """What fields of requests and settings are called on the command line, where that is not their own name."""

@@ -11,7 +11,7 @@ from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.messages import Context
 
-app = typer.Typer(no_args_is_help=True, help="List, show and delete contexts.")
+app = typer.Typer(no_args_is_help=True, help="List, show, fork and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 
 
@@ -50,6 +50,28 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
     print(summary(context))
     print(f"created {_date(context.created)}, updated {_date(context.updated)}")
     Console().print(shares_table(context))
+
+
+@app.command("fork")
+def fork_context(
+    name: Name,
+    new_name: Annotated[str, typer.Argument(help="Name of the new context.")],
+    server: Server,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the new context begins with.", show_default="all")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new context of another one, or of its beginning. Nothing is copied: both share what they have in common.
+
+    Example: longleaf contexts fork book draft --tokens 5000
+    """
+    with connect(server) as client:
+        context = client.fork_context(name, new_name, num_tokens=tokens)
+    if as_json:
+        print_json(context)
+    else:
+        print(summary(context))
 
 
 @app.command("delete")

@@ -7,113 +7,100 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands.options import AsJson, Server, connect, print_json
-from longleaf.errors import InvalidArgument, Unavailable
-from longleaf.messages import Delta, Event, Finished, SamplingOptions
-
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this share of probability.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.", show_default="random")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
-IgnoreEnd = Annotated[bool, typer.Option("--ignore-end-token", help="Go on past the model's end token.")]
+from longleaf.commands.flags import Flags, takes_flags
+from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
+from longleaf.errors import Unavailable
+from longleaf.messages import Delta, Event, Finished
 
 
+@takes_flags
 def ask(
     context: Annotated[str, typer.Argument(help="Name of the context.")],
-    question: Annotated[str, typer.Argument(help="The question.")],
+    question: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
     server: Server,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_end_token: IgnoreEnd = False,
+    flags: Flags,
     as_json: AsJson = False,
 ) -> None:
-    """Ask about a context. The context stays as it is.
+    """Ask about a context. The context stays as it is, so any number may ask at the same time.
 
     Example: longleaf ask book "Who did it?" --max-tokens 200
     """
-    options = _sampling(max_tokens, temperature, top_k, top_p, seed, stop, ignore_end_token)
     with connect(server) as client:
-        show(client.ask(context, question, **options), as_json)
+        show(client.ask(context, read_input(question, "question"), **flags.options()), as_json, flags.samples)
 
 
+@takes_flags
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt; - reads standard input.")],
     server: Server,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_end_token: IgnoreEnd = False,
+    flags: Flags,
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the model's chat template around the prompt.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate from a prompt, without a context.
 
-    Example: longleaf generate --prompt "Once upon a time" --max-tokens 50 --temperature 0.8
+    Example: longleaf generate --prompt "Once upon a time" --max-tokens 50 --temperature 0.8 --samples 3
     """
-    options = _sampling(max_tokens, temperature, top_k, top_p, seed, stop, ignore_end_token)
-    text = _read_input() if prompt == "-" else prompt
+    options = flags.options()
+    if raw:
+        options["use_chat_template"] = False
     with connect(server) as client:
-        show(client.generate(text, use_chat_template=False if raw else None, **options), as_json)
+        show(client.generate(read_input(prompt, "prompt"), **options), as_json, flags.samples)
 
 
-def _read_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("prompt", f"standard input is not UTF-8 at byte {error.start}") from None
-
-
-def _sampling(
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-    stop: list[str] | None,
-    ignore_end_token: bool,
-) -> SamplingOptions:
-    return SamplingOptions(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        ignore_end_token=ignore_end_token,
-    )
-
-
-def show(answer: Generator[Event, None, None], as_json: bool) -> None:
-    """Prints an answer while it streams: text, or one JSON object per delta and one at the end."""
+def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1) -> None:
+    """Prints an answer while it streams: text, or one JSON object per delta and one at the end. Of several samples the
+    text of each is printed when it is whole."""
     with closing(answer):
-        _print(answer, as_json)
+        if as_json:
+            _print_json(answer, num_samples)
+        elif num_samples > 1:
+            _print_samples(answer, num_samples)
+        else:
+            _print_text(answer)
 
 
-def _print(answer: Iterable[Event], as_json: bool) -> None:
+def _print_json(answer: Iterable[Event], num_samples: int) -> None:
+    num_open = num_samples
     for event in answer:
         match event:
-            case Delta(_, token_ids, text) if as_json:
-                print_json({"text": text, "token_ids": token_ids})
-            case Delta(_, _, text):
-                print(text, end="", flush=True)
-            case Finished() if as_json:
-                print_json({"finish_reason": event.reason, "usage": event.usage})
-                return
+            case Delta():
+                told: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
+                told |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
-                print(flush=True)
-                print(footnote(event), file=sys.stderr)
-                return
+                told = {"finish_reason": event.reason, "usage": event.usage}
+                num_open -= 1
             case _:
-                pass
+                continue
+        print_json(told | ({"sample": event.sample} if num_samples > 1 else {}))
+        if not num_open:
+            return
+    raise Unavailable("the answer broke off")
+
+
+def _print_text(answer: Iterable[Event]) -> None:
+    for event in answer:
+        if isinstance(event, Delta):
+            print(event.text, end="", flush=True)
+        if isinstance(event, Finished):
+            print(flush=True)
+            print(footnote(event), file=sys.stderr)
+            return
+    raise Unavailable("the answer broke off")
+
+
+def _print_samples(answer: Iterable[Event], num_samples: int) -> None:
+    texts = [""] * num_samples
+    num_open = num_samples
+    for event in answer:
+        if isinstance(event, Delta):
+            texts[event.sample] += event.text
+        if isinstance(event, Finished):
+            print(f"[{event.sample}] {texts[event.sample]}", flush=True)
+            print(footnote(event), file=sys.stderr)
+            num_open -= 1
+            if not num_open:
+                return
     raise Unavailable("the answer broke off")
 
 

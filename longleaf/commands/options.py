@@ -8,6 +8,7 @@ import typer
 
 from longleaf.client import Client, Retry
 from longleaf.config import default_server
+from longleaf.errors import InvalidArgument
 
 Server = Annotated[
     str,
@@ -29,6 +30,16 @@ def connect(server: str) -> Client:
 
 def _say_retry(retry: Retry) -> None:
     print(f"trying again in {retry.delay:.1f} s: {retry.error}", file=sys.stderr, flush=True)
+
+
+def read_input(given: str, field: str) -> str:
+    """What was typed, or standard input for `-`. Raises InvalidArgument when that is not UTF-8."""
+    if given != "-":
+        return given
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(field, f"standard input is not UTF-8 at byte {error.start}") from None
 
 
 def print_json(value: object) -> None:

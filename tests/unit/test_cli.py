@@ -112,6 +112,39 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 
 
+async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
+    typed = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 "
+    typed += "--frequency-penalty 0.4 --logit-bias 5=-1.5 --logit-bias 6=2 --stop-token 9 --stop-token 8 "
+    typed += "--ignore-end-token --logprobs 3 --max-tokens 12 --priority -4 --client me --timeout 60 --resumable"
+    terminal.engine.contexts["moby"] = [1]
+    await terminal.json("ask", "moby", "who?", *typed.split())
+    [prompt] = terminal.engine.prompts
+    assert (prompt.context, prompt.priority, prompt.client) == ("moby", -4, "me")
+    assert prompt.deadline is not None
+    sampling = prompt.sampling
+    assert (sampling.logit_bias, sampling.stop_tokens) == ({5: -1.5, 6: 2.0}, (9, 8))
+    assert (sampling.top_k, sampling.num_logprobs, sampling.max_tokens) == (7, 3, 12)
+    given = (sampling.temperature, sampling.top_p, sampling.min_p)
+    assert given == pytest.approx((0.5, 0.9, 0.1))
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == pytest.approx((1.2, 0.3, 0.4))
+
+
+async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
+    await terminal.run("ask", "moby", "-")
+    assert byte_tokenizer().decode(terminal.engine.prompts[0].token_ids).count("Grüße?") == 1
+
+
+async def test_a_context_is_forked(terminal: Terminal) -> None:
+    terminal.engine.contexts["moby"] = [1, 2, 3]
+    code, out, _ = await terminal.run("contexts", "fork", "moby", "ishmael", "--tokens", "2")
+    assert (code, out) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank\n")
+    [context] = await terminal.json("contexts", "fork", "moby", "ahab")
+    assert (context["id"], context["tokens"]) == ("ahab", 3)
+
+
 async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
     await terminal.run("generate", "--prompt", "x")
     await terminal.run("generate", "--prompt", "x", "--raw")
@@ -184,6 +217,14 @@ def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
         (["ask", "moby", ""], "text: the question is empty"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: must be"),
         (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens: must be"),
+        (["generate", "--prompt", "x", "--min-p", "2"], "--min-p: must be"),
+        (["generate", "--prompt", "x", "--samples", "99"], "--samples: must be"),
+        (["generate", "--prompt", "x", "--logprobs", "-1"], "--logprobs: must be"),
+        (["generate", "--prompt", "x", "--logit-bias", "7"], "--logit-bias: 7 is not ID=BIAS"),
+        (["contexts", "fork", "moby", "Ishmael!"], "new_name: "),
+        (["contexts", "fork", "none", "new"], "contexts/none"),
+        (["contexts", "fork", "moby", "new", "--tokens", str(2**70)], "--tokens: "),
+        (["cluster", "--watch", "--interval", "0"], "--interval: "),
         (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
         (["ingest", "/", "--name", "x"], "file: / cannot be read: Is a directory"),
         (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),

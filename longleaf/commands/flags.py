@@ -1,0 +1,100 @@
+"""The options that `longleaf ask` and `longleaf generate` share."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, cast, get_type_hints
+
+import typer
+
+from longleaf.errors import InvalidArgument
+from longleaf.messages import GenerateOptions
+
+CHOICE = "How tokens are chosen"
+ANSWER = "What is answered"
+SERVICE = "How the service treats it"
+
+
+def _option(panel: str, told: str, *names: str, default: bool | str = True) -> Any:
+    return typer.Option(*names, help=told, rich_help_panel=panel, show_default=default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Their values, as they were typed."""
+
+    max_tokens: Annotated[int, _option(ANSWER, "Most tokens to generate.")] = 128
+    temperature: Annotated[float, _option(CHOICE, "0 is greedy; higher is livelier.")] = 0.0
+    top_k: Annotated[int, _option(CHOICE, "Keep the k most likely tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, _option(CHOICE, "Keep the likeliest tokens up to this share of probability.")] = 1.0
+    min_p: Annotated[float, _option(CHOICE, "Drop tokens less likely than this share of the likeliest one.")] = 0.0
+    repetition_penalty: Annotated[float, _option(CHOICE, "Above 1 avoids all tokens seen so far.")] = 1.0
+    presence_penalty: Annotated[float, _option(CHOICE, "Above 0 avoids tokens that the answer has already.")] = 0.0
+    frequency_penalty: Annotated[float, _option(CHOICE, "As before, for each time that it has them.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        _option(CHOICE, "Make a token more or less likely, as ID=BIAS; may be given several times.", default=False),
+    ] = None
+    seed: Annotated[int | None, _option(CHOICE, "Same seed, same tokens.", default="random")] = None
+    stop: Annotated[
+        list[str] | None, _option(ANSWER, "Text that ends the answer; may be given several times.", default=False)
+    ] = None
+    stop_token: Annotated[
+        list[int] | None, _option(ANSWER, "Token id that ends the answer; may be given several times.", default=False)
+    ] = None
+    ignore_end_token: Annotated[bool, _option(ANSWER, "Go on past the model's end token.", "--ignore-end-token")] = (
+        False
+    )
+    samples: Annotated[int, _option(ANSWER, "Answers to the same prompt, which is read once.")] = 1
+    logprobs: Annotated[
+        int | None,
+        _option(ANSWER, "With --json: tell how likely each token was, and so many others.", default=False),
+    ] = None
+    priority: Annotated[int, _option(SERVICE, "Higher goes first.")] = 0
+    client: Annotated[str, _option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
+    resumable: Annotated[
+        bool, _option(SERVICE, "Go on where the answer broke off when the connection is lost.", "--resumable")
+    ] = False
+    timeout: Annotated[float | None, _option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
+
+    def options(self) -> GenerateOptions:
+        """The same in the client's words. Raises InvalidArgument."""
+        named = {"stop_token": "stop_tokens", "samples": "num_samples", "logprobs": "num_logprobs"}
+        given = {named.get(name, name): value for name, value in asdict(self).items()}
+        given["logit_bias"] = _biases(self.logit_bias or [])
+        return cast(GenerateOptions, given)
+
+
+def _biases(typed: list[str]) -> dict[int, float]:
+    try:
+        pairs = [pair.split("=", 1) for pair in typed]
+        return {int(token_id): float(bias) for token_id, bias in pairs}
+    except ValueError:
+        raise InvalidArgument("--logit-bias", f"{' '.join(typed)} is not ID=BIAS") from None
+
+
+def takes_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with an option for each field of Flags, which it gets together as `flags`."""
+    hints = get_type_hints(Flags, include_extras=True)
+    added = {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(Flags)
+    }
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        flags = Flags(**{name: given.pop(name) for name in added})
+        command(**given, flags=flags)
+
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name != "flags"
+    ]
+    signature = inspect.Signature([*own, *added.values()])
+    cast(Any, run).__signature__ = signature
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    return run
