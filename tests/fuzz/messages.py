@@ -20,12 +20,23 @@ Path = tuple[FieldDescriptor, ...]
 
 HELD = "held"
 """Id of the context that exists whenever a request is made."""
+ID = "one"
+"""Names a generation, an upload or whatever a request may name."""
 BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "GenerateRequest": (
         {"text": "who?", "sampling": {"max_token_count": 5}},
         {"context": f"contexts/{HELD}", "token_ids": {"ids": [5, 6]}, "sampling": {"temperature": 1, "seed": 7}},
+        {
+            "text": "who?",
+            "request_id": ID,
+            "resume_duration": "1s",
+            "sample_count": 2,
+            "sampling": {"logprob_count": 2},
+        },
+        {"request_id": ID, "resume_token_index": "0"},
     ),
     "IngestContextRequest": ({"config": {"name": "contexts/new"}}, {"text": "Z3LDvMOfZQ=="}, {"text": "w7w="}),
+    "ForkContextRequest": ({"name": f"contexts/{HELD}", "new_name": "contexts/new", "token_count": "7"},),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
@@ -96,7 +107,7 @@ def is_map(field: FieldDescriptor) -> bool:
 
 ODD_TEXTS = (
     *("", " ", "\0", "\n", "\x7f", "\u200b", "\ufeff", "\ufffd", "\U0010ffff", "e\u0301", "\u202eabc", "🦙" * 9),
-    *("contexts/", "contexts/A", "contexts/new", f"contexts/{HELD}", "contexts/../etc", "new", HELD, "*", "."),
+    *("contexts/", "contexts/A", "contexts/new", f"contexts/{HELD}", "contexts/../etc", "new", HELD, ID, "*", "."),
     *("<|end|>", "<|user|>", "%s%n{}{{}}", "../../etc/passwd", "a" * 1025, "世" * 500),
 )
 BYTES = (b"", b"\0", b"text", b"\xff\xfe", "世".encode()[:2], b"\xed\xa0\x80", b"x" * 5000)
