@@ -4,7 +4,6 @@ import asyncio
 import base64
 import binascii
 import secrets
-from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
@@ -203,7 +202,7 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def Detokenize(
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
-        token_ids, keep_special = array("I", request.token_ids.ids), request.keep_special_tokens
+        token_ids, keep_special = codec.decode_ids(request.token_ids), request.keep_special_tokens
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 

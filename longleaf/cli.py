@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, demo, generate, ingest, serve
+from longleaf.commands import contexts, demo, generate, ingest, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
@@ -41,6 +41,8 @@ app.command()(serve.serve)
 app.command()(ingest.ingest)
 app.command()(generate.ask)
 app.command()(generate.generate)
+app.command()(tokens.tokenize)
+app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
 app.command()(cluster)
 
@@ -62,6 +64,11 @@ OPTIONS = {
     "sample_count": "--samples",
     "client_id": "--client",
     "token_count": "--tokens",
+    "context.display_name": "--display-name",
+    "context.ttl": "--ttl",
+    "config.display_name": "--display-name",
+    "config.ttl": "--ttl",
+    "config.upload_id": "--upload-id",
     "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
 }

@@ -12,7 +12,7 @@ from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMIT = 4
+DEFAULT_LIMIT = 6
 
 
 class Retry(msgspec.Struct, frozen=True):

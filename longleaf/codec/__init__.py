@@ -17,7 +17,7 @@ from longleaf.codec.context import (
     encode_update,
 )
 from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
-from longleaf.codec.names import context_id, context_name, encodable, encode_ids
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
@@ -29,6 +29,7 @@ __all__ = [
     "decode_event",
     "decode_fork",
     "decode_generate",
+    "decode_ids",
     "decode_ingest_piece",
     "decode_ingest_progress",
     "decode_sampling",

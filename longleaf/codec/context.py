@@ -1,14 +1,13 @@
 """Contexts and ingests."""
 
 import math
-from array import array
 from typing import get_args
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import UNSET, UnsetType
 
-from longleaf.codec.names import context_id, context_name, encodable, encode_ids
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Context,
@@ -201,7 +200,7 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
         case "text":
             return message.text
         case "token_ids":
-            return array("I", message.token_ids.ids)
+            return decode_ids(message.token_ids)
         case _:
             raise InvalidArgument("payload", "is missing: give config, text or token_ids")
 

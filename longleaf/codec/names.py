@@ -1,6 +1,7 @@
 """Resource names, texts and token ids: what every message is made of."""
 
 import re
+from array import array
 from collections.abc import Iterable
 
 from longleaf.errors import InvalidArgument
@@ -39,3 +40,12 @@ def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
         return generation_pb.TokenIds(ids=token_ids)
     except (ValueError, TypeError) as error:
         raise InvalidArgument("token_ids", str(error)) from None
+
+
+def decode_ids(message: generation_pb.TokenIds) -> "array[int]":
+    """The ids as 32-bit numbers. Raises InvalidArgument naming the first that is negative."""
+    try:
+        return array("I", message.ids)
+    except OverflowError:
+        place = next(i for i, token_id in enumerate(message.ids) if token_id < 0)
+        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message.ids[place]} is negative") from None

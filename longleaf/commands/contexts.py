@@ -1,7 +1,7 @@
 """`longleaf contexts`."""
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -9,9 +9,10 @@ from rich.table import Table
 
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
-from longleaf.messages import Context
+from longleaf.errors import InvalidArgument
+from longleaf.messages import Context, ContextOptions
 
-app = typer.Typer(no_args_is_help=True, help="List, show, fork and delete contexts.")
+app = typer.Typer(no_args_is_help=True, help="List, show, fork, change and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 
 
@@ -29,9 +30,10 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
     if not contexts:
         print("no contexts; `longleaf ingest FILE --name NAME` makes one")
         return
-    table = Table("name", "tokens", "keys and values", "created", "updated")
+    table = Table("name", "tokens", "keys and values", "created", "updated", "expires")
     for context in contexts:
-        times = (_date(context.created), _date(context.updated))
+        expires = "never" if context.expires is None else _date(context.expires)
+        times = (_date(context.created), _date(context.updated), "pinned" if context.is_pinned else expires)
         table.add_row(context.id, f"{context.tokens:,}", human_bytes(context.kv_bytes), *times)
     Console().print(table)
 
@@ -48,7 +50,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
         print_json(context)
         return
     print(summary(context))
-    print(f"created {_date(context.created)}, updated {_date(context.updated)}")
+    print(lifetime(context))
     Console().print(shares_table(context))
 
 
@@ -68,10 +70,51 @@ def fork_context(
     """
     with connect(server) as client:
         context = client.fork_context(name, new_name, num_tokens=tokens)
+    _show(context, as_json)
+
+
+@app.command("update")
+def update_context(
+    name: Name,
+    server: Server,
+    display_name: Annotated[str | None, typer.Option(help="A name for people.", show_default="unchanged")] = None,
+    ttl: Annotated[
+        float | None, typer.Option(help="Seconds from now until the service deletes it.", show_default="unchanged")
+    ] = None,
+    forever: Annotated[bool, typer.Option("--forever", help="Never delete it.")] = False,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--unpin", help="A pinned context does not expire.", show_default="unchanged")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change what people call a context, when it expires, and whether it is pinned. What is not named stays as it is.
+
+    Example: longleaf contexts update book --ttl 86400 --display-name "Moby-Dick"
+    """
+    given = {"display_name": display_name, "ttl": ttl, "is_pinned": pin}
+    settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
+    if forever:
+        settings["expires"] = None
+    if not settings:
+        raise InvalidArgument("update", "give --display-name, --ttl, --forever, --pin or --unpin")
+    with connect(server) as client:
+        context = client.update_context(name, **settings)
+    _show(context, as_json)
+
+
+def _show(context: Context, as_json: bool) -> None:
     if as_json:
         print_json(context)
     else:
         print(summary(context))
+        print(lifetime(context))
+
+
+def lifetime(context: Context) -> str:
+    """When a context was made and will go."""
+    end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
+    pin = ", pinned" if context.is_pinned else ""
+    return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
 
 
 @app.command("delete")

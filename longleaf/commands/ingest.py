@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -14,8 +14,11 @@ from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Context, IngestProgress
+from longleaf.messages import Context, ContextOptions, IngestProgress
 from longleaf.topology import count_ranks
+
+PATIENT = 8
+"""Retries of an upload, which may have taken long, while it gets no further."""
 
 
 def ingest(
@@ -23,6 +26,14 @@ def ingest(
     name: Annotated[str, typer.Option("--name", help="Name of the context.")],
     server: Server,
     append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
+    upload_id: Annotated[
+        str, typer.Option(help="Makes the ingest resumable: the same command goes on where it broke.", show_default="")
+    ] = "",
+    ttl: Annotated[
+        float | None, typer.Option(help="Seconds until the service deletes the context.", show_default="never")
+    ] = None,
+    display_name: Annotated[str, typer.Option(help="A name for people.", show_default="")] = "",
+    pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
@@ -30,10 +41,14 @@ def ingest(
     Example: longleaf ingest book.txt --name book
     """
     document = sys.stdin.buffer if file == "-" else Path(file)
+    given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None}
+    settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
     total = size_of(document)
     try:
-        with connect(server) as client, progress_bar(total, is_shown=not as_json) as on_progress:
-            context = client.ingest(name, document, append=append, on_progress=on_progress)
+        with connect(server, retries=PATIENT) as client, progress_bar(total, is_shown=not as_json) as on_progress:
+            context = client.ingest(
+                name, document, append=append, upload_id=upload_id, on_progress=on_progress, **settings
+            )
     except InvalidArgument as error:
         if error.field == "text":
             raise InvalidArgument("standard input" if file == "-" else file, error.description) from None
@@ -47,7 +62,8 @@ def ingest(
 def summary(context: Context) -> str:
     held = human_bytes(context.kv_bytes)
     ranks = count_ranks(sum(share.tokens > 0 for share in context.shares))
-    return f"{context.id}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
+    called = f" ({context.display_name})" if context.display_name else ""
+    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
 
 
 @contextmanager

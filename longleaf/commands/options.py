@@ -23,9 +23,13 @@ Server = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 
 
-def connect(server: str) -> Client:
+IMPATIENT = 3
+"""Retries of commands that somebody waits for."""
+
+
+def connect(server: str, retries: int = IMPATIENT) -> Client:
     """A client that says on stderr when it tries again."""
-    return Client(server, on_retry=_say_retry)
+    return Client(server, retries=retries, on_retry=_say_retry)
 
 
 def _say_retry(retry: Retry) -> None:

@@ -36,10 +36,16 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
         {"request_id": ID, "resume_token_index": "0"},
     ),
     "IngestContextRequest": ({"config": {"name": "contexts/new"}}, {"text": "Z3LDvMOfZQ=="}, {"text": "w7w="}),
+    "UpdateContextRequest": (
+        {"context": {"name": f"contexts/{HELD}", "ttl": "3600s", "display_name": "x"}},
+        {"context": {"name": f"contexts/{HELD}", "pinned": True}, "update_mask": "pinned,expireTime"},
+    ),
     "ForkContextRequest": ({"name": f"contexts/{HELD}", "new_name": "contexts/new", "token_count": "7"},),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
+    "TokenizeRequest": ({"text": "some text", "return_spans": True},),
+    "DetokenizeRequest": ({"token_ids": {"ids": [5, 6, 260]}},),
 }
 """Requests that are right, as JSON: changed in a field or two they come further than random ones. Those of a stream
 follow one another. A message that is not here is changed from an empty one."""

@@ -72,6 +72,11 @@ class Complaints(logging.Handler):
         self.lines: list[str] = []
         logging.getLogger().addHandler(self)
 
+    def take(self) -> list[str]:
+        """What was collected since the last time."""
+        lines, self.lines = self.lines, []
+        return lines
+
     def emit(self, record: logging.LogRecord) -> None:
         if not record.getMessage().startswith(LEFT):
             self.lines.append(self.format(record))
@@ -102,7 +107,8 @@ class Target:
                 pass
         for call, refusal in zip(calls, await asyncio.gather(*map(self.try_, calls)), strict=True):
             check_refusal(call, refusal)
-        assert not self._complaints.lines, "\n".join(map(str, [*calls, *self._complaints.lines]))
+        complaints = self._complaints.take()
+        assert not complaints, "\n".join(map(str, [*calls, *complaints]))
         assert await generate(self._engine, len(self._expected)) == self._expected
         await self._settle()
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from longleaf.client import AsyncClient
+from longleaf.client import AsyncClient, Retries
 from longleaf.client.documents import Document
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
@@ -96,9 +96,9 @@ async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(ro
         assert (await client.ingest("moby", text)).tokens == 2 + len(ids(text))
 
 
-async def test_a_service_that_is_gone_is_not_asked_for_ever(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longleaf.client.aio.RESUME_SECONDS", (0.0, 0.0))
-    async with breaking(roomy.address, *[100] * 50) as (_, address), AsyncClient(address) as client:
+async def test_a_service_that_is_gone_is_not_asked_for_ever(roomy: Served) -> None:
+    quick = Retries(limit=2, first_delay=0.0)
+    async with breaking(roomy.address, *[100] * 50) as (_, address), AsyncClient(address, retries=quick) as client:
         with pytest.raises(Unavailable):
             await client.ingest("moby", "text", upload_id="mine")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from longleaf import cli
-from longleaf.client.retries import DEFAULT_LIMIT
 from longleaf.commands.cluster import merge_lines
+from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server
 from longleaf.demo.haystack import make_haystack
 from longleaf.demo.run import DemoSettings, build
@@ -30,7 +30,7 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Cluster, ModelInfo
+from longleaf.messages import Cluster, ContextSettings, ModelInfo
 from longleaf.step import MergeTiming
 from tests.service import FakeEngine, byte_tokenizer, serving
 
@@ -140,9 +140,40 @@ async def test_questions_may_come_from_standard_input(terminal: Terminal, monkey
 async def test_a_context_is_forked(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1, 2, 3]
     code, out, _ = await terminal.run("contexts", "fork", "moby", "ishmael", "--tokens", "2")
-    assert (code, out) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank\n")
+    assert (code, out.splitlines()[0]) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank")
     [context] = await terminal.json("contexts", "fork", "moby", "ahab")
     assert (context["id"], context["tokens"]) == ("ahab", 3)
+
+
+async def test_a_context_is_updated(terminal: Terminal) -> None:
+    terminal.engine.contexts["moby"] = [1, 2, 3]
+    code, out, _ = await terminal.run("contexts", "update", "moby", "--display-name", "Moby-Dick", "--pin")
+    assert (code, out.splitlines()[0]) == (0, "moby (Moby-Dick): 3 tokens, 192 B of keys and values on 1 rank")
+    assert out.endswith("never expires, pinned\n")
+    assert terminal.engine.settings["moby"] == ContextSettings(display_name="Moby-Dick", is_pinned=True)
+    await terminal.json("contexts", "update", "moby", "--ttl", "60", "--unpin")
+    assert terminal.engine.settings["moby"] == ContextSettings(ttl=60.0, is_pinned=False)
+    [context] = await terminal.json("contexts", "update", "moby", "--forever")
+    assert (terminal.engine.settings["moby"], context["expires"]) == (ContextSettings(expires=None), None)
+
+
+async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
+    options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one")
+    [context] = await terminal.json("ingest", book, "--name", "moby", *options)
+    wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True)
+    assert (context["tokens"], terminal.engine.settings["moby"]) == (172, wanted)
+
+
+async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:
+    ids = byte_tokenizer().encode("é!").ids
+    assert (await terminal.run("tokenize", "é!"))[1] == " ".join(map(str, ids)) + "\n"
+    [found] = await terminal.json("tokenize", "é!", "--spans")
+    assert found == {"token_ids": ids, "spans": [[0, 1], [0, 1], [1, 2]]}
+    assert "'é'" in (await terminal.run("tokenize", "é!", "--spans"))[1]
+    assert (await terminal.run("detokenize", *map(str, ids)))[1] == "é!\n"
+    special = str(byte_tokenizer().token_to_id("<|end|>"))
+    assert await terminal.json("detokenize", special) == [{"text": ""}]
+    assert await terminal.json("detokenize", special, "--special") == [{"text": "<|end|>"}]
 
 
 async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
@@ -223,6 +254,10 @@ def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
         (["generate", "--prompt", "x", "--logit-bias", "7"], "--logit-bias: 7 is not ID=BIAS"),
         (["contexts", "fork", "moby", "Ishmael!"], "new_name: "),
         (["contexts", "fork", "none", "new"], "contexts/none"),
+        (["contexts", "update", "moby"], "give --display-name, --ttl"),
+        (["contexts", "update", "moby", "--ttl", "-1"], "--ttl: "),
+        (["contexts", "update", "moby", "--display-name", "x" * 300], "--display-name: has 300"),
+        (["detokenize", "99999"], "token_ids.ids[0]"),
         (["contexts", "fork", "moby", "new", "--tokens", str(2**70)], "--tokens: "),
         (["cluster", "--watch", "--interval", "0"], "--interval: "),
         (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
@@ -280,7 +315,7 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
         cli.main(["cluster", "--server", "127.0.0.1:1"])
     assert end.value.code == 1
     *retries, error = capsys.readouterr().err.splitlines()
-    assert len(retries) == DEFAULT_LIMIT
+    assert len(retries) == IMPATIENT
     assert all(line.startswith("trying again in ") for line in retries)
     assert error.startswith("error: the server at 127.0.0.1:1 does not answer")
 
@@ -339,7 +374,21 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["ingest"], ["ask"], ["generate"], ["contexts", "list"], ["cluster"], ["demo"]]
+    "command",
+    [
+        [],
+        ["serve"],
+        ["ingest"],
+        ["ask"],
+        ["generate"],
+        ["contexts", "list"],
+        ["contexts", "fork"],
+        ["contexts", "update"],
+        ["tokenize"],
+        ["detokenize"],
+        ["cluster"],
+        ["demo"],
+    ],
 )
 def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -254,6 +254,13 @@ def test_zero_is_a_value_and_absence_a_default() -> None:
         codec.decode_sampling(codec.encode_sampling({"max_tokens": 0}), 42)
 
 
+def test_negative_ids_name_their_place() -> None:
+    message = ingest_pb.IngestContextRequest(token_ids={"ids": [1, 2, -3]})
+    with pytest.raises(InvalidArgument, match="-3 is negative") as caught:
+        codec.decode_ingest_piece(message)
+    assert caught.value.field == "token_ids.ids[2]"
+
+
 def test_whole_numbers_of_the_wire_cannot_be_exceeded() -> None:
     wrong = {"stop_tokens": [2**31], "logit_bias": {2**31: 1.0}, "num_logprobs": 2**31, "stop": [1]}
     for field, value in ({"seed": 2**64, "top_k": 2**31, "max_tokens": "many"} | wrong).items():
