@@ -124,7 +124,7 @@ class AsyncClient:
         same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
         """
         result: Context | None = None
-        steps = self.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout)
+        steps = self.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout, **settings)
         async with aclosing(steps):
             async for progress in steps:
                 if on_progress is not None:
