@@ -85,7 +85,7 @@ async def test_text_that_is_not_utf8_in_a_string_is_an_invalid_argument(channel:
 
 
 async def test_a_server_that_is_not_there_is_unavailable_and_named() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1", retries=0) as client:
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
             await client.cluster()
 

@@ -1,0 +1,53 @@
+"""`longleaf ask` and `longleaf generate`."""
+
+import io
+import sys
+
+import pytest
+
+from tests.service import byte_tokenizer
+from tests.unit.conftest import ANSWER, Terminal
+
+
+async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> None:
+    *deltas, last = await terminal.json("generate", "--prompt", "x", "--seed", "5", "--stop", "q", "--stop", "z")
+    assert all(delta.keys() == {"text", "token_ids"} for delta in deltas)
+    assert "".join(delta["text"] for delta in deltas) == "Grüße"
+    assert last.keys() == {"finish_reason", "usage"}
+    assert last["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == len(ANSWER)
+    sampling = terminal.engine.prompts[0].sampling
+    assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
+
+
+async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
+    typed = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 "
+    typed += "--frequency-penalty 0.4 --logit-bias 5=-1.5 --logit-bias 6=2 --stop-token 9 --stop-token 8 "
+    typed += "--ignore-end-token --logprobs 3 --max-tokens 12 --priority -4 --client me --timeout 60 --resumable"
+    terminal.engine.contexts["moby"] = [1]
+    await terminal.json("ask", "moby", "who?", *typed.split())
+    [prompt] = terminal.engine.prompts
+    assert (prompt.context, prompt.priority, prompt.client) == ("moby", -4, "me")
+    assert prompt.deadline is not None
+    sampling = prompt.sampling
+    assert (sampling.logit_bias, sampling.stop_tokens) == ({5: -1.5, 6: 2.0}, (9, 8))
+    assert (sampling.top_k, sampling.num_logprobs, sampling.max_tokens) == (7, 3, 12)
+    given = (sampling.temperature, sampling.top_p, sampling.min_p)
+    assert given == pytest.approx((0.5, 0.9, 0.1))
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == pytest.approx((1.2, 0.3, 0.4))
+
+
+async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
+    await terminal.run("ask", "moby", "-")
+    assert byte_tokenizer().decode(terminal.engine.prompts[0].token_ids).count("Grüße?") == 1
+
+
+async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
+    await terminal.run("generate", "--prompt", "x")
+    await terminal.run("generate", "--prompt", "x", "--raw")
+    templated, raw = (prompt.token_ids for prompt in terminal.engine.prompts)
+    assert raw == tuple(byte_tokenizer().encode("x").ids)
+    assert len(templated) == 4

@@ -1,0 +1,41 @@
+"""The service as a process of its own: found when it is ready, ended, and asked why it failed."""
+
+import sys
+
+import pytest
+
+from longleaf.errors import LongleafError, StartError, Unavailable
+from longleaf.launch import ServiceProcess
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_service_that_is_ready_is_found_and_ended() -> None:
+    code = "import signal; print('noise'); print('listening on 127.0.0.1:5', flush=True); signal.pause()"
+    with ServiceProcess(python(code)) as service:
+        assert service.wait_ready(20) == "127.0.0.1:5"
+        process = service._process
+    assert process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        ("sys.exit('error: too few slots')", Unavailable, r"^too few slots$"),
+        ("print('error: too few slots', file=sys.stderr); sys.exit(2)", StartError, r"^too few slots$"),
+        ("raise KeyError('x')", Unavailable, r"exit code 1(.|\n)*KeyError"),
+    ],
+)
+def test_a_service_that_fails_says_why(code: str, kind: type[LongleafError], told: str) -> None:
+    with ServiceProcess(python(f"import sys; {code}")) as service, pytest.raises(kind, match=told):
+        service.wait_ready(20)
+
+
+def test_a_service_that_is_never_ready_is_given_up() -> None:
+    with (
+        ServiceProcess(python("import signal; signal.pause()")) as service,
+        pytest.raises(StartError, match="not ready"),
+    ):
+        service.wait_ready(0.05)
