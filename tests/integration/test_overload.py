@@ -69,7 +69,7 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
         tokenizer = Tokenizer.load(Path(config.model))
         server = Server(engine, tokenizer, lambda: cluster_of(engine.cluster(), model, config, "local", ready))
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, retries=0) as client:
             yield Served(engine, address, client)
         await server.stop()
     finally:
