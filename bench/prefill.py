@@ -63,7 +63,8 @@ class Reader:
         for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
             tensor.normal_(generator=generator)
         self._segments = Segments(rank, BLOCK_SIZE)
-        self._segments.put(PAST, held)
+        if held:
+            self._segments.put(PAST, held)
         self._place = (rank, world_size, self._pool, self._segments, model.layers)
         self._kernel = kernel_for(model.device)
         self.comm = CountingComm(groups.world)
@@ -94,7 +95,8 @@ def plan(past: int, chunk: int, world_size: int) -> tuple[Prefill, list[Run]]:
         if low < high
     ]
     ids = tuple(3 + i % 200 for i in range(chunk))
-    return Prefill((PAST, CHUNK), past, ids, dealt[-1]), [run for runs in dealt[:-1] for run in runs]
+    path = (PAST, CHUNK) if past else (CHUNK,)
+    return Prefill(path, past, ids, dealt[-1]), [run for runs in dealt[:-1] for run in runs]
 
 
 def measure(rank: int, reader: Reader, groups: Groups, repeats: int) -> list[Row]:
