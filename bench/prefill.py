@@ -1,8 +1,10 @@
 """Reading one chunk after a past that ranks hold already: gathered queries, gathered keys, and the choice by bytes.
 
-Ranks are processes on this machine's CPUs over gloo, with the parts of the real worker. The past is dealt as the
-coordinator deals it, with random keys: neither bytes nor speed depend on what it holds. Bytes and collectives are
-counted on the tensors that a rank hands over; a turn lasts as long as its slowest rank. Usage:
+Ranks are processes on this machine's CPUs, over gloo and in shared memory, with the parts of the real worker. The past
+is dealt as the coordinator deals it, with random keys: neither bytes nor speed depend on what it holds. Bytes and
+collectives are counted on the tensors that a rank hands over; what all others read counts once for each of them over
+gloo, as the choice counts it, and once in shared memory, where it is written once. A turn lasts as long as its slowest
+rank. Usage:
 
     python -m bench.prefill --json
     python -m bench.prefill --world-size 2 --past 0 2000 --chunk 1000 --repeats 1
@@ -13,10 +15,11 @@ import json
 import os
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.multiprocessing as mp
@@ -48,6 +51,7 @@ PAST, CHUNK = 0, 1
 """The two segments of the path."""
 
 Row = dict[str, Any]
+TransportName = Literal["gloo", "shared_memory"]
 
 
 class Reader:
@@ -124,24 +128,29 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
     """The life of a rank: all measurements; rank 0 writes the rows."""
     torch.set_num_threads(1)
     topology = Topology(("here",) * options.world_size)
-    owner = ProcessGroups(rank, topology, connect_store(HOST, port), epoch=1, device="cpu", timeout=TIMEOUT)
     model = models.load(folder, "auto", "cpu")
+    store = connect_store(HOST, port)
     rows: list[Row] = []
-    for chunk in options.chunk:
-        for past in options.past:
+    for epoch, transport in enumerate(options.transport, 1):
+        shared = transport == "shared_memory"
+        owner = ProcessGroups(rank, topology, store, epoch=epoch, device="cpu", timeout=TIMEOUT, shared_memory=shared)
+        for chunk, past in product(options.chunk, options.past):
             if rank == 0:
-                tell(f"{options.world_size} ranks, {chunk} tokens after {past}")
+                tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")
             found = measure(rank, Reader(rank, model, owner.groups, past, chunk), owner.groups, options.repeats)
-            rows += [{"past_tokens": past, "chunk_tokens": chunk, **row} for row in found]
+            used = owner.groups.world.transport
+            rows += [{"transport": used, "past_tokens": past, "chunk_tokens": chunk, **row} for row in found]
+        owner.close()
     if rank == 0:
         Path(output).write_text(json.dumps(rows))
-    owner.close()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--world-size", type=int, default=4, help="ranks, at least 2")
+    transports = get_args(TransportName)
+    parser.add_argument("--transport", nargs="+", choices=transports, default=list(transports))
     parser.add_argument("--past", nargs="+", type=int, default=[0, 4096, 8192, 16384], metavar="TOKENS")
     parser.add_argument("--chunk", nargs="+", type=int, default=[1024, 4096], metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3, help="timed turns of each way")
@@ -161,14 +170,14 @@ def main() -> None:
         arguments = (str(measured.folder), store.port, options, output)
         mp.spawn(live, arguments, nprocs=options.world_size, daemon=True)  # pyright: ignore[reportPrivateImportUsage]
         rows: list[Row] = json.loads(Path(output).read_text())
-    head = {"bench": "prefill", "model": RANDOM_LLAMA, "transport": "gloo", "world_size": options.world_size}
+    head = {"bench": "prefill", "model": RANDOM_LLAMA, "world_size": options.world_size}
     rows = [{**head, **row, "repeats": options.repeats, "machine": describe()} for row in rows]
     if options.json:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
         print(
-            f"{row['chunk_tokens']:>6} tokens after {row['past_tokens']:>6}  {row['way']:7}"
+            f"{row['transport']:13}  {row['chunk_tokens']:>6} tokens after {row['past_tokens']:>6}  {row['way']:7}"
             f"  {row['bytes_sent_per_rank'] / 2**20:>8.1f} MiB per rank  {row['seconds_median']:>8.3f} s"
         )
 
