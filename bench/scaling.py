@@ -1,7 +1,8 @@
 """Two ranks on two cores against one rank on one core, over one long context: ingest and decode.
 
 The service's engine on real ranks, without gRPC, one thread per rank. Both fleets live at the same time and take turns;
-while one works the other waits in a socket. Usage:
+while one works the other waits in a socket. `ceiling` is what as many processes gain here with no service between them.
+Usage:
 
     python -m bench.scaling --json
     python -m bench.scaling --context 32000 --repeats 2
@@ -14,6 +15,7 @@ from contextlib import AsyncExitStack
 
 import psutil
 
+from bench import ceiling
 from bench.arguments import tell, unwind_on_terminate
 from bench.engine import Generations, running
 from bench.machine import describe
@@ -71,14 +73,24 @@ async def measure(measured: Subject, options: argparse.Namespace) -> list[dict[s
         "physical_cores": psutil.cpu_count(logical=False),
         "machine": describe(),
     }
-    sides = {"ingest": ingested, "decode": decoded}
-    return [{"bench": "scaling", "work": work, **compare(*rates), **common} for work, rates in sides.items()]
+    sides = {"ingest": (ingested, ceiling.INGEST), "decode": (decoded, ceiling.DECODE)}
+    return [
+        {
+            "bench": "scaling",
+            "work": work,
+            **compare(*rates),
+            "ceiling": ceiling.gain(load, options.world_size),
+            **common,
+        }
+        for work, (rates, load) in sides.items()
+    ]
 
 
 def text(row: dict[str, object]) -> str:
     return (
         f"{row['work']}: {row['world_size']} ranks are {row['ratio']} times as fast as one "
-        f"({row['service_tokens_per_s']} against {row['baseline_tokens_per_s']} tokens/s)"
+        f"({row['service_tokens_per_s']} against {row['baseline_tokens_per_s']} tokens/s); this machine gives at most "
+        f"{row['ceiling']}"
     )
 
 
