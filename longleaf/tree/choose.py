@@ -92,5 +92,5 @@ def _turn(merge: Merge, partial: Partial) -> float:
     for _ in range(CALLS):
         merge.merge(partial)
     if partial.lse_TH.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(partial.lse_TH.device)  # not this process's first GPU, which may be another rank's
     return (time.perf_counter() - begin) / CALLS
