@@ -159,11 +159,11 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
 ):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--merge", "butterfly")
+    options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--merge", "gather")
     service = Served("--model", str(checkpoint), *options)
     assert service.output.count("do not meet in shared memory but over gloo (slower): rank 0: ") == 1
     assert service.output.count("no compiled decode kernel") == service.output.count("no compiled fold") == 1
-    assert "merge butterfly over gloo" in service.run("cluster").stdout
+    assert "merge gather over gloo" in service.run("cluster").stdout
     assert service.run("generate", "--prompt", "x", "--max-tokens", "3").returncode == 0
     assert service.stop() == 0
 
