@@ -11,7 +11,9 @@ Memory is the peak of resident memory in a step, beyond the keys that every rank
 `peak_bytes_per_rank`. Bytes are those that the kernel counted on the hosts' interfaces. Usage:
 
     python -m bench.attention --json --sweep
-    python -m bench.attention --network two-tier --world-size 4 --length 262144 --inside 10 --between 1
+    python -m bench.attention --network two-tier --world-size 4 --length 262144 --between 2.5 --out /tmp/results
+
+Without `--out` the rows and the picture replace those in bench/results, which are the published ones.
 """
 
 import argparse

@@ -5,7 +5,7 @@ then all merges take turns. Per number of rows, `ratio` is the median latency of
 fastest one: the median over the runs, and the worst. `seconds` is what choosing took on the slowest rank. Usage:
 
     python -m bench.choose --json
-    python -m bench.choose --world-size 4 --runs 1
+    python -m bench.choose --world-size 4 --runs 1 --out /tmp/results
 """
 
 import argparse
@@ -52,11 +52,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=(2, 4, 8), metavar="RANKS")
-    parser.add_argument("--nodes", nargs="+", type=int, default=(1, 2), help="simulated nodes to deal the ranks among")
+    parser.add_argument("--nodes", nargs="+", type=int, help="simulated nodes to deal the ranks among: 1 and 2")
     parser.add_argument("--runs", type=int, default=3, help="starts, each with groups of its own")
     parser.add_argument("--repeats", type=int, default=30, help="timed turns of each merge")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of choose.json")
     options = parser.parse_args(arguments)
+    options.nodes = options.nodes or [1, 2][: max(1, min(options.world_sizes))]
     if min(options.runs, options.repeats, *options.world_sizes, *options.nodes) < 1:
         parser.error("all numbers must be at least 1")
     if max(options.nodes) > min(options.world_sizes):

@@ -7,7 +7,9 @@ and less what flows anyway), and what ranks wrote into shared memory; for NCCL, 
 Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` with a GPU per rank. Usage:
 
     python -m bench.merge --json
-    python -m bench.merge --world-size 4 --nodes 2 --batch 1 --calls 10
+    python -m bench.merge --world-size 4 --nodes 2 --batch 1 --calls 10 --out /tmp/results
+
+Without `--out` the rows replace those in bench/results, which are the published ones.
 """
 
 import argparse
@@ -57,7 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=(2, 4, 8), metavar="RANKS")
-    parser.add_argument("--nodes", nargs="+", type=int, default=(1, 2), help="simulated nodes to deal the ranks among")
+    parser.add_argument("--nodes", nargs="+", type=int, help="simulated nodes to deal the ranks among: 1 and 2")
     parser.add_argument("--batch", dest="batches", nargs="+", type=int, default=(1, 8, 64), metavar="ROWS")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -65,6 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=1, help="calls per turn, in a row as in the layers of a model")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of merge.json")
     options = parser.parse_args(arguments)
+    options.nodes = options.nodes or [1, 2][: max(1, min(options.world_sizes))]
     counts = (options.repeats, options.calls, options.heads, options.head_dim, *options.batches, *options.world_sizes)
     if min(*counts, *options.nodes) < 1:
         parser.error("all numbers must be at least 1")

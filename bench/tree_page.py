@@ -1,4 +1,4 @@
-"""Writes bench/results/tree.md from what bench.merge and bench.attention measured. Usage:
+"""Writes bench/results/tree.md from what bench.merge, bench.choose, bench.attention and bench.predict found. Usage:
 
     python -m bench.tree_page
 
@@ -43,8 +43,12 @@ def page(folder: Path) -> Iterator[str]:
     yield from ("Written by `python -m bench.tree_page`; the rows are in the JSON files beside this page.", "")
     if (folder / "merge.json").is_file():
         yield from merges(json.loads((folder / "merge.json").read_text()))
+    if (folder / "choose.json").is_file():
+        yield from choices(json.loads((folder / "choose.json").read_text()))
     if (folder / "attention.json").is_file():
         yield from attention(json.loads((folder / "attention.json").read_text()))
+    if (folder / "predict.json").is_file():
+        yield from prediction(json.loads((folder / "predict.json").read_text()))
     surprises = folder / "tree_surprises.md"
     if surprises.is_file():
         yield from ("## What surprised", "", surprises.read_text())
@@ -76,6 +80,49 @@ def merge_cell(row: Row, ratio: float) -> str:
     sent = "?" if row["bytes_sent_per_rank"] is None else f"{row['bytes_sent_per_rank']:,}"
     spread = f"{row['latency_us_median']:,.0f} ({row['latency_us_p95']:,.0f})"
     return f"{spread}, x {ratio:.1f}, {row['collectives']}, {sent} B"
+
+
+def choices(found: Row) -> Iterator[str]:
+    """How good the choice at the start is, and how long it takes."""
+    yield from ("## The choice at the start", "")
+    yield "What ranks chose in each of several starts, and how much slower than the fastest merge that is: median and"
+    yield "worst of the starts. Seconds are those of the whole choice, on the slowest rank. `python -m bench.choose`"
+    yield ""
+    yield from head("nodes", "ranks", "rows", "transport", "chosen", "fastest", "ratio", "worst", "seconds")
+    for row in sorted(found["rows"], key=lambda row: (row["nodes"], row["world_size"], row["rows"])):
+        place = (row["nodes"], row["world_size"], row["rows"], row["transport"])
+        took = (f"{row['ratio']:.2f}", f"{row['ratio_worst']:.2f}", f"{row['seconds']:.2f}")
+        yield line(*place, ", ".join(row["chosen"]), row["fastest"], *took)
+    yield from ("", f"- {machine(found['machine'])}", "")
+
+
+def prediction(found: Row) -> Iterator[str]:
+    """The model's errors here, and the paper's cluster: what is modelled beside what is published."""
+    yield from ("## A model, here and on the paper's cluster", "")
+    yield "The formulas of `bench/model` fitted to the rows on this page. Errors are relative, on rows that the fit did"
+    yield from ("not see. `python -m bench.predict`", "")
+    yield from head("rows", "fitted", "held out", "median error", "worst error", "of")
+    for row in found["measured_here"]["fits"]:
+        yield fit_line(row)
+    modelled = found["papers_cluster"]
+    yield from ("", "The same formulas with published constants alone. Modelled, but for the last column:", "")
+    yield from head("nodes x GPUs", "tokens", "ring / paper's merge", "ring / best merge", "best merge", "published")
+    for row in modelled["speed_ups"]:
+        if row["latencies"] == "solved":
+            ratios = (f"{row[name]:,.1f}" for name in ("ring_over_paper_merge", "ring_over_best"))
+            published = f"about {row['published']:g}" if "published" in row else ""
+            yield line(row["cluster"], f"{row['context_tokens']:,}", *ratios, row["best_merge"], published)
+    yield from ("", "Where model and publications part:", "", *(f"- {text}" for text in modelled["disagreements"]))
+    yield from ("", "![modelled latency by length](predict.png)", "")
+
+
+def fit_line(row: Row) -> str:
+    """The errors of one group of rows; the reason where they were too few."""
+    if "error" in row:
+        return line(row["group"], row["error"], "", "", "", "")
+    error = row["held_out"]
+    shares = (f"{error[name]:.0%}" for name in ("median_relative_error", "worst_relative_error"))
+    return line(row["group"], row["fitted_on"]["points"], error["points"], *shares, error["worst_point"])
 
 
 def attention(found: Row) -> Iterator[str]:

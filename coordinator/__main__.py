@@ -67,8 +67,10 @@ def parse(arguments: list[str]) -> ServiceConfig:
     return msgspec.convert(given | {"engine": engine}, ServiceConfig, strict=False)
 
 
-def announce(config: ServiceConfig, port: int) -> None:
-    address = f"{config.host}:{port}"
+def announce(config: ServiceConfig, outcome: Outcome) -> None:
+    for note in outcome.notes:
+        print(note, file=sys.stderr, flush=True)
+    address = f"{config.host}:{outcome.port}"
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"listening on {address}"
     print(told, flush=True)
 
@@ -98,7 +100,7 @@ async def _serve_here(config: ServiceConfig) -> Outcome:
     outcome = starting.result()
     if outcome.error:
         return outcome
-    announce(config, outcome.port)
+    announce(config, outcome)
     ending = asyncio.create_task(actor.wait())
     await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done() and not ending.done():
@@ -136,7 +138,7 @@ def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
         outcome = _await(actor.start.remote(), stop)
         if outcome.error or stop.is_set():
             return outcome
-        announce(config, outcome.port)
+        announce(config, outcome)
         outcome = _await(actor.wait.remote(), stop)
     except ray.exceptions.RayError as error:
         return Outcome(error=f"the coordinator died: {type(error).__name__}", exit_code=1)

@@ -18,6 +18,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """How a call went: the port when the service listens, else what to tell the user and the process's exit code."""
 
     port: int = 0
+    notes: tuple[str, ...] = ()
+    """What ranks say of their start: which merge was chosen and why, and what is slower than it could be."""
     error: str = ""
     exit_code: int = 0
 
@@ -39,7 +41,7 @@ class CoordinatorActor:
     async def start(self) -> Outcome:
         """Brings the service up."""
         try:
-            return Outcome(port=await self._service.start())
+            return Outcome(port=await self._service.start(), notes=self._service.notes)
         except Exception as error:
             await self._service.stop()
             return describe(error)

@@ -50,6 +50,8 @@ class Service:
         self._engine: Engine | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
+        self.notes: tuple[str, ...] = ()
+        """What the ranks logged while they started, each text once."""
 
     async def start(self) -> int:
         """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
@@ -62,6 +64,7 @@ class Service:
         self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or 1 << 40)
         await self._fleet.launch(config, control.address, control.lost)
         readies = await self._engine.start()
+        self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
         self._loop = asyncio.create_task(self._engine.run())
         self._server = Server(self._engine, tokenizer, self._describe(self._engine, tokenizer, readies))
         return await self._server.start(self._config.host, self._config.port)

@@ -31,7 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     merge: MergeChoice = "auto"
     """How partials are merged; auto measures at the start and takes the fastest."""
     partials: PartialDtype = "float32"
-    """Numeric type in which partials travel; bfloat16 halves the bytes and rounds each to 8 bits of mantissa."""
+    """Numeric type in which partials travel; bfloat16 halves the bytes, and each hop of a merge rounds them to 8 bits
+    of mantissa, a relative error of at most 2^-8. The merges `paper` and `packed` add up in float32 all the same."""
     prefill: PrefillName = "auto"
     """What is gathered when a prompt is read: queries, keys, or per chunk and layer what has fewer bytes."""
     chunk_size: int = 4096

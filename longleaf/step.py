@@ -128,6 +128,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What carries partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()
     """What was measured when the merge was to be chosen."""
+    notes: tuple[str, ...] = ()
+    """What the rank logged while it started, for people."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):

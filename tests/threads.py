@@ -22,11 +22,14 @@ def make_spec(rank: int, config: EngineConfig) -> RankSpec:
 
 
 class ThreadRanks:
-    """Implements longleaf.ports.Ranks with one thread per rank over a loopback group."""
+    """Implements longleaf.ports.Ranks with one thread per rank over a loopback group.
 
-    def __init__(self, config: EngineConfig, spoil: Spoil | None = None) -> None:
+    `machines` has a letter per rank, the machine that it pretends to run on; by default all are on one.
+    """
+
+    def __init__(self, config: EngineConfig, spoil: Spoil | None = None, machines: str = "") -> None:
         self._ranks = [Rank(make_spec(rank, config)) for rank in range(config.world_size)]
-        self._groups = loopback_groups(Topology(("here",) * config.world_size))
+        self._groups = loopback_groups(Topology(tuple(machines) or ("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[Future[StepResult]] = queue.Queue()
         """Of the plans under way, in the order in which they were sent: rank 0 answers in this order."""

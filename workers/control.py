@@ -4,7 +4,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -139,6 +140,34 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
     return 0
 
 
+@contextmanager
+def taking_notes() -> Iterator[list[str]]:
+    """The list to which goes what the library logs meanwhile: how ranks merge and why, what is slower than it could be.
+
+    The coordinator tells it. A rank's own log lies where nobody looks, under Ray in a file of its worker.
+    """
+    logger, notes = logging.getLogger("longleaf"), Notes()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(notes)
+    try:
+        yield notes.texts
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
+
+
+class Notes(logging.Handler):
+    """Keeps the texts of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def _reason(error: Exception) -> str:
     match error:
         case StartError():
@@ -154,10 +183,12 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
     try:
         port = rank.open_store() if spec.rank == 0 else 0
         channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
-        rank.load()
-        if (join := channel.receive(Join)) is None:
-            return
-        channel.send(rank.join(join))
+        with taking_notes() as notes:
+            rank.load()
+            if (join := channel.receive(Join)) is None:
+                return
+            ready = rank.join(join)
+        channel.send(msgspec.structs.replace(ready, notes=tuple(notes)))
         ended = time.monotonic()
         while (plan := channel.receive(StepPlan)) is not None:
             began = time.monotonic()

@@ -7,6 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
@@ -90,12 +91,15 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
+        widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
+        heads, dim = widest.num_heads, widest.head_dim
         if self._config.merge == "auto":
-            widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
-            merge = choose_merge(groups, self._wire, widest.num_heads, widest.head_dim, self._device)
+            merge = choose_merge(groups, self._wire, heads, dim, self._device)
             ready = msgspec.structs.replace(ready, merges=merge.timings)
         else:
             merge = make_merge(self._config.merge, groups, self._wire)
+            # what is compiled or connected at the first use must not make the first step wait
+            merge.merge(Partial.identity(1, heads, dim, device=self._device))
         self._peers = Peers(groups.world, merge)
         return ready
 

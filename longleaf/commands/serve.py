@@ -39,7 +39,7 @@ def serve(
         MergeChoice, typer.Option(help="How partial attention is merged; auto measures at the start.")
     ] = _DEFAULTS.merge,
     partials: Annotated[
-        PartialDtype, typer.Option(help="Type in which partials travel; bfloat16 rounds each to 8 bits of mantissa.")
+        PartialDtype, typer.Option(help="Type in which partials travel; bfloat16 rounds them by 2^-8 per hop.")
     ] = _DEFAULTS.partials,
     prefill: Annotated[
         PrefillName, typer.Option(help="What ranks gather while they read; auto: what has fewer bytes.")

@@ -98,6 +98,16 @@ def test_people_get_tables(served: Served, book):
         assert all(word in found.stdout.lower() for word in words), found.stdout
 
 
+def test_the_choice_of_the_merge_and_its_reason_are_told(served: Served):
+    cluster = served.json("cluster")
+    assert [timing["rows"] for timing in cluster["merge_timings"]] == [1, 8, 64]
+    for timing in cluster["merge_timings"]:
+        chosen = timing["merge"]
+        assert set(timing["microseconds"]) == {"paper", "packed", "gather", "exchange", "butterfly"}
+        told = f"merge for up to {timing['rows']} rows: {chosen}, {timing['microseconds'][chosen]:,.0f} us ("
+        assert told in served.output
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -148,8 +148,24 @@ def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, launcher: str, s
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (0, 130, -signal.SIGINT)
-    assert errors.strip() in ("", f"starting 2 ranks ({launcher}) …")
+    first, *notes = errors.splitlines() or [""]
+    assert first in ("", f"starting 2 ranks ({launcher}) …")
+    assert all(note.startswith("merge for up to ") for note in notes), "it may have come so far"
     assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--merge", "gather")
+    service = Served("--model", str(checkpoint), *options)
+    assert service.output.count("do not meet in shared memory but over gloo (slower): rank 0: ") == 1
+    assert service.output.count("no compiled decode kernel") == service.output.count("no compiled fold") == 1
+    assert "merge gather over gloo" in service.run("cluster").stdout
+    assert service.run("generate", "--prompt", "x", "--max-tokens", "3").returncode == 0
+    assert service.stop() == 0
 
 
 def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path):

@@ -92,8 +92,8 @@ async def ask_with_history(engine, prompt, history):
 
 
 @contextlib.asynccontextmanager
-async def running(config, spoil=None):
-    engine = Engine(ThreadRanks(config, spoil), config, max_positions=8192)
+async def running(config, spoil=None, machines=""):
+    engine = Engine(ThreadRanks(config, spoil, machines), config, max_positions=8192)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:

@@ -1,6 +1,7 @@
 """Engine, control channel and real processes, with ranks that compute nothing."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
+from workers.control import taking_notes
 from workers.fakes import EchoMain, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
@@ -202,6 +204,17 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
             await step
     await control.close()
     context.destroy(linger=0)
+
+
+def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
+    logger = logging.getLogger("longleaf.comm.shared_memory")
+    with taking_notes() as notes:
+        logger.debug("too much")
+        logger.info("a merge was chosen")
+        logger.warning("rank %d has no compiler", 3)
+        logging.getLogger("another.library").warning("of no interest")
+    logger.warning("too late")
+    assert notes == ["a merge was chosen", "rank 3 has no compiler"]
 
 
 ORPHANS = """

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import attention, merge, tree_page
+from bench import attention, choose, merge, predict, tree_page
 from bench.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
 from bench.interfaces import parse
 from bench.machine import describe
@@ -68,6 +68,13 @@ def test_keys_are_shared_out_evenly():
     assert Size(262_144, 16, 2, 128).key_bytes(262_144) == 512 << 20
 
 
+@pytest.mark.parametrize("parse", [merge.parse, choose.parse])
+def test_one_rank_needs_no_second_node(parse):
+    assert parse(["--world-size", "1"]).nodes == [1]
+    assert parse(["--world-size", "4", "2"]).nodes == parse([]).nodes == [1, 2]
+    assert parse(["--world-size", "4", "--nodes", "3"]).nodes == [3]
+
+
 @pytest.mark.parametrize(
     "arguments", [["--nodes", "3", "--world-size", "2"], ["--batch", "0"], ["--repeats", "0"], ["--nodes", "0"]]
 )
@@ -91,6 +98,20 @@ def merge_row(name, transport, median):
 
 
 MERGE_ROWS = [merge_row("paper", "gloo", 900.0), merge_row("gather", "shared_memory", 30.0)]
+
+
+RACED = [
+    {"transport": "gloo", "seconds": seconds, "choices": {8: name}, "turns": {8: {"gather": [1e-3], "packed": [2e-3]}}}
+    for name, seconds in (("gather", 0.125), ("packed", 0.25))
+]
+CHOICES = list(choose.judge(Placement(2, 1, OWN), [[ranks] * 2 for ranks in RACED]))
+ERRORS = {"points": 3, "median_relative_error": 0.1, "worst_relative_error": 0.3, "worst_point": "paper, 1x2"}
+MODEL = {
+    "fits": [
+        {"group": "merge, gloo", "fitted_on": {"points": 7}, "held_out": ERRORS},
+        {"group": "merge, nccl", "error": "too few"},
+    ]
+}
 
 
 def attention_rows(network=TWO_TIER):
@@ -126,9 +147,14 @@ def test_the_page_has_all_rows(tmp_path):
     assert len(list(attention.lines(rows))) == 1 + len(rows)
     (tmp_path / "merge.json").write_text(json.dumps({"machine": describe(), "rows": MERGE_ROWS}))
     attention.write(rows, tmp_path)
+    (tmp_path / "choose.json").write_text(json.dumps({"machine": describe(), "rows": CHOICES}))
+    (tmp_path / "predict.json").write_text(json.dumps({"measured_here": MODEL, "papers_cluster": predict.elsewhere()}))
     (tmp_path / "tree_surprises.md").write_text("Nothing.")
     page = "\n".join(tree_page.page(tmp_path))
     assert "| shared_memory | gather | 30 (60), x 30.0, 3, 8,256 B |" in page
+    assert "| 1 | 2 | 8 | gloo | gather, packed | gather | 1.50 | 2.00 | 0.25 |" in page
+    assert "| merge, gloo | 7 | 3 | 10% | 30% | paper, 1x2 |" in page and "| merge, nccl | too few |" in page
+    assert page.count("| about 8 |") == 1
     assert "### loopback" in page and "### two-tier 10/1" in page and "| two-tier unlimited/unlimited |" in page
     assert "| 4 | 4,096 | 80.00 | 20.00 |  | 40.00 | 1,000.00 | 50.00 | exchange | 50.0 |" in page
     assert page.endswith("## What surprised\n\nNothing.")
