@@ -19,7 +19,7 @@ from coordinator.tokenization import Tokenization
 from coordinator.wire import context_of
 from longleaf import codec
 from longleaf.errors import InvalidArgument, LongleafError
-from longleaf.messages import Cluster, ContextSettings, Generate, IngestPiece
+from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -109,11 +109,12 @@ class ContextServicer(ContextServiceServicer):
         self._contexts = contexts
 
     async def IngestContext(
-        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: object
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
         is_uploading = False
+        pieces = _pieces(request_iterator, _host(context.peer()))
         try:
-            async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
+            async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
                 async for report in reports:
                     is_uploading = True  # clients send the document once the config was answered
                     yield codec.encode_ingest_progress(report)
@@ -153,13 +154,16 @@ class ContextServicer(ContextServiceServicer):
 
 
 async def _pieces(
-    requests: AsyncIterable[ingest_pb.IngestContextRequest],
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], host: str
 ) -> AsyncGenerator[IngestPiece, None]:
+    """The requests decoded; `host` is the client that names none."""
     async for request in requests:
         if len(request.token_ids.ids) > LARGE_PIECE:
             yield await asyncio.to_thread(codec.decode_ingest_piece, request)
-        else:
-            yield codec.decode_ingest_piece(request)
+            continue
+        piece = codec.decode_ingest_piece(request)
+        is_nameless = isinstance(piece, IngestHeader) and not piece.client
+        yield msgspec.structs.replace(piece, client=host) if is_nameless else piece
 
 
 async def _drain(requests: AsyncIterable[object]) -> None:

@@ -9,10 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 
 from longleaf import codec
 from longleaf.client.calls import Calls
-from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
-from longleaf.client.upload import Upload
+from longleaf.client.upload import Upload, header_of
 from longleaf.config import default_server
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
@@ -23,7 +23,7 @@ from longleaf.messages import (
     Event,
     ForkContext,
     GenerateOptions,
-    IngestHeader,
+    IngestOptions,
     IngestProgress,
     Tokenized,
 )
@@ -111,11 +111,8 @@ class AsyncClient:
         context: str,
         document: Document,
         *,
-        append: bool = False,
-        upload_id: str = "",
         on_progress: OnProgress | None = None,
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        **options: Unpack[IngestOptions],
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
@@ -124,8 +121,7 @@ class AsyncClient:
         same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
         """
         result: Context | None = None
-        steps = self.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout, **settings)
-        async with aclosing(steps):
+        async with aclosing(self.ingest_steps(context, document, **options)) as steps:
             async for progress in steps:
                 if on_progress is not None:
                     on_progress(progress)
@@ -135,22 +131,15 @@ class AsyncClient:
         return result
 
     async def ingest_steps(
-        self,
-        context: str,
-        document: Document,
-        *,
-        append: bool = False,
-        upload_id: str = "",
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        self, context: str, document: Document, **options: Unpack[IngestOptions]
     ) -> AsyncGenerator[IngestProgress, None]:
         """As `ingest`, but streams the progress; the last one carries the context.
 
         Without an `upload_id` it is tried again only until the service has asked for the document: a part of its
         source may be gone then.
         """
-        header = IngestHeader(context, append, size_of(document), upload_id, ContextSettings(**settings))
-        attempts, furthest = self._calls.attempts("IngestContext", timeout), -1
+        header = header_of(context, document, options)
+        attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
         async with aclosing(Source(document)) as source:
             while True:
                 upload = Upload(header, source)
@@ -163,7 +152,7 @@ class AsyncClient:
                             yield progress
                     return
                 except LongleafError as error:
-                    if source.error or (furthest >= 0 and not (upload_id and may_go_on(error))):
+                    if source.error or (furthest >= 0 and not (header.upload_id and may_go_on(error))):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 

@@ -2,50 +2,38 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
 from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks, echo_token
-from coordinator.server import Server
+from coordinator.fakes import echo_token
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.client import AsyncClient, Retries
-from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.status import decode_error
 from longleaf.step import Decode, StepPlan, StepResult
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.gated import VOCAB, GatedRanks, serving
 from tests.proxy import breaking
-from tests.service import FakeEngine, Served, write_model
+from tests.service import Served
 
 NUM_TOKENS = 200
-VOCAB = 128
-"""Single bytes of ASCII: each token is a character of its own."""
 
 
-class GatedRanks(FakeRanks):
-    """Ranks that do as many steps as they are let."""
+class Ranks(GatedRanks):
+    """Ranks that tell when an answer is whole."""
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=256, vocab=VOCAB)
-        self._steps = asyncio.Semaphore(0)
-        self.are_asked = asyncio.Event()
+        super().__init__()
         self.have_all = asyncio.Event()
         """The last token of an answer was sampled."""
 
-    def allow(self, steps: int) -> None:
-        for _ in range(steps):
-            self._steps.release()
-
     async def step(self, plan: StepPlan) -> StepResult:
-        self.are_asked.set()
-        await self._steps.acquire()
         result = await super().step(plan)
         if isinstance(plan.work, Decode) and plan.work.rows[0].token_index == NUM_TOKENS - 1:
             self.have_all.set()
@@ -55,8 +43,9 @@ class GatedRanks(FakeRanks):
 class Resumable:
     """A service on a real engine, and raw calls to it."""
 
-    def __init__(self, ranks: GatedRanks, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine, channel: grpc.aio.Channel, address: str) -> None:
         self.ranks = ranks
+        self.engine = engine
         self.address = address
         self._stub = GenerationServiceStub(channel)
 
@@ -92,26 +81,9 @@ def resume(token_index: int, request_id: str = "one") -> service_pb.GenerateRequ
 
 @pytest.fixture
 async def resumable(tmp_path: Path) -> AsyncIterator[Resumable]:
-    async with serving(tmp_path) as service:
-        yield service
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Resumable]:
-    ranks = GatedRanks()
-    engine = Engine(ranks, EngineConfig(model="none", block_size=4), max_positions=4096)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
-    port = await server.start("127.0.0.1", 0)
-    try:
-        address = f"127.0.0.1:{port}"
-        async with grpc.aio.insecure_channel(address) as channel:
-            yield Resumable(ranks, channel, address)
-    finally:
-        await server.stop(None)
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)
+    ranks = Ranks()
+    async with serving(ranks, tmp_path) as (engine, address), grpc.aio.insecure_channel(address) as channel:
+        yield Resumable(ranks, engine, channel, address)
 
 
 def expected(tokenizer_ids: tuple[int, ...]) -> list[int]:
