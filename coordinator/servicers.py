@@ -84,7 +84,7 @@ def random_seed() -> int:
 
 
 class GenerationServicer(GenerationServiceServicer):
-    """Streams generations."""
+    """Streams generations, and ends those that are held."""
 
     def __init__(self, generation: Generation, seed: Callable[[], int] = random_seed) -> None:
         self._generation = generation
@@ -99,6 +99,10 @@ class GenerationServicer(GenerationServiceServicer):
         async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
             async for event in answer:
                 yield codec.encode_event(event)
+
+    async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
+        await self._generation.cancel(codec.decode_cancel(request))
+        return Empty()
 
 
 class ContextServicer(ContextServiceServicer):

@@ -81,6 +81,9 @@ class Client:
     def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
         return self._iterate(self._client.ask(context, question, **options))
 
+    def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
+        self._run(self._client.cancel_generation(request_id, timeout=timeout))
+
     def ingest(
         self,
         context: str,

@@ -70,6 +70,16 @@ def encode_resume(resume: Resume) -> service_pb.GenerateRequest:
     return service_pb.GenerateRequest(request_id=_request_id(resume.request_id), resume_token_index=index)
 
 
+def encode_cancel(request_id: str) -> service_pb.CancelGenerationRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    return service_pb.CancelGenerationRequest(request_id=_request_id(request_id))
+
+
+def decode_cancel(message: service_pb.CancelGenerationRequest) -> str:
+    """The generation's id. Raises InvalidArgument naming the field."""
+    return _request_id(message.request_id)
+
+
 def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Generate | Resume:
     """Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):

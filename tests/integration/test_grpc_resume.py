@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from coordinator.fakes import echo_token
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.client import AsyncClient, Retries
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+from longleaf.errors import AlreadyExists, Cancelled, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.status import decode_error
 from longleaf.step import Decode, StepPlan, StepResult
@@ -199,6 +200,47 @@ async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:
         proxy.drop()
         with pytest.raises(Unavailable):
             [_ async for _ in answer]
+
+
+async def test_a_generation_that_is_held_can_be_cancelled(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    found = await resumable.read(request(), num_tokens=5)
+    async with AsyncClient(resumable.address) as client:
+        await client.cancel_generation("one")
+        assert resumable.engine.cluster().running == 0
+        resumable.engine.check()
+        for name in ("one", "unknown"):
+            with pytest.raises(NotFound, match=f"generations/{name}"):
+                await client.cancel_generation(name)
+    with pytest.raises(NotFound):
+        await resumable.read(resume(len(ids_of(found))))
+    resumable.ranks.allow(10**4)
+    assert len(ids_of(await resumable.read(request()))) == NUM_TOKENS
+
+
+async def test_whoever_reads_what_is_cancelled_is_told(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    async with AsyncClient(resumable.address, retries=PATIENT) as client:
+        answer = client.generate("x", resumable=True, request_id="one", **OPTIONS)
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+        await client.cancel_generation("one")
+        with pytest.raises(Cancelled, match="generations/one"):
+            [_ async for _ in answer]
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+async def test_a_reader_that_leaves_for_good_says_so(resumable: Resumable, name: str) -> None:
+    resumable.ranks.allow(20)
+    async with (
+        AsyncClient(resumable.address) as client,
+        aclosing(client.generate("x", resumable=True, request_id=name, **OPTIONS)) as answer,
+    ):
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+    assert resumable.engine.cluster().running == (1 if name else 0), "it can be come back to by its name alone"
 
 
 async def test_names_of_generations_are_checked_before_they_are_sent(resumable: Resumable) -> None:
