@@ -166,8 +166,9 @@ async def _pieces(
             yield await asyncio.to_thread(codec.decode_ingest_piece, request)
             continue
         piece = codec.decode_ingest_piece(request)
-        is_nameless = isinstance(piece, IngestHeader) and not piece.client
-        yield msgspec.structs.replace(piece, client=host) if is_nameless else piece
+        if isinstance(piece, IngestHeader) and not piece.client:
+            piece = msgspec.structs.replace(piece, client=host)
+        yield piece
 
 
 async def _drain(requests: AsyncIterable[object]) -> None:
