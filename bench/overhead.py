@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32], metavar="STREAMS")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
-    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--world-size", type=int, default=2)
     given = parser.parse_args()
     with subject(EMBEDDED) as measured:
         rows = asyncio.run(measure(measured, given.context, given.batch, given.tokens, given.world_size))
