@@ -1,4 +1,4 @@
-"""The gap between two decode steps: from the end of a step on rank 0 to the beginning of the next, on the rank's clock.
+"""The gap between two decode steps: from the end of a step on the last rank to the beginning of the next one there.
 
 Scheduling, control, commit and publishing should lie beside the ranks' work, not between their steps. Engine, control
 channel, rank processes and gRPC server are the real ones; the clients that read run in a process of their own. Usage:
@@ -10,15 +10,18 @@ channel, rank processes and gRPC server are the real ones; the clients that read
 import argparse
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
+from bench.step_times import Gap, TimedMain, gaps, read
 from bench.subjects import EMBEDDED, Subject, subject
 from coordinator.control import Control
 from coordinator.engine import Engine
@@ -30,7 +33,6 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.messages import Delta, ModelInfo
 from longleaf.step import Decode, StepPlan, StepResult
-from workers.__main__ import main as worker_main
 
 CONTEXT = "overhead"
 WARM_UP_STEPS = 8
@@ -38,17 +40,16 @@ TARGET_SHARE = 0.1
 
 
 class WatchedControl(Control):
-    """Keeps the results of decode steps, with the number of their rows."""
+    """Keeps the numbers of decode steps, by the number of their rows."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.results: list[tuple[int, StepResult]] = []
+        self.steps: defaultdict[int, list[int]] = defaultdict(list)
 
     async def step(self, plan: StepPlan) -> StepResult:
-        result = await super().step(plan)
         if isinstance(plan.work, Decode):
-            self.results.append((len(plan.work.rows), result))
-        return result
+            self.steps[len(plan.work.rows)].append(plan.step)
+        return await super().step(plan)
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32], metavar="STREAMS")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each stream")
-    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--world-size", type=int, default=2)
     given = parser.parse_args()
     with subject(EMBEDDED) as measured:
         rows = asyncio.run(measure(measured, given.context, given.batch, given.tokens, given.world_size))
@@ -78,37 +79,41 @@ async def measure(
     """One row per batch."""
     config = EngineConfig(model=str(measured.folder), world_size=world_size, max_sequences=max(batches))
     ids, loop = measured.tokens(context), asyncio.get_running_loop()
-    async with serving(config, measured) as (control, address):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            tell(f"ingesting {context} tokens")
-            await loop.run_in_executor(pool, ingest, address, ids)
-            rows: list[dict[str, float]] = []
-            for batch in batches:
-                control.results.clear()
-                messages = await loop.run_in_executor(pool, read, address, batch, num_tokens)
-                rows.append(row(control.results, batch) | {"deltas_per_token": messages / (batch * num_tokens)})
-                tell(f"batch {batch}: {rows[-1]['share']:.1%}")
-    return rows
+    steps: list[list[int]] = []
+    deltas: list[float] = []
+    with TemporaryDirectory(prefix="longleaf-bench-") as folder:
+        async with serving(config, measured, Path(folder)) as (control, address):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                tell(f"ingesting {context} tokens")
+                await loop.run_in_executor(pool, ingest, address, ids)
+                for batch in batches:
+                    tell(f"batch {batch}")
+                    control.steps.clear()
+                    messages = await loop.run_in_executor(pool, ask, address, batch, num_tokens)
+                    steps.append(control.steps[batch][WARM_UP_STEPS:])
+                    deltas.append(messages / (batch * num_tokens))
+        ranks = read(Path(folder), world_size)
+    told = zip(batches, steps, deltas, strict=True)
+    return [row(gaps(ranks, full), batch) | {"deltas_per_token": delta} for batch, full, delta in told]
 
 
-def row(results: list[tuple[int, StepResult]], batch: int) -> dict[str, float]:
+def row(found: list[Gap], batch: int) -> dict[str, float]:
     """Over the steps in which all streams ran, without the first ones."""
-    full = [result for num_rows, result in results if num_rows == batch][WARM_UP_STEPS:]
-    gaps, steps = [r.idle_seconds for r in full], [r.seconds for r in full]
+    seconds, period = sum(gap.seconds for gap in found), sum(gap.period for gap in found)
     return {
         "batch": batch,
-        "share": round(sum(gaps) / (sum(gaps) + sum(steps)), 4),
-        "us_per_step": round(sum(gaps) / len(full) * 1e6, 1),
-        "us_median": round(median(gaps) * 1e6, 1),
-        "step_us": round(sum(steps) / len(full) * 1e6, 1),
-        "steps": len(full),
+        "share": round(seconds / period, 4),
+        "us_per_step": round(seconds / len(found) * 1e6, 1),
+        "us_median": round(median(gap.seconds for gap in found) * 1e6, 1),
+        "step_us": round((period - seconds) / len(found) * 1e6, 1),
+        "steps": len(found),
     }
 
 
 @asynccontextmanager
-async def serving(config: EngineConfig, measured: Subject) -> AsyncIterator[tuple[WatchedControl, str]]:
-    """A service on a port of its own, without Ray; it ends with the block."""
-    control, fleet = WatchedControl(config), LocalFleet(worker_main)
+async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[WatchedControl, str]]:
+    """A service on a port of its own, without Ray; it ends with the block, and then the times lie in `folder`."""
+    control, fleet = WatchedControl(config), LocalFleet(TimedMain(folder))
     engine = Engine(control, config, measured.max_positions)
     running: asyncio.Task[None] | None = None
     try:
@@ -140,7 +145,7 @@ def ingest(address: str, ids: list[int]) -> None:
     asyncio.run(call())
 
 
-def read(address: str, batch: int, num_tokens: int) -> int:
+def ask(address: str, batch: int, num_tokens: int) -> int:
     """In the clients' process: reads `batch` streams together; the deltas that came."""
 
     async def stream(client: AsyncClient, seed: int) -> int:

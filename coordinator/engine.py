@@ -9,11 +9,12 @@ from contextlib import suppress
 from coordinator.blocks import Placer
 from coordinator.changes import Changes
 from coordinator.contexts import Context, check_settings
-from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, RankShare, WorkerView
+from coordinator.events import ClusterView, ContextView, Outcome, Prompt
 from coordinator.jobs import NO_CLAIM, Claim
+from coordinator.readers import Readers
 from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
-from coordinator.timings import Timings
+from coordinator.views import view_context, view_worker
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.messages import UNCHANGED, ContextSettings
@@ -21,8 +22,6 @@ from longleaf.ports import Ranks
 from longleaf.step import Ready, StepPlan, StepResult
 
 EPOCH = 1
-POSITION_SECONDS = 1.0
-"""How often those that wait are told that their place in the queue has changed."""
 
 
 class Engine:
@@ -47,10 +46,8 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
-        self._streams: dict[int, tuple[Stream, Timings]] = {}
+        self._readers = Readers(clock)
         self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
-        self._has_new = False
-        self._positions_told = 0.0
         self._next_id = 0
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -135,7 +132,7 @@ class Engine:
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
         for job_id in scheduler.delete_context(context_id):
-            self._close_stream(job_id, NotFound(f"contexts/{context_id}"))
+            self._readers.close(job_id, NotFound(f"contexts/{context_id}"))
         self._wake.set()
 
     def _expire(self, scheduler: Scheduler) -> float | None:
@@ -148,27 +145,16 @@ class Engine:
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
-        held = scheduler.segments.tokens_by_rank()
-        pairs = zip(self._readies, self._ranks.hellos, strict=True)
-        workers = tuple(
-            WorkerView(
-                rank=ready.rank,
-                node=hello.node,
-                pid=hello.pid,
-                device=ready.device,
-                tokens=held[ready.rank],
-                max_tokens=ready.num_blocks * self._config.block_size,
-                kv_bytes=held[ready.rank] * ready.bytes_per_token,
-            )
-            for ready, hello in pairs
-        )
+        held, size = scheduler.segments.tokens_by_rank(), self._config.block_size
+        pairs = zip(self._ranks.hellos, self._readies, strict=True)
+        workers = tuple(view_worker(hello, ready, held[ready.rank], size) for hello, ready in pairs)
         return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running)
 
     def check(self) -> None:
         """The scheduler adds up, and every open stream belongs to a job."""
         scheduler = self._open()
         scheduler.check()
-        assert len(self._streams) == scheduler.num_waiting + scheduler.num_running
+        assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
         """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
@@ -179,18 +165,7 @@ class Engine:
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
-        shares = enumerate(context.shares(len(self._readies)))
-        return ContextView(
-            id=context.id,
-            tokens=context.num_tokens,
-            kv_bytes=context.num_tokens * self._readies[0].bytes_per_token,
-            created=context.created,
-            updated=context.updated,
-            shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
-            display_name=context.display_name,
-            expires=context.expires,
-            is_pinned=context.is_pinned,
-        )
+        return view_context(context, self._readies)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples
@@ -199,28 +174,20 @@ class Engine:
             lambda sample: self._cancel_sample(job_id, sample),
             lambda: self._pause(job_id, False),
         )
-        self._streams[job_id] = (stream, Timings(self._clock(), num_samples))
-        self._has_new = True
+        self._readers.add(job_id, stream, num_samples)
         self._wake.set()
         return stream
 
     def _cancel(self, job_id: int) -> None:
-        del self._streams[job_id]
+        self._readers.remove(job_id)
         if self._scheduler is not None:
             self._scheduler.cancel(job_id)
         self._wake.set()
 
     def _cancel_sample(self, job_id: int, sample: int) -> None:
         if self._scheduler is not None and self._scheduler.cancel_sample(job_id, sample):
-            self._end_sample(job_id)
+            self._readers.end_sample(job_id)
         self._wake.set()
-
-    def _end_sample(self, job_id: int) -> None:
-        """Ends the stream with the last of its samples."""
-        _, timings = self._streams[job_id]
-        timings.num_open -= 1
-        if timings.num_open == 0:
-            self._close_stream(job_id)
 
     def _pause(self, job_id: int, is_paused: bool) -> None:
         if self._scheduler is not None:
@@ -266,8 +233,10 @@ class Engine:
             step = asyncio.create_task(self._ranks.step(plan))
             step.add_done_callback(lambda _: self._wake.set())
             self._steps.append((plan, step))
-        self._publish(outcomes + scheduler.drain())
-        self._tell_positions(scheduler)
+        for job_id in self._readers.publish(outcomes + scheduler.drain()):
+            self._pause(job_id, True)
+        if scheduler.num_waiting:
+            self._readers.tell_positions(scheduler.positions)
         await self._wait(scheduler)
 
     async def _wait(self, scheduler: Scheduler) -> None:
@@ -286,50 +255,10 @@ class Engine:
             step.cancel()
         await asyncio.gather(*steps, return_exceptions=True)
 
-    def _publish(self, outcomes: list[Outcome]) -> None:
-        now = self._clock()
-        for job_id, outcome in outcomes:
-            if job_id not in self._streams:
-                continue  # cancelled
-            stream, timings = self._streams[job_id]
-            match outcome:
-                case LongleafError():
-                    self._close_stream(job_id, outcome)
-                case Acknowledged():
-                    self._close_stream(job_id)
-                case Ended():
-                    stream.put(timings.fill(outcome, now))
-                    self._end_sample(job_id)
-                case _:
-                    timings.take(outcome, now)
-                    stream.put(outcome)
-                    if stream.is_full:
-                        self._pause(job_id, True)
-
-    def _tell_positions(self, scheduler: Scheduler) -> None:
-        """Tells those that wait their place in the queue: at once when they come, changes once in a while."""
-        now = self._clock()
-        is_due = now - self._positions_told >= POSITION_SECONDS
-        if not scheduler.num_waiting or not (is_due or self._has_new):
-            return
-        for job_id, started in scheduler.positions().items():
-            stream, timings = self._streams[job_id]
-            if timings.position is None or (is_due and timings.position != started.queue_position):
-                timings.position = started.queue_position
-                stream.put(started)
-        self._has_new = False
-        self._positions_told = now if is_due else self._positions_told
-
-    def _close_stream(self, job_id: int, error: Exception | None = None) -> None:
-        if job_id in self._streams:
-            stream, _ = self._streams.pop(job_id)
-            stream.close(error)
-
     def _fail(self, error: LongleafError) -> None:
         """Ends every stream with `error` and refuses what comes later."""
         self._failure = error
-        for job_id in list(self._streams):
-            self._close_stream(job_id, error)
+        self._readers.close_all(error)
         self.changes.end()
 
     def end_streams(self) -> None:

@@ -77,6 +77,10 @@ class Generation:
         answer = self._events(request_id, request, deadline)
         return self._replays.hold(request_id, request, answer).read() if request.resume_seconds else answer
 
+    async def cancel(self, request_id: str) -> None:
+        """Ends a generation that is held, and forgets it. Raises NotFound."""
+        await self._replays.cancel(request_id)
+
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         with self._only(request_id):
             token_ids = await self._check(request)

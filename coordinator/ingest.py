@@ -11,6 +11,7 @@ from coordinator import events
 from coordinator.contexts import check_settings
 from coordinator.document import STEP_BYTES, Document
 from coordinator.generation import EventStream
+from coordinator.jobs import Claim
 from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
@@ -26,13 +27,15 @@ REPORT_TOKENS = 1 << 16
 class Ingester(Capacity, Protocol):
     """The engine, as ingests see it."""
 
-    def ingest(self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings) -> EventStream:
-        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
+    def ingest(
+        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings, claim: Claim
+    ) -> EventStream:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         ...
 
 
 class Ingest:
-    """Runs ingests on an engine. `clock` counts seconds, `wall_clock` those since the epoch."""
+    """Runs ingests on an engine. `clock` is the engine's, in seconds, `wall_clock` counts those since the epoch."""
 
     def __init__(
         self,
@@ -48,16 +51,20 @@ class Ingest:
         self._wall_clock = wall_clock
         self._uploads = uploads or Uploads(clock)
 
-    async def run(self, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
+    async def run(
+        self, pieces: AsyncIterator[IngestPiece], seconds: float | None = None
+    ) -> AsyncGenerator[IngestProgress, None]:
         """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind,
         unless it has an upload id: then it can be resumed.
 
-        Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, Unavailable or WorkerLost.
+        The client waits `seconds`, if given. Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted,
+        DeadlineExceeded, Unavailable or WorkerLost.
         """
+        arrived = self._clock()
         header = await anext(pieces, None)
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
-        upload = self._known(header) or self._new(header)
+        upload = self._known(header) or self._new(header, None if seconds is None else arrived + seconds)
         claim = upload.claim()
         try:
             async with aclosing(self._go_on(upload, claim, pieces)) as reports:
@@ -88,14 +95,15 @@ class Ingest:
             self._uploads.forget(upload)
         return upload if is_there else None
 
-    def _new(self, header: IngestHeader) -> Upload:
+    def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
         """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
         check_settings(header.settings, self._wall_clock(), "config")
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Document(encoder, limit, self._tokenizer.vocabulary_size)
         document.expect(header.total_bytes)
-        upload = Upload(header, document)
+        # What can be resumed goes on when its client has waited long enough for now.
+        upload = Upload(header, document, None if header.upload_id else deadline)
         self._uploads.add(upload)
         return upload
 
@@ -122,14 +130,18 @@ class Ingest:
                 async for report in reports:
                     yield report
             yield _report("prefilling", document, total=document.num_tokens)
-            upload.begin(self._prefill(upload.header, document))
+            upload.begin(self._prefill(upload, document))
         assert upload.prefill is not None
         async for report in upload.prefill.follow():
             yield report
 
-    def _prefill(self, header: IngestHeader, document: Document) -> Prefill:
-        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or Unavailable."""
-        stream = self._engine.ingest(header.context, document.token_ids, append=header.append, settings=header.settings)
+    def _prefill(self, upload: Upload, document: Document) -> Prefill:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        header = upload.header
+        claim = Claim(priority=header.priority, client=header.client, deadline=upload.deadline)
+        stream = self._engine.ingest(
+            header.context, document.token_ids, append=header.append, settings=header.settings, claim=claim
+        )
         begun = _report("prefilling", document, total=document.num_tokens)
         return Prefill(stream, self._reports(header.context, stream, begun))
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
 
-from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from longleaf.messages import Delta, Event, Generate, Started
 
 MAX_HELD = 256
@@ -108,7 +108,7 @@ class Replay:
         """Waits for the next event, once for all readers; the wait goes on when this reader leaves."""
         if self._step is None or self._step.done():
             self._step = asyncio.create_task(self._take())
-        await asyncio.shield(self._step)
+        await asyncio.wait([self._step])
 
     async def _take(self) -> None:
         try:
@@ -138,6 +138,12 @@ class Replay:
         self._num_readers -= 1
         if self._num_readers == 0 and self._error is None:
             self._timer = self._call_later(self._seconds, self._on_end)
+
+    async def cancel(self, error: Cancelled) -> None:
+        """Ends the generation; its readers get `error`."""
+        self._error = error
+        self._timer.cancel()
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Ends the generation."""
@@ -184,6 +190,12 @@ class Replays:
         replay = Replay(request, events, self._call_later, lambda: self._end(request_id))
         self._by_id[request_id] = replay
         return replay
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a generation and forgets it. Raises NotFound."""
+        replay = self.find(request_id)
+        del self._by_id[request_id]
+        await replay.cancel(Cancelled(f"generations/{request_id} was cancelled"))
 
     def _end(self, request_id: str) -> None:
         self._start(self._by_id.pop(request_id).aclose())

@@ -1,8 +1,7 @@
-"""What the next step does. Pure: no clock, no I/O; the engine owns both.
+"""The lives of jobs, from admission to their end. Pure: no clock, no I/O; the engine owns both.
 
 A job is admitted to a queue, begins in its turn when its blocks can be reserved, and then can never run out of room; a
-higher priority may send it back to the queue. Steps alternate between one chunk of one job and one token of every
-sequence that is ready.
+higher priority may send it back to the queue.
 """
 
 from collections.abc import Iterable
@@ -10,16 +9,15 @@ from collections.abc import Sequence as TokenIds
 
 from coordinator.admission import Admission
 from coordinator.blocks import Placer
-from coordinator.budget import Budget
 from coordinator.contexts import Context, Contexts
 from coordinator.deadlines import Deadlines
 from coordinator.events import Acknowledged, Ended, EndReason, Outcome, Progress, Prompt, Started, Tokens
-from coordinator.flights import Flights
 from coordinator.holdings import check_holdings, check_jobs
 from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
+from coordinator.planner import Planner
 from coordinator.prompts import Prompts
-from coordinator.queue import Queue, Turns
+from coordinator.queue import Queue
 from coordinator.room import Room
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
@@ -27,12 +25,11 @@ from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.sampling import Logprobs
-from longleaf.step import Decode, Prefill, StepPlan, StepResult
+from longleaf.step import Prefill, StepPlan, StepResult
 
 
 class Scheduler:
-    """Jobs, their segments and their blocks. Plans are committed in the order in which they were scheduled; two may be
-    under way, so that the ranks find the next one when they have finished the first.
+    """Jobs, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
     them anew is scheduled later, and ranks execute plans in order.
@@ -44,25 +41,19 @@ class Scheduler:
         self._config = config
         self._placer = placer
         self._limits = Limits(config, placer, max_positions)
-        self._epoch = epoch
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
         self._prompts = Prompts(self.segments, placer, self._limits)
         self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
         self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
-        self._budget = Budget(config, len(placer.pools), self.speeds)
+        self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
         self._deadlines = Deadlines()
         self._queue = Queue()
         self._may_begin = False
         """Something has changed since nobody in the queue had room."""
         self._running: dict[int, Job] = {}
-        self._chunk_turns = Turns()
-        self._forgotten: list[int] = []
         self._outcomes: list[Outcome] = []
-        self._flights = Flights()
-        self._step = 0
-        self._was_prefill = False
         self._now = 0.0
 
     @property
@@ -124,7 +115,7 @@ class Scheduler:
         self.segments.retain(job.path.segments)
         self._deadlines.add(job.id, job.claim.deadline)
         self._queue.add(job)
-        self._chunk_turns.enter(job.claim.client)
+        self._planner.enter(job.claim.client)
         self._may_begin = True
 
     def _jobs(self) -> Iterable[Job]:
@@ -139,17 +130,10 @@ class Scheduler:
         for job_id in self._deadlines.passed(now):
             self._outcomes.append((job_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(job_id)
-        if self._flights.is_full:
+        if self._planner.is_full:
             return None
         self._begin_waiting()
-        prefilling = self._prefilling()
-        decoding = [job for job in self._running.values() if isinstance(job, Sequence) and job.has_rows]
-        if not prefilling and not decoding:
-            return None
-        self._was_prefill = bool(prefilling) and not (self._was_prefill and decoding)
-        if self._was_prefill:
-            return self._plan_chunk(prefilling, is_alone=not decoding)
-        return self._plan_rows(decoding)
+        return self._planner.plan(self._running.values())
 
     def _begin_waiting(self) -> None:
         while self._may_begin:
@@ -158,7 +142,7 @@ class Scheduler:
                 self._may_begin = False
                 return
             job.num_begins += 1
-            job.last_turn = self._step
+            job.last_turn = self._planner.step
             self._running[job.id] = job
             if isinstance(job, Sequence):
                 if job.speaks_for_all:
@@ -187,37 +171,13 @@ class Scheduler:
         if job.num_read >= job.num_prefill:
             self._running |= {sample.id: sample for sample in self._prompts.share(job)}
 
-    def _prefilling(self) -> list[Job]:
-        """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
-        the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
-        if self._flights.has_chunk:
-            return []
-        return [job for job in self._running.values() if job.has_chunks]
-
-    def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
-        job = self._chunk_turns.order(jobs, lambda job: job.last_turn)[0]
-        work = job.next_chunk(self._placer, self._budget.chunk_size(job, is_alone=is_alone))
-        job.last_turn = self._step + 1
-        self._chunk_turns.take(job.claim.client, len(work.token_ids))
-        return self._plan(work, [job])
-
-    def _plan_rows(self, jobs: TokenIds[Sequence]) -> StepPlan:
-        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
-
-    def _plan(self, work: Prefill | Decode, jobs: TokenIds[Job]) -> StepPlan:
-        self._step += 1
-        forgotten, self._forgotten = tuple(self._forgotten), []
-        plan = StepPlan(self._epoch, self._step, work, self.segments.take_forgotten(), forgotten)
-        self._flights.add(plan, jobs)
-        return plan
-
     # --- commit ---
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.speeds.measure(plan, result.seconds)
-        for job in self._flights.land(plan, self._running):
+        for job in self._planner.land(plan, self._running):
             if isinstance(plan.work, Prefill):
                 job.seconds_per_token = result.seconds / len(plan.work.token_ids)
                 self._commit_chunk(job, len(plan.work.token_ids), now)
@@ -283,7 +243,7 @@ class Scheduler:
         self._queue.settle(job)
         self._may_begin = True
         if isinstance(job, Sequence):
-            self._forgotten.append(job.id)
+            self._planner.forget(job.id)
 
     def _leave(self, job: Job) -> None:
         self.segments.release(job.path.segments)
@@ -293,7 +253,7 @@ class Scheduler:
             self._deadlines.discard(job.owner)
         clients = {other.claim.client for other in others}
         self._queue.keep(clients)
-        self._chunk_turns.keep(clients)
+        self._planner.keep(clients)
 
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
@@ -345,5 +305,5 @@ class Scheduler:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
-        check_jobs(waiting, running, self._flights.job_ids)
+        check_jobs(waiting, running, self._planner.under_way)
         assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}

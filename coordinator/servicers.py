@@ -19,7 +19,7 @@ from coordinator.tokenization import Tokenization
 from coordinator.wire import context_of
 from longleaf import codec
 from longleaf.errors import InvalidArgument, LongleafError
-from longleaf.messages import Cluster, ContextSettings, Generate, IngestPiece
+from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -84,7 +84,7 @@ def random_seed() -> int:
 
 
 class GenerationServicer(GenerationServiceServicer):
-    """Streams generations."""
+    """Streams generations, and ends those that are held."""
 
     def __init__(self, generation: Generation, seed: Callable[[], int] = random_seed) -> None:
         self._generation = generation
@@ -100,6 +100,10 @@ class GenerationServicer(GenerationServiceServicer):
             async for event in answer:
                 yield codec.encode_event(event)
 
+    async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
+        await self._generation.cancel(codec.decode_cancel(request))
+        return Empty()
+
 
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts."""
@@ -109,11 +113,12 @@ class ContextServicer(ContextServiceServicer):
         self._contexts = contexts
 
     async def IngestContext(
-        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: object
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
         is_uploading = False
+        pieces = _pieces(request_iterator, _host(context.peer()))
         try:
-            async with aclosing(self._ingest.run(_pieces(request_iterator))) as reports:
+            async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
                 async for report in reports:
                     is_uploading = True  # clients send the document once the config was answered
                     yield codec.encode_ingest_progress(report)
@@ -153,13 +158,17 @@ class ContextServicer(ContextServiceServicer):
 
 
 async def _pieces(
-    requests: AsyncIterable[ingest_pb.IngestContextRequest],
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], host: str
 ) -> AsyncGenerator[IngestPiece, None]:
+    """The requests decoded; `host` is the client that names none."""
     async for request in requests:
         if len(request.token_ids.ids) > LARGE_PIECE:
             yield await asyncio.to_thread(codec.decode_ingest_piece, request)
-        else:
-            yield codec.decode_ingest_piece(request)
+            continue
+        piece = codec.decode_ingest_piece(request)
+        if isinstance(piece, IngestHeader) and not piece.client:
+            piece = msgspec.structs.replace(piece, client=host)
+        yield piece
 
 
 async def _drain(requests: AsyncIterable[object]) -> None:

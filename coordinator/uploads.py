@@ -72,8 +72,10 @@ class Prefill:
 class Upload:
     """An ingest: its document while that arrives, then its prefill. The stream that claimed it last owns it."""
 
-    def __init__(self, header: IngestHeader, document: Document) -> None:
+    def __init__(self, header: IngestHeader, document: Document, deadline: float | None = None) -> None:
         self.header = header
+        self.deadline = deadline
+        """When nobody waits for it any more, in seconds on the engine's clock."""
         self.document: Document | None = document
         """None once its ids are with the engine."""
         self.prefill: Prefill | None = None

@@ -6,6 +6,7 @@
     ├── AlreadyExists        the name is taken
     ├── ResourceExhausted    no room now; says when to try again
     ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
+    ├── Cancelled            another call ended what this one reads
     ├── Unavailable          the service cannot answer
     │   └── WorkerLost       a rank died, raised or hung; names the rank
     └── StartError           the service cannot start with these settings
@@ -56,6 +57,10 @@ class ResourceExhausted(LongleafError):
 
 class DeadlineExceeded(LongleafError):
     """The caller's deadline has passed, or will have before an answer can be there."""
+
+
+class Cancelled(LongleafError):
+    """Another call ended what this one reads."""
 
 
 class Unavailable(LongleafError):

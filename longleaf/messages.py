@@ -184,6 +184,21 @@ class ContextOptions(TypedDict, total=False):
     ttl: float
 
 
+class IngestOptions(ContextOptions, total=False):
+    """All that a caller may say about an ingest besides its document."""
+
+    append: bool
+    """To an existing context."""
+    upload_id: str
+    """Names the ingest, so that it can be resumed."""
+    priority: int
+    """Higher goes first."""
+    client: str
+    """Whom fair share counts; the address of the peer when empty."""
+    timeout: float | None
+    """Seconds for the whole call."""
+
+
 class ForkContext(msgspec.Struct, frozen=True):
     """A request for a context of the first `tokens` tokens of another one; None takes all."""
 
@@ -201,6 +216,9 @@ class IngestHeader(msgspec.Struct, frozen=True):
     total_bytes: int | None = None
     upload_id: str = ""
     settings: ContextSettings = UNCHANGED
+    priority: int = 0
+    client: str = ""
+    """Whom fair share counts; the address of the peer when empty."""
 
 
 IngestPiece = IngestHeader | bytes | Sequence[int]

@@ -5,6 +5,7 @@ NotFound           NOT_FOUND            ResourceInfo
 AlreadyExists      ALREADY_EXISTS       ResourceInfo
 ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
 DeadlineExceeded   DEADLINE_EXCEEDED    ErrorInfo DEADLINE_EXCEEDED
+Cancelled          ABORTED              ErrorInfo CANCELLED
 WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
 Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
 StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
@@ -22,6 +23,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2  # pyright: ignor
 
 from longleaf.errors import (
     AlreadyExists,
+    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     LongleafError,
@@ -74,6 +76,8 @@ def _encode(error: LongleafError) -> tuple[int, list[Message]]:
             return code_pb2.RESOURCE_EXHAUSTED, _quota(error)
         case DeadlineExceeded():
             return code_pb2.DEADLINE_EXCEEDED, [_info("DEADLINE_EXCEEDED", {})]
+        case Cancelled():  # not CANCELLED: the library takes that for the caller's own doing
+            return code_pb2.ABORTED, [_info("CANCELLED", {})]
         case WorkerLost():
             facts = {"rank": str(error.rank), "reason": error.reason}
             return code_pb2.UNAVAILABLE, [_info("WORKER_LOST", facts)]
@@ -137,6 +141,8 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             is_told = _find(status, error_details_pb2.ErrorInfo) is not None
             return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
+        case grpc.StatusCode.ABORTED if _find(status, error_details_pb2.ErrorInfo):
+            return Cancelled(message)
         case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:

@@ -144,8 +144,6 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
-    idle_seconds: float = 0.0
-    """How long rank 0 did not compute between the step before and this one."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Forwards to `address`. Connection i is dropped, both ways at once, after `budgets[i]` bytes from the client."""
+    """Forwards to `address`, from `delay` seconds after a connection was opened. Connection i is dropped, both ways at
+    once, after `budgets[i]` bytes from the client."""
 
-    def __init__(self, address: str, budgets: Sequence[int]) -> None:
+    def __init__(self, address: str, budgets: Sequence[int], delay: float) -> None:
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._budgets = list(budgets)
+        self._delay = delay
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_dropped = 0
 
@@ -22,6 +24,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         budget = self._budgets.pop(0) if self._budgets else None
+        await asyncio.sleep(self._delay)
         upward_reader, upward = await asyncio.open_connection(self._host, self._port)
         down = asyncio.create_task(_forward(upward_reader, writer, None))
         try:
@@ -57,9 +60,9 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, b
 
 
 @asynccontextmanager
-async def breaking(address: str, *budgets: int) -> AsyncIterator[tuple[Proxy, str]]:
+async def breaking(address: str, *budgets: int, delay: float = 0.0) -> AsyncIterator[tuple[Proxy, str]]:
     """The proxy and its address."""
-    proxy = Proxy(address, budgets)
+    proxy = Proxy(address, budgets, delay)
     server = await asyncio.start_server(proxy.accept, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
     try:

@@ -12,6 +12,7 @@ from tokenizers import decoders as decoding
 
 from coordinator import events
 from coordinator.changes import Changes
+from coordinator.jobs import NO_CLAIM, Claim
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
@@ -104,6 +105,8 @@ class FakeEngine:
         """Raised by streams after their first events."""
         self.is_endless = False
         self.prompts: list[events.Prompt] = []
+        self.claims: list[Claim] = []
+        """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
         self.created = 1.5
@@ -136,8 +139,15 @@ class FakeEngine:
         return self._stream(script)
 
     def ingest(
-        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings = UNCHANGED
+        self,
+        context: str,
+        token_ids: Sequence[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
     ) -> FakeStream:
+        self.claims.append(claim)
         if self.error is not None:
             raise self.error
         if not append and context in self.contexts:

@@ -189,13 +189,10 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
                 return
             ready = rank.join(join)
         channel.send(msgspec.structs.replace(ready, notes=tuple(notes)))
-        ended = time.monotonic()
         while (plan := channel.receive(StepPlan)) is not None:
             began = time.monotonic()
-            idle = began - ended
             result = rank.execute(plan)
-            ended = time.monotonic()
             if spec.rank == 0 and result is not None:
-                channel.send(msgspec.structs.replace(result, seconds=ended - began, idle_seconds=idle))
+                channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))
     finally:
         rank.close()

@@ -112,9 +112,16 @@ class Rank:
         self._sampler.forget(plan.release_sequences)
         self._kv_bytes_read = 0
         sampled, logprobs = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
-        return (
-            StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read) if self._spec.rank == 0 else None
-        )
+        if self._spec.rank != 0:
+            return None
+        self._wait_for_device()
+        return StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read)
+
+    def _wait_for_device(self) -> None:
+        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by
+        now, and nothing has waited for it. The ids of a decode step have, so that there is nothing left to wait for."""
+        if self._device != "cpu":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Leaves the group."""

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
 from longleaf.client.calls import Calls
-from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
-from longleaf.client.upload import Upload
+from longleaf.client.upload import Upload, header_of
 from longleaf.config import default_server
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
@@ -23,7 +23,7 @@ from longleaf.messages import (
     Event,
     ForkContext,
     GenerateOptions,
-    IngestHeader,
+    IngestOptions,
     IngestProgress,
     Tokenized,
 )
@@ -34,6 +34,9 @@ from longleaf.v1 import context_service_pb2_grpc as context_grpc
 from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
+
+FAREWELL_SECONDS = 1.0
+"""Longest wait to tell the service that a generation is not wanted any more."""
 
 OnProgress = Callable[[IngestProgress], None]
 
@@ -66,6 +69,8 @@ class AsyncClient:
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,6 +80,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connection, and all calls on it."""
+        self._is_closed = True
+        await asyncio.gather(*self._farewells)
         await self._calls.channel.close()
 
     async def generate(
@@ -82,10 +89,20 @@ class AsyncClient:
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation from text or token ids: Started, Progress, Delta, and last Finished.
 
-        Closing the iterator, or leaving it by an exception, ends the generation on the service; a resumable one ends
-        there when nobody has read it for a minute.
+        Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
+        and was given a `request_id` ends there when nobody has read it for a minute.
         """
         reading = Reading(input, context, options)
+        try:
+            async with aclosing(self._events(reading)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            if (request_id := reading.orphan) is not None and not self._is_closed:
+                self._leave(request_id)
+
+    async def _events(self, reading: Reading) -> AsyncGenerator[Event, None]:
+        """The events of one generation, over as many calls as it takes."""
         attempts = self._calls.attempts("Generate", reading.timeout)
         while True:
             try:
@@ -102,6 +119,22 @@ class AsyncClient:
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
+    def _leave(self, request_id: str) -> None:
+        """Tells the service, behind the caller's back, that nobody will come back to a generation."""
+        farewell = asyncio.create_task(self._say_farewell(request_id))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._farewells.discard)
+
+    async def _say_farewell(self, request_id: str) -> None:
+        with suppress(LongleafError):  # then it ends when its time is up
+            await self.cancel_generation(request_id, timeout=FAREWELL_SECONDS)
+
+    async def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
+        """Ends a resumable generation, whoever reads it or will come back to it. Raises NotFound."""
+        request = codec.encode_cancel(request_id)
+        attempts = self._calls.attempts("CancelGeneration", timeout)
+        await self._calls.unary(self._generations.CancelGeneration, request, attempts)
+
     def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
         return self.generate(question, context=context, **options)
@@ -111,11 +144,8 @@ class AsyncClient:
         context: str,
         document: Document,
         *,
-        append: bool = False,
-        upload_id: str = "",
         on_progress: OnProgress | None = None,
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        **options: Unpack[IngestOptions],
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
@@ -124,8 +154,7 @@ class AsyncClient:
         same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
         """
         result: Context | None = None
-        steps = self.ingest_steps(context, document, append=append, upload_id=upload_id, timeout=timeout, **settings)
-        async with aclosing(steps):
+        async with aclosing(self.ingest_steps(context, document, **options)) as steps:
             async for progress in steps:
                 if on_progress is not None:
                     on_progress(progress)
@@ -135,22 +164,15 @@ class AsyncClient:
         return result
 
     async def ingest_steps(
-        self,
-        context: str,
-        document: Document,
-        *,
-        append: bool = False,
-        upload_id: str = "",
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        self, context: str, document: Document, **options: Unpack[IngestOptions]
     ) -> AsyncGenerator[IngestProgress, None]:
         """As `ingest`, but streams the progress; the last one carries the context.
 
         Without an `upload_id` it is tried again only until the service has asked for the document: a part of its
         source may be gone then.
         """
-        header = IngestHeader(context, append, size_of(document), upload_id, ContextSettings(**settings))
-        attempts, furthest = self._calls.attempts("IngestContext", timeout), -1
+        header = header_of(context, document, options)
+        attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
         async with aclosing(Source(document)) as source:
             while True:
                 upload = Upload(header, source)
@@ -163,7 +185,7 @@ class AsyncClient:
                             yield progress
                     return
                 except LongleafError as error:
-                    if source.error or (furthest >= 0 and not (upload_id and may_go_on(error))):
+                    if source.error or (furthest >= 0 and not (header.upload_id and may_go_on(error))):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 

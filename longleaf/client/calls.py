@@ -17,7 +17,7 @@ OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # what making a connection may take
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 )

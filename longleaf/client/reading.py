@@ -20,14 +20,17 @@ class Reading:
         """Raises InvalidArgument when a value does not fit its field."""
         self.is_resumable = options.get("resumable", False)
         self.timeout = options.get("timeout")
-        self._id = options.get("request_id", "") or (uuid.uuid4().hex if self.is_resumable else "")
+        given = options.get("request_id", "")
+        self._id = given or (uuid.uuid4().hex if self.is_resumable else "")
+        self._is_private = self.is_resumable and not given
+        self._num_samples = options.get("num_samples", 1)
         names = SamplingOptions.__annotations__
         self._first = codec.encode_generate(
             input,
             context=context,
             use_chat_template=options.get("use_chat_template"),
             sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
-            num_samples=options.get("num_samples", 1),
+            num_samples=self._num_samples,
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
             priority=options.get("priority", 0),
@@ -42,6 +45,12 @@ class Reading:
         if not self._has_started:
             return self._first
         return codec.encode_resume(Resume(self._id, self._num_tokens))
+
+    @property
+    def orphan(self) -> str | None:
+        """Id of a generation that would go on in vain if its reader left now: nobody else knows how to come back."""
+        is_going_on = self._has_started and len(self._finished) < self._num_samples
+        return self._id if self._is_private and is_going_on else None
 
     def take(self, event: Event) -> bool:
         """Whether the event is news: a stream that goes on begins with what may have been told already."""

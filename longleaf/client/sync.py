@@ -8,7 +8,16 @@ from typing import Any, Self, TypeVar, Unpack
 from longleaf.client.aio import AsyncClient, OnProgress
 from longleaf.client.documents import Document
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
-from longleaf.messages import Cluster, Context, ContextOptions, Event, GenerateOptions, IngestProgress, Tokenized
+from longleaf.messages import (
+    Cluster,
+    Context,
+    ContextOptions,
+    Event,
+    GenerateOptions,
+    IngestOptions,
+    IngestProgress,
+    Tokenized,
+)
 
 T = TypeVar("T")
 
@@ -72,44 +81,23 @@ class Client:
     def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
         return self._iterate(self._client.ask(context, question, **options))
 
+    def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
+        self._run(self._client.cancel_generation(request_id, timeout=timeout))
+
     def ingest(
         self,
         context: str,
         document: Document,
         *,
-        append: bool = False,
-        upload_id: str = "",
         on_progress: OnProgress | None = None,
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        **options: Unpack[IngestOptions],
     ) -> Context:
-        return self._run(
-            self._client.ingest(
-                context,
-                document,
-                append=append,
-                upload_id=upload_id,
-                on_progress=on_progress,
-                timeout=timeout,
-                **settings,
-            )
-        )
+        return self._run(self._client.ingest(context, document, on_progress=on_progress, **options))
 
     def ingest_steps(
-        self,
-        context: str,
-        document: Document,
-        *,
-        append: bool = False,
-        upload_id: str = "",
-        timeout: float | None = None,
-        **settings: Unpack[ContextOptions],
+        self, context: str, document: Document, **options: Unpack[IngestOptions]
     ) -> Generator[IngestProgress, None, None]:
-        return self._iterate(
-            self._client.ingest_steps(
-                context, document, append=append, upload_id=upload_id, timeout=timeout, **settings
-            )
-        )
+        return self._iterate(self._client.ingest_steps(context, document, **options))
 
     def get_context(self, context: str, *, timeout: float | None = None) -> Context:
         return self._run(self._client.get_context(context, timeout=timeout))

@@ -2,11 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 from longleaf import codec
-from longleaf.client.documents import Source
-from longleaf.messages import IngestHeader, IngestProgress
+from longleaf.client.documents import Document, Source, size_of
+from longleaf.messages import ContextOptions, ContextSettings, IngestHeader, IngestOptions, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
+
+
+def header_of(context: str, document: Document, options: IngestOptions) -> IngestHeader:
+    """What an ingest begins with. Raises TypeError for an option that there is not."""
+    own = {"append", "upload_id", "priority", "client", "timeout"}
+    settings = cast(ContextOptions, {name: value for name, value in options.items() if name not in own})
+    return IngestHeader(
+        context,
+        options.get("append", False),
+        size_of(document),
+        options.get("upload_id", ""),
+        ContextSettings(**settings),
+        options.get("priority", 0),
+        options.get("client", ""),
+    )
 
 
 class Upload:

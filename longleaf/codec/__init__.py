@@ -16,7 +16,15 @@ from longleaf.codec.context import (
     encode_ingest_progress,
     encode_update,
 )
-from longleaf.codec.generation import decode_event, decode_generate, encode_event, encode_generate, encode_resume
+from longleaf.codec.generation import (
+    decode_cancel,
+    decode_event,
+    decode_generate,
+    encode_cancel,
+    encode_event,
+    encode_generate,
+    encode_resume,
+)
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
@@ -24,6 +32,7 @@ from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 __all__ = [
     "context_id",
     "context_name",
+    "decode_cancel",
     "decode_cluster",
     "decode_context",
     "decode_event",
@@ -37,6 +46,7 @@ __all__ = [
     "decode_update",
     "decode_watch",
     "encodable",
+    "encode_cancel",
     "encode_cluster",
     "encode_context",
     "encode_event",

@@ -7,6 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import UNSET, UnsetType
 
+from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -181,15 +182,24 @@ def _decode_ttl(ttl: Duration, field: str) -> float:
 
 def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:
     match piece:
-        case IngestHeader(context, append, total_bytes, upload_id, settings):
-            config = ingest_pb.IngestConfig(name=context_name(context), append=append, total_size_bytes=total_bytes)
-            config.upload_id = encodable(upload_id, "upload_id")
-            _encode_settings(settings, config)
-            return ingest_pb.IngestContextRequest(config=config)
+        case IngestHeader():
+            return ingest_pb.IngestContextRequest(config=_encode_header(piece))
         case bytes():
             return ingest_pb.IngestContextRequest(text=piece)
         case _:
             return ingest_pb.IngestContextRequest(token_ids=encode_ids(piece))
+
+
+def _encode_header(header: IngestHeader) -> ingest_pb.IngestConfig:
+    config = ingest_pb.IngestConfig(
+        name=context_name(header.context),
+        append=header.append,
+        total_size_bytes=header.total_bytes,
+        upload_id=encodable(header.upload_id, "upload_id"),
+    )
+    encode_claim(header.priority, header.client, config)
+    _encode_settings(header.settings, config)
+    return config
 
 
 def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
@@ -213,12 +223,15 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
         raise InvalidArgument(
             "config.upload_id", f"has {len(config.upload_id)} characters, at most {MAX_UPLOAD_ID} are allowed"
         )
+    priority, client = decode_claim(config, "config.")
     return IngestHeader(
         context=context_id(config.name, "config.name"),
         append=config.append,
         total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
         upload_id=config.upload_id,
         settings=_decode_settings(config, given, "config"),
+        priority=priority,
+        client=client,
     )
 
 

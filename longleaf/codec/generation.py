@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TypeVar, get_args
+from typing import get_args
 
 from google.protobuf.duration_pb2 import Duration
 
-from longleaf.codec.names import context_id, context_name, encodable, encode_ids
+from longleaf.codec.claims import decode_claim, encode_claim
+from longleaf.codec.names import context_id, context_name, encodable, encode_ids, within
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -29,10 +30,7 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 MAX_SAMPLES = 16
-MAX_PRIORITY = 100
-MAX_CLIENT_BYTES = 256
 MAX_RESUME_SECONDS = 600.0
-Number = TypeVar("Number", int, float)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -57,32 +55,40 @@ def encode_generate(
         message.text = encodable(input, "text")
     else:
         message.token_ids.CopyFrom(encode_ids(input))
-    message.sample_count = _within("sample_count", num_samples, 1, MAX_SAMPLES)
+    message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
-        seconds = _within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
+        seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
         message.resume_duration.CopyFrom(_duration(seconds))
-    message.priority = _within("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-    message.client_id = encodable(client, "client_id")
+    encode_claim(priority, client, message)
     return message
 
 
 def encode_resume(resume: Resume) -> service_pb.GenerateRequest:
     """Raises InvalidArgument when a value does not fit its field."""
-    index = _within("resume_token_index", resume.token_index, 0, 2**63 - 1)
+    index = within("resume_token_index", resume.token_index, 0, 2**63 - 1)
     return service_pb.GenerateRequest(request_id=_request_id(resume.request_id), resume_token_index=index)
+
+
+def encode_cancel(request_id: str) -> service_pb.CancelGenerationRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    return service_pb.CancelGenerationRequest(request_id=_request_id(request_id))
+
+
+def decode_cancel(message: service_pb.CancelGenerationRequest) -> str:
+    """The generation's id. Raises InvalidArgument naming the field."""
+    return _request_id(message.request_id)
 
 
 def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Generate | Resume:
     """Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):
-        index = _within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
+        index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input", "give text or token_ids")
-    if len(message.client_id.encode()) > MAX_CLIENT_BYTES:
-        raise InvalidArgument("client_id", f"must have at most {MAX_CLIENT_BYTES} bytes")
+    priority, client = decode_claim(message)
     duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
     return Generate(
         input=message.text if kind == "text" else tuple(message.token_ids.ids),
@@ -91,20 +97,14 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         sampling=decode_sampling(message.sampling, random_seed),
         num_samples=_sample_count(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
-        resume_seconds=_within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
-        priority=_within("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY),
-        client=message.client_id,
+        resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
+        priority=priority,
+        client=client,
     )
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:
-    return _within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
-
-
-def _within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
-    if not low <= value <= high:
-        raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
-    return value
+    return within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
 
 
 def _request_id(text: str) -> str:

@@ -1,12 +1,14 @@
-"""Resource names, texts and token ids: what every message is made of."""
+"""Resource names, texts, numbers and token ids: what every message is made of."""
 
 import re
 from array import array
 from collections.abc import Iterable
+from typing import TypeVar
 
 from longleaf.errors import InvalidArgument
 from longleaf.v1 import generation_pb2 as generation_pb
 
+Number = TypeVar("Number", int, float)
 _CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
 
 
@@ -33,6 +35,13 @@ def encodable(text: str, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument(field, f"is not Unicode text: lone surrogate at character {error.start}") from None
     return text
+
+
+def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
+    """`value`. Raises InvalidArgument naming `field` when it is not from `low` to `high`."""
+    if not low <= value <= high:
+        raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
+    return value
 
 
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:

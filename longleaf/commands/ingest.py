@@ -14,7 +14,7 @@ from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Context, ContextOptions, IngestProgress
+from longleaf.messages import Context, IngestOptions, IngestProgress
 from longleaf.topology import count_ranks
 
 PATIENT = 8
@@ -34,6 +34,9 @@ def ingest(
     ] = None,
     display_name: Annotated[str, typer.Option(help="A name for people.", show_default="")] = "",
     pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire.")] = False,
+    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    client: Annotated[str, typer.Option(help="Whom a fair share is counted for.", show_default="this machine")] = "",
+    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
@@ -42,13 +45,12 @@ def ingest(
     """
     document = sys.stdin.buffer if file == "-" else Path(file)
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None}
-    settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
+    given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
+    options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
     total = size_of(document)
     try:
-        with connect(server, retries=PATIENT) as client, progress_bar(total, is_shown=not as_json) as on_progress:
-            context = client.ingest(
-                name, document, append=append, upload_id=upload_id, on_progress=on_progress, **settings
-            )
+        with connect(server, retries=PATIENT) as service, progress_bar(total, is_shown=not as_json) as on_progress:
+            context = service.ingest(name, document, on_progress=on_progress, **options)
     except InvalidArgument as error:
         if error.field == "text":
             raise InvalidArgument("standard input" if file == "-" else file, error.description) from None

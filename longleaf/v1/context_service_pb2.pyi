@@ -29,11 +29,13 @@ INGEST_PHASE_PREFILLING: IngestPhase
 INGEST_PHASE_READY: IngestPhase
 
 class IngestConfig(_message.Message):
-    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "display_name", "expire_time", "ttl", "pinned")
+    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     DISPLAY_NAME_FIELD_NUMBER: _ClassVar[int]
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
@@ -42,11 +44,13 @@ class IngestConfig(_message.Message):
     append: bool
     total_size_bytes: int
     upload_id: str
+    priority: int
+    client_id: str
     display_name: str
     expire_time: _timestamp_pb2.Timestamp
     ttl: _duration_pb2.Duration
     pinned: bool
-    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ...) -> None: ...
 
 class IngestContextRequest(_message.Message):
     __slots__ = ("config", "text", "token_ids")

@@ -76,7 +76,9 @@ class ContextServiceServicer:
     def IngestContext(self, request_iterator, context):
         """Ingests a document: pieces of text up, progress down. The first request carries `config`, all others data.
         The last response carries the acknowledged context. A stream broken before that leaves nothing behind
-        (an existing context is left as it was), unless the config names an upload_id: then it can be resumed.
+        (an existing context is left as it was), unless the config names an upload_id: then it can be resumed. Whether the
+        deadline can be met is looked at once the document is there; an ingest with an upload_id outlives it, like its
+        stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import empty_pb2 as _empty_pb2
 from longleaf.v1 import generation_pb2 as _generation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -34,6 +35,12 @@ class GenerateRequest(_message.Message):
     priority: int
     client_id: str
     def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ...) -> None: ...
+
+class CancelGenerationRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "progress", "delta", "finished")

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
 from longleaf.v1 import generation_service_pb2 as longleaf_dot_v1_dot_generation__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -40,6 +41,11 @@ class GenerationServiceStub:
                 request_serializer=longleaf_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.CancelGeneration = channel.unary_unary(
+                '/longleaf.v1.GenerationService/CancelGeneration',
+                request_serializer=longleaf_dot_v1_dot_generation__service__pb2.CancelGenerationRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -57,6 +63,15 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelGeneration(self, request, context):
+        """Ends a generation that has a resume_duration, whether it goes on or has finished, and forgets it; what it held is
+        free within a step. A stream that reads it ends with ABORTED. Fails with NOT_FOUND when no generation of this name
+        is held: one without a resume_duration ends with its stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -64,6 +79,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=longleaf_dot_v1_dot_generation__service__pb2.GenerateRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_generation__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'CancelGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelGeneration,
+                    request_deserializer=longleaf_dot_v1_dot_generation__service__pb2.CancelGenerationRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,6 +114,33 @@ class GenerationService:
             '/longleaf.v1.GenerationService/Generate',
             longleaf_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
             longleaf_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.GenerationService/CancelGeneration',
+            longleaf_dot_v1_dot_generation__service__pb2.CancelGenerationRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
         },
         {"request_id": ID, "resume_token_index": "0"},
     ),
+    "CancelGenerationRequest": ({"request_id": ID},),
     "IngestContextRequest": ({"config": {"name": "contexts/new"}}, {"text": "Z3LDvMOfZQ=="}, {"text": "w7w="}),
     "UpdateContextRequest": (
         {"context": {"name": f"contexts/{HELD}", "ttl": "3600s", "display_name": "x"}},

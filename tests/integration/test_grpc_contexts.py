@@ -1,6 +1,7 @@
 """Contexts over real sockets, on an engine that says what it is told."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,9 +235,27 @@ async def test_an_ingest_may_name_pin_and_date_its_context(service: Served, chan
     assert last.context.display_name == "The whale"
 
 
+async def test_priority_client_and_deadline_of_an_ingest_reach_the_engine(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    before = time.monotonic()
+    await service.client.ingest("one", "text", priority=-7, client="me", timeout=500)
+    await service.client.ingest("two", "text", upload_id="mine", timeout=500)
+    await ingest_with(channel, b"text")
+    given, resumable, default = service.engine.claims
+    assert (given.priority, given.client) == (-7, "me")
+    assert given.deadline is not None
+    assert before + 400 < given.deadline < time.monotonic() + 500
+    assert resumable.deadline is None
+    assert (default.priority, default.client, default.deadline) == (0, "ipv4:127.0.0.1", None)
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [
+        ({"priority": 101}, "config.priority"),
+        ({"priority": -(2**31)}, "config.priority"),
+        ({"client_id": "x" * 257}, "config.client_id"),
         ({"append": True, "pinned": True}, "config.pinned"),
         ({"append": True, "ttl": {"seconds": 1}}, "config.ttl"),
         ({"ttl": {"seconds": 1}, "expire_time": {"seconds": 1}}, "config.ttl"),

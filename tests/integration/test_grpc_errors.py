@@ -13,6 +13,7 @@ from coordinator.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import (
     AlreadyExists,
+    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     LongleafError,
@@ -38,6 +39,7 @@ ERRORS = [
     ),
     (ResourceExhausted("pool", "full"), grpc.StatusCode.RESOURCE_EXHAUSTED, [error_details_pb2.QuotaFailure]),
     (DeadlineExceeded("too late"), grpc.StatusCode.DEADLINE_EXCEEDED, [error_details_pb2.ErrorInfo]),
+    (Cancelled("generations/x was cancelled"), grpc.StatusCode.ABORTED, [error_details_pb2.ErrorInfo]),
     (WorkerLost(3, "gone ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
     (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
 ]

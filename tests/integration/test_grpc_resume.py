@@ -2,50 +2,39 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
 import pytest
 
 from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks, echo_token
-from coordinator.server import Server
+from coordinator.fakes import echo_token
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.client import AsyncClient, Retries
-from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+from longleaf.errors import AlreadyExists, Cancelled, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.status import decode_error
 from longleaf.step import Decode, StepPlan, StepResult
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.gated import VOCAB, GatedRanks, serving
 from tests.proxy import breaking
-from tests.service import FakeEngine, Served, write_model
+from tests.service import Served
 
 NUM_TOKENS = 200
-VOCAB = 128
-"""Single bytes of ASCII: each token is a character of its own."""
 
 
-class GatedRanks(FakeRanks):
-    """Ranks that do as many steps as they are let."""
+class Ranks(GatedRanks):
+    """Ranks that tell when an answer is whole."""
 
     def __init__(self) -> None:
-        super().__init__(num_blocks=256, vocab=VOCAB)
-        self._steps = asyncio.Semaphore(0)
-        self.are_asked = asyncio.Event()
+        super().__init__()
         self.have_all = asyncio.Event()
         """The last token of an answer was sampled."""
 
-    def allow(self, steps: int) -> None:
-        for _ in range(steps):
-            self._steps.release()
-
     async def step(self, plan: StepPlan) -> StepResult:
-        self.are_asked.set()
-        await self._steps.acquire()
         result = await super().step(plan)
         if isinstance(plan.work, Decode) and plan.work.rows[0].token_index == NUM_TOKENS - 1:
             self.have_all.set()
@@ -55,8 +44,9 @@ class GatedRanks(FakeRanks):
 class Resumable:
     """A service on a real engine, and raw calls to it."""
 
-    def __init__(self, ranks: GatedRanks, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine, channel: grpc.aio.Channel, address: str) -> None:
         self.ranks = ranks
+        self.engine = engine
         self.address = address
         self._stub = GenerationServiceStub(channel)
 
@@ -92,26 +82,9 @@ def resume(token_index: int, request_id: str = "one") -> service_pb.GenerateRequ
 
 @pytest.fixture
 async def resumable(tmp_path: Path) -> AsyncIterator[Resumable]:
-    async with serving(tmp_path) as service:
-        yield service
-
-
-@asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Resumable]:
-    ranks = GatedRanks()
-    engine = Engine(ranks, EngineConfig(model="none", block_size=4), max_positions=4096)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
-    port = await server.start("127.0.0.1", 0)
-    try:
-        address = f"127.0.0.1:{port}"
-        async with grpc.aio.insecure_channel(address) as channel:
-            yield Resumable(ranks, channel, address)
-    finally:
-        await server.stop(None)
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)
+    ranks = Ranks()
+    async with serving(ranks, tmp_path) as (engine, address), grpc.aio.insecure_channel(address) as channel:
+        yield Resumable(ranks, engine, channel, address)
 
 
 def expected(tokenizer_ids: tuple[int, ...]) -> list[int]:
@@ -227,6 +200,47 @@ async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:
         proxy.drop()
         with pytest.raises(Unavailable):
             [_ async for _ in answer]
+
+
+async def test_a_generation_that_is_held_can_be_cancelled(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    found = await resumable.read(request(), num_tokens=5)
+    async with AsyncClient(resumable.address) as client:
+        await client.cancel_generation("one")
+        assert resumable.engine.cluster().running == 0
+        resumable.engine.check()
+        for name in ("one", "unknown"):
+            with pytest.raises(NotFound, match=f"generations/{name}"):
+                await client.cancel_generation(name)
+    with pytest.raises(NotFound):
+        await resumable.read(resume(len(ids_of(found))))
+    resumable.ranks.allow(10**4)
+    assert len(ids_of(await resumable.read(request()))) == NUM_TOKENS
+
+
+async def test_whoever_reads_what_is_cancelled_is_told(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    async with AsyncClient(resumable.address, retries=PATIENT) as client:
+        answer = client.generate("x", resumable=True, request_id="one", **OPTIONS)
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+        await client.cancel_generation("one")
+        with pytest.raises(Cancelled, match="generations/one"):
+            [_ async for _ in answer]
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+async def test_a_reader_that_leaves_for_good_says_so(resumable: Resumable, name: str) -> None:
+    resumable.ranks.allow(20)
+    async with (
+        AsyncClient(resumable.address) as client,
+        aclosing(client.generate("x", resumable=True, request_id=name, **OPTIONS)) as answer,
+    ):
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+    assert resumable.engine.cluster().running == (1 if name else 0), "it can be come back to by its name alone"
 
 
 async def test_names_of_generations_are_checked_before_they_are_sent(resumable: Resumable) -> None:

@@ -20,10 +20,16 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.messages import Started
+from tests.proxy import breaking
 from tests.service import Served, collect
 
 FULL = ResourceExhausted("queue", "is full", 0.01)
 QUICK = Retries(limit=3, first_delay=0.001)
+
+
+async def test_a_connection_that_takes_its_time_is_no_error(service: Served) -> None:
+    async with breaking(service.address, delay=0.5) as (_, address), AsyncClient(address, retries=0) as client:
+        assert await client.list_contexts() == []
 
 
 class Flaky:

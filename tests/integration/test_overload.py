@@ -18,10 +18,11 @@ from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig, embedded_model
-from longleaf.errors import ResourceExhausted
+from longleaf.errors import ResourceExhausted, Unavailable
 from longleaf.messages import Delta, ModelInfo
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.proxy import breaking
 from workers.__main__ import main as worker_main
 
 pytestmark = pytest.mark.timeout(240)
@@ -122,7 +123,7 @@ async def test_memory_stays_flat_under_overload() -> None:
 
 async def test_whoever_leaves_frees_everything() -> None:
     async with serving(chunk_size=256) as served:
-        for leave in (leave_an_ingest, leave_a_prompt, kill_a_client, pass_a_deadline):
+        for leave in (leave_an_ingest, break_an_ingest_off, leave_a_prompt, kill_a_client, pass_a_deadline):
             await leave(served)
             await served.until_idle()
         assert served.engine.list_contexts() == []
@@ -133,6 +134,15 @@ async def leave_an_ingest(served: Served) -> None:
     await until(lambda: sum(worker.tokens for worker in served.engine.cluster().workers) >= 512)
     ingest.cancel()
     await asyncio.wait([ingest])
+
+
+async def break_an_ingest_off(served: Served) -> None:
+    async with breaking(served.address) as (proxy, address), AsyncClient(address, retries=0) as client:
+        ingest = asyncio.create_task(client.ingest("doc", tuple(range(65, 90)) * 1000))
+        await until(lambda: sum(worker.tokens for worker in served.engine.cluster().workers) >= 512)
+        proxy.drop()
+        with pytest.raises(Unavailable):
+            await ingest
 
 
 async def leave_a_prompt(served: Served) -> None:

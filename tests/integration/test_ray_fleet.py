@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from coordinator.fleet import RayFleet
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, WorkerLost
 from longleaf.sampling import Sampling
+from tests.ray_calls import CountingActor, count_calls, stop_counting
 from workers.fakes import EchoActor, Fault
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -23,11 +25,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 class Service:
     """An engine on a Ray fleet of its own; `stop` proves that no process of it is left and all slots are free."""
 
-    def __init__(self, world_size: int, fault: Fault | None = None) -> None:
+    def __init__(self, world_size: int, fault: Fault | None = None, fleet: RayFleet | None = None) -> None:
         self.config = EngineConfig(
             model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size, step_timeout=5.0
         )
-        self.fleet = RayFleet(EchoActor, fault)
+        self.fleet = fleet or RayFleet(EchoActor, fault)
         self.control = Control(self.config, self.fleet.host)
         self.engine = Engine(self.control, self.config, max_positions=100_000)
         self.loop: asyncio.Task[None] | None = None
@@ -58,6 +60,23 @@ async def test_generates(ray_cluster: int) -> None:
         assert ray.get_runtime_context().get_node_id().startswith(node)
     finally:
         await service.stop()
+
+
+async def test_no_token_costs_a_call_to_ray(ray_cluster: int, tmp_path: Path) -> None:
+    calls = count_calls()
+    service = Service(world_size=2, fleet=RayFleet(CountingActor, tmp_path))
+    try:
+        await service.start()
+        counts = [calls.num_calls]
+        assert counts[0] >= 4, "two actors were made and told to run"
+        for max_tokens in (100, 200):
+            assert len(await service.answer(100, max_tokens)) == max_tokens
+            counts.append(calls.num_calls)
+        assert counts == counts[:1] * 3
+    finally:
+        await service.stop()
+        stop_counting(calls)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0", "0"]
 
 
 async def test_killed_rank_is_named(ray_cluster: int) -> None:

@@ -35,6 +35,9 @@ async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> 
     [context] = await terminal.json("ingest", book, "--name", "moby", *options)
     wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True)
     assert (context["tokens"], terminal.engine.settings["moby"]) == (172, wanted)
+    await terminal.json("ingest", book, "--name", "dick", "--priority", "-4", "--client", "me", "--timeout", "60")
+    claim = terminal.engine.claims[-1]
+    assert (claim.priority, claim.client, claim.deadline is not None) == (-4, "me", True)
 
 
 async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:

@@ -114,6 +114,7 @@ def test_wrong_forks_name_the_field() -> None:
         IngestHeader("moby"),
         IngestHeader("moby", True, 0),
         IngestHeader("a", False, 5, "id", SETTINGS[3]),
+        IngestHeader("a", True, None, "", SETTINGS[0], -100, "a client"),
         b"\xff\x00",
         (1, 2),
     ],

@@ -11,6 +11,7 @@ from bench.machine import describe
 from bench.memory import parse as parse_status
 from bench.memory import peak_bytes
 from bench.ranks import Placement
+from bench.step_times import Gap, StepTime, gaps
 from bench.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE, Size
 from bench.timing import latency, slowest
 
@@ -39,6 +40,14 @@ def test_rates_and_what_may_pass_at_once():
 
 def test_a_turn_lasts_as_long_as_its_slowest_rank():
     assert slowest([{"a": [1, 5], "b": [2]}, {"a": [3, 4], "b": [1]}]) == {"a": [3, 5], "b": [2]}
+
+
+def test_a_gap_is_that_of_the_rank_that_was_last():
+    first = {1: StepTime(0.0, 1.0), 2: StepTime(3.0, 4.0), 3: StepTime(4.25, 6.0), 5: StepTime(8.0, 9.0)}
+    second = {1: StepTime(0.0, 2.0), 2: StepTime(2.5, 3.0), 3: StepTime(4.5, 7.0), 5: StepTime(7.5, 8.0)}
+    assert gaps([first, second], [1, 2, 3, 5]) == [Gap(0.5, 2.0), Gap(0.25, 3.0)]
+    assert gaps([first], [2, 1]) == [Gap(2.0, 3.0)]
+    assert gaps([second, first], [1, 3, 5]) == []
 
 
 def test_latency_is_in_microseconds():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator import replay as replays
 from coordinator.replay import Replay, Replays
-from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
+from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
 from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 
@@ -143,6 +143,35 @@ async def test_two_readers_see_the_same() -> None:
     assert first == second
     assert len(first) == 3 + 9 + 1
     assert source.num_said == 13
+
+
+async def test_cancelling_ends_it_and_tells_its_readers() -> None:
+    source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
+    held, replay = hold(source, timers)
+    source.allow(5)
+    readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
+    await source.exhausted.wait()
+    await held.cancel("id")
+    assert source.is_closed.is_set()
+    for reader in readers:
+        with pytest.raises(Cancelled, match="generations/id"):
+            await reader
+    with pytest.raises(NotFound):
+        await held.cancel("id")
+    again = held.hold("id", REQUEST, source.events())
+    timers.advance(29.0)
+    assert held.get("id") is again, "the timer of the one before is off"
+    timers.advance(1.0)
+    assert held.get("id") is None
+
+
+async def test_a_finished_one_that_is_cancelled_is_forgotten() -> None:
+    source = Source([*HEAD, *deltas([1]), Finished("length")])
+    source.allow()
+    held, replay = hold(source, Timers())
+    assert len(await read(replay, 99)) == 5
+    await held.cancel("id")
+    assert held.get("id") is None
 
 
 async def test_nobody_for_so_long_ends_it() -> None:

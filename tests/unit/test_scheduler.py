@@ -335,7 +335,7 @@ def test_a_large_job_is_not_passed_for_ever() -> None:
     bench.schedule()
     large = bench.ask(20, 20)
     small += [bench.ask(1, 2 + i % 7) for i in range(3 * MAX_PASSED)]
-    plan = bench.scheduler._flights._flights[0][0]
+    plan = bench.scheduler._planner._flights._flights[0][0]
     bench.commit(plan)
     bench.run()
     began = list(bench.seen)

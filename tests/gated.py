@@ -1,0 +1,60 @@
+"""A service on a real engine, behind a real socket, whose ranks answer by arithmetic and only when they are let."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from coordinator.engine import Engine
+from coordinator.fakes import FakeRanks
+from coordinator.server import Server
+from coordinator.tokenizer import Tokenizer
+from longleaf.config import EngineConfig
+from longleaf.step import StepPlan, StepResult
+from tests.service import FakeEngine, write_model
+
+VOCAB = 128
+"""Single bytes of ASCII: each token is a character of its own."""
+
+
+class GatedRanks(FakeRanks):
+    """Ranks that do as many steps as they are let, and say that each token takes `seconds_per_token`."""
+
+    def __init__(self, seconds_per_token: float = 1e-6) -> None:
+        super().__init__(num_blocks=256, vocab=VOCAB)
+        self._seconds_per_token = seconds_per_token
+        self._steps = asyncio.Semaphore(0)
+        self.are_asked = asyncio.Event()
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._steps.release()
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        self.are_asked.set()
+        await self._steps.acquire()
+        result = await super().step(plan)
+        return msgspec.structs.replace(result, seconds=self._seconds_per_token * plan.num_tokens)
+
+
+@asynccontextmanager
+async def serving(ranks: FakeRanks, folder: Path, **settings: int) -> AsyncIterator[tuple[Engine, str]]:
+    """The engine and the address of its service."""
+    engine = Engine(ranks, EngineConfig(model="none", block_size=4, **settings), max_positions=4096)  # type: ignore[arg-type]
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+    server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
+    try:
+        yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    finally:
+        await server.stop(None)
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+async def comes_to(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Waits until the engine's own changes make `condition` true."""
+    while not condition():
+        await engine.changes.after(engine.changes.count)
