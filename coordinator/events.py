@@ -6,6 +6,7 @@ import msgspec
 
 from longleaf.errors import LongleafError
 from longleaf.sampling import Logprobs, Sampling
+from longleaf.step import Comparison
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
@@ -27,6 +28,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Whom fair share counts."""
     deadline: float | None = None
     """When nobody waits for the answer any more, in seconds on the engine's clock."""
+    is_compared: bool = False
+    """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -67,6 +70,8 @@ class Ended(msgspec.Struct, frozen=True):
     first_token_seconds: float
     decode_seconds: float
     sample: int = 0
+    comparison: Comparison | None = None
+    """If the prompt asked for it."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
