@@ -159,6 +159,7 @@ class Engine:
                 tokens=held[ready.rank],
                 max_tokens=ready.num_blocks * self._config.block_size,
                 kv_bytes=held[ready.rank] * ready.bytes_per_token,
+                max_kv_bytes=ready.num_blocks * self._config.block_size * ready.bytes_per_token,
             )
             for ready, hello in pairs
         )

@@ -107,7 +107,7 @@ class ContextView(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """A rank as clients see it. Capacity and content of its pool in tokens, size in bytes."""
+    """A rank as clients see it. Capacity and content of its pool, in tokens and in bytes."""
 
     rank: int
     node: str
@@ -116,6 +116,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     tokens: int
     max_tokens: int
     kv_bytes: int
+    max_kv_bytes: int = 0
 
 
 class ClusterView(msgspec.Struct, frozen=True):

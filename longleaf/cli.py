@@ -8,6 +8,7 @@ import typer
 
 from longleaf.commands import contexts, demo, generate, ingest, serve, tokens
 from longleaf.commands.cluster import cluster
+from longleaf.commands.verify import verify
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ app.command()(tokens.tokenize)
 app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
 app.command()(cluster)
+app.command()(verify)
 
 
 OPTIONS = {
@@ -64,6 +66,8 @@ OPTIONS = {
     "sample_count": "--samples",
     "client_id": "--client",
     "token_count": "--tokens",
+    "prompt_token_count": "--prompt-tokens",
+    "max_token_count": "--max-tokens",
     "context.display_name": "--display-name",
     "context.ttl": "--ttl",
     "config.display_name": "--display-name",

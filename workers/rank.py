@@ -70,8 +70,7 @@ class Rank:
         self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
-        coarsest = max(dtype, config.partials, key=lambda name: torch.finfo(getattr(torch, name)).eps)
-        self._verifier = Verifier(self._model, self._segments, config.world_size, coarsest)
+        self._verifier = Verifier(self._model, self._segments, config)
         self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
 
     def join(self, join: Join) -> Ready:

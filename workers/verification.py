@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from longleaf.config import EngineConfig
 from longleaf.step import Comparison, Row
 from workers import hook
 from workers.cache import Segments
@@ -38,13 +39,14 @@ class Answer:
 
 
 class Verifier:
-    """Compares the answers of those sequences that ask for it. `dtype` names the coarsest numeric type on the way."""
+    """Compares the answers of those sequences that ask for it."""
 
-    def __init__(self, model: Model, segments: Segments, world_size: int, dtype: str) -> None:
+    def __init__(self, model: Model, segments: Segments, config: EngineConfig) -> None:
         self._model = model
         self._segments = segments
-        self._world_size = world_size
-        self._dtype = dtype
+        self._world_size = config.world_size
+        dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
+        self._dtype = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._answers: dict[int, Answer] = {}
 
     def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:
