@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, demo, generate, ingest, serve, tokens
+from longleaf.commands import contexts, demo, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.commands.verify import verify
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
@@ -45,6 +45,7 @@ app.command()(generate.generate)
 app.command()(tokens.tokenize)
 app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
+app.add_typer(models.app, name="models")
 app.command()(cluster)
 app.command()(verify)
 

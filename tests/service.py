@@ -197,7 +197,7 @@ class FakeEngine:
         self.looked.set()
         if self.error is not None:
             raise self.error
-        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)
+        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768, 64 << 20)
         return events.ClusterView((worker,), epoch=1, waiting=2, running=self.running)
 
     def describe(self) -> Cluster:

@@ -154,7 +154,7 @@ async def serving(rank_main: object) -> AsyncIterator[AsyncClient]:
 
 
 async def answer(client: AsyncClient) -> list[int]:
-    events = client.generate("Once upon a time", max_tokens=60, ignore_end_token=True)
+    events = client.generate("Once upon a time", max_tokens=30, ignore_end_token=True)
     return [i async for event in events if isinstance(event, Delta) for i in event.token_ids]
 
 
