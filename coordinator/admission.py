@@ -90,5 +90,5 @@ class Admission:
 
     def _num_held(self, job: Job) -> int:
         """Tokens that need not be read, because an earlier prompt began with them."""
-        is_plain = isinstance(job, Sequence) and job.prompt.context is None
-        return self._segments.match(job.token_ids[:-1]).end if is_plain else 0
+        is_sharing = isinstance(job, Sequence) and job.is_sharing
+        return self._segments.match(job.token_ids[:-1]).end if is_sharing else 0

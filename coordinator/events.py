@@ -6,6 +6,7 @@ import msgspec
 
 from longleaf.errors import LongleafError
 from longleaf.sampling import Logprobs, Sampling
+from longleaf.step import Comparison
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
@@ -27,6 +28,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Whom fair share counts."""
     deadline: float | None = None
     """When nobody waits for the answer any more, in seconds on the engine's clock."""
+    is_compared: bool = False
+    """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -67,6 +70,8 @@ class Ended(msgspec.Struct, frozen=True):
     first_token_seconds: float
     decode_seconds: float
     sample: int = 0
+    comparison: Comparison | None = None
+    """If the prompt asked for it."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -102,7 +107,7 @@ class ContextView(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """A rank as clients see it. Capacity and content of its pool in tokens, size in bytes."""
+    """A rank as clients see it. Capacity and content of its pool, in tokens and in bytes."""
 
     rank: int
     node: str
@@ -111,6 +116,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     tokens: int
     max_tokens: int
     kv_bytes: int
+    max_kv_bytes: int = 0
 
 
 class ClusterView(msgspec.Struct, frozen=True):

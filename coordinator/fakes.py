@@ -4,12 +4,18 @@ import asyncio
 
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.sampling import Logprobs
-from longleaf.step import Decode, Hello, Ready, Row, StepPlan, StepResult
+from longleaf.step import Comparison, Decode, Hello, Ready, Row, StepPlan, StepResult
 
 
 def echo_token(last: int, token_index: int, vocab: int) -> int:
     """The id that fake ranks sample after `last`."""
     return (last * 31 + 7 + token_index) % vocab
+
+
+def equal(row: Row) -> Comparison:
+    """What ranks that agree say about an answer that they have not computed."""
+    num_tokens = row.sampling.max_tokens
+    return Comparison(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
 
 
 class FakeRanks:
@@ -44,7 +50,12 @@ class FakeRanks:
         sampled = {row.sequence: self._sample(row) for row in rows}
         asking = (row.sequence for row in rows if row.sampling.num_logprobs is not None)
         return StepResult(
-            plan.epoch, plan.step, sampled, {i: Logprobs(-float(sampled[i])) for i in asking}, seconds=1e-6
+            plan.epoch,
+            plan.step,
+            sampled,
+            {i: Logprobs(-float(sampled[i])) for i in asking},
+            seconds=1e-6,
+            comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
         )
 
     def _sample(self, row: Row) -> int:

@@ -10,7 +10,7 @@ from coordinator.events import Prompt
 from coordinator.paths import Path, Segment
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
-from longleaf.step import Prefill, Row, Seen
+from longleaf.step import Comparison, Prefill, Row, Seen
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +155,7 @@ class Sequence(Job):
         """The chunks are read, and the job stands for one sample alone."""
         self.num_asked = 0
         self.generated = array("I")
+        self.comparison: Comparison | None = None
 
     def reuse(self, path: Path, num_prefill: int) -> None:
         """Goes on after `path`, which holds the beginning of a plain prompt."""
@@ -187,6 +188,11 @@ class Sequence(Job):
             other.reservation = self.reservation.split(num_blocks)
             samples.append(other)
         return samples
+
+    @property
+    def is_sharing(self) -> bool:
+        """Reads what is held of a prompt that begins alike, and is held for others itself."""
+        return self.prompt.context is None and not self.prompt.is_compared
 
     @property
     def num_prompt(self) -> int:
@@ -240,7 +246,8 @@ class Sequence(Job):
         seen = self._seen() if sent else None
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen)
+        reference = tuple(self.token_ids) if self.prompt.is_compared else ()
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen, reference)
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""

@@ -21,7 +21,7 @@ class Prompts:
         A plain prompt reuses what is held of it, unless that leaves too little room for the rest: segments are held
         whole, though a beginning may be all that the prompt needs.
         """
-        if isinstance(job, Sequence) and job.prompt.context is None:
+        if isinstance(job, Sequence) and job.is_sharing:
             if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1])):
                 return reservation
             self._reuse(job, Path())
@@ -58,7 +58,7 @@ class Prompts:
         """The samples of a job whose chunks are read, itself first. From here on each has a segment of its own."""
         assert job.segment is not None
         if job.segment.runs:
-            if job.prompt.context is None:
+            if job.is_sharing:
                 self._segments.keep(job.segment)
             else:
                 job.segment.is_sealed = True

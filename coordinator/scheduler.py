@@ -176,12 +176,13 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
-        self.speeds.measure(plan, result.seconds)
+        self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
         for job in self._planner.land(plan, self._running):
             if isinstance(plan.work, Prefill):
                 job.seconds_per_token = result.seconds / len(plan.work.token_ids)
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
+                job.comparison = result.comparisons.get(job.id)
                 self._commit_token(job, result.token_ids[job.id], result.logprobs.get(job.id))
         return self.drain()
 
@@ -222,7 +223,7 @@ class Scheduler:
 
     def _end(self, job: Sequence, reason: EndReason) -> None:
         counts = (job.num_prompt, job.num_cached, job.num_generated)
-        self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample)))
+        self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample, job.comparison)))
         self.finish(job)
 
     # --- finish, cancel, pause ---

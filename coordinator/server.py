@@ -21,6 +21,7 @@ from coordinator.servicers import (
 )
 from coordinator.tokenization import Tokenization
 from coordinator.tokenizer import Tokenizer
+from coordinator.verification import Verifications
 from longleaf.errors import StartError
 from longleaf.messages import Cluster
 from longleaf.v1 import (
@@ -77,7 +78,8 @@ class Server:
         self._add(generation_service_pb2_grpc, "GenerationService", generations)
         self._add(context_service_pb2_grpc, "ContextService", contexts)
         self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(Tokenization(tokenizer)))
-        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(cluster, engine.changes))
+        fleet = ClusterServicer(cluster, engine.changes, Verifications(engine, tokenizer, cluster))
+        self._add(cluster_service_pb2_grpc, "ClusterService", fleet)
         self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

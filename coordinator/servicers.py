@@ -16,6 +16,7 @@ from coordinator.changes import Changes, watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
 from coordinator.tokenization import Tokenization
+from coordinator.verification import Verifications
 from coordinator.wire import context_of
 from longleaf import codec
 from longleaf.errors import InvalidArgument, LongleafError
@@ -217,11 +218,12 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes the cluster. `changes` are those of what `cluster` says."""
+    """Describes and verifies the cluster. `changes` are those of what `cluster` says."""
 
-    def __init__(self, cluster: Callable[[], Cluster], changes: Changes) -> None:
+    def __init__(self, cluster: Callable[[], Cluster], changes: Changes, verifications: Verifications) -> None:
         self._cluster = cluster
         self._changes = changes
+        self._verifications = verifications
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())
@@ -232,3 +234,9 @@ class ClusterServicer(ClusterServiceServicer):
         async with aclosing(watch(self._cluster, self._changes, codec.decode_watch(request))) as seen:
             async for cluster in seen:
                 yield cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(cluster))
+
+    async def VerifyCluster(
+        self, request: cluster_pb.VerifyClusterRequest, context: Call
+    ) -> cluster_pb.VerifyClusterResponse:
+        wanted = msgspec.structs.replace(codec.decode_verify(request), client=_host(context.peer()))
+        return codec.encode_verification(await self._verifications.run(wanted, context.time_remaining()))

@@ -32,4 +32,5 @@ def view_worker(hello: Hello, ready: Ready, num_tokens: int, block_size: int) ->
         tokens=num_tokens,
         max_tokens=ready.num_blocks * block_size,
         kv_bytes=num_tokens * ready.bytes_per_token,
+        max_kv_bytes=ready.num_blocks * block_size * ready.bytes_per_token,
     )

@@ -39,6 +39,7 @@ def cluster_of(
         merge_timings=ready.merges,
         waiting=view.waiting,
         running=view.running,
+        block_size=config.block_size,
     )
 
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, demo, generate, ingest, serve, tokens
+from longleaf.commands import contexts, demo, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
+from longleaf.commands.verify import verify
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
 app = typer.Typer(
@@ -44,7 +45,9 @@ app.command()(generate.generate)
 app.command()(tokens.tokenize)
 app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
+app.add_typer(models.app, name="models")
 app.command()(cluster)
+app.command()(verify)
 
 
 OPTIONS = {
@@ -64,6 +67,8 @@ OPTIONS = {
     "sample_count": "--samples",
     "client_id": "--client",
     "token_count": "--tokens",
+    "prompt_token_count": "--prompt-tokens",
+    "max_token_count": "--max-tokens",
     "context.display_name": "--display-name",
     "context.ttl": "--ttl",
     "config.display_name": "--display-name",

@@ -266,6 +266,51 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     max_tokens: int
     kv_bytes: int
+    max_kv_bytes: int = 0
+    """Size of the pool."""
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to hold the fleet against plain attention, over a text or over token ids drawn at random."""
+
+    text: str | None = None
+    """Read as it is, without chat template; None draws ids."""
+    seed: int = 0
+    """Of the ids that are drawn."""
+    num_tokens: int | None = None
+    """How many are drawn; None takes enough for keys on every rank."""
+    max_tokens: int | None = None
+    """Tokens to decode after the prompt; None takes a few."""
+    client: str = ""
+    """Whom fair share counts."""
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """The logits of an answer from attention spread over the ranks, beside those of plain attention on rank 0."""
+
+    passed: bool
+    """There is no failure, and the largest difference is within the tolerance."""
+    max_difference: float
+    """Largest absolute difference between two logits, over all compared tokens and the vocabulary."""
+    tolerance: float
+    max_logit: float
+    """Largest absolute logit of plain attention; the tolerance is a share of it, by numeric type."""
+    dtype: str
+    """Coarsest numeric type on the way."""
+    worst_index: int
+    """Index in the answer of the token at which they differ most."""
+    prompt_tokens: int
+    compared_tokens: int
+    """Tokens of the answer, the first of which follows the prompt."""
+    equal_tokens: int
+    """Those for which both would choose the same token greedily; within the tolerance others are near ties."""
+    holding_ranks: int
+    """Ranks that held keys of prompt or answer; the keys of others were not tried."""
+    world_size: int
+    plain_seconds: float
+    """How long plain attention took, while all streams waited."""
+    failure: str = ""
+    """Why there was nothing to compare with."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,3 +326,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     merge_timings: tuple[MergeTiming, ...] = ()
     waiting: int = 0
     running: int = 0
+    block_size: int = 0
+    """Tokens per block of the ranks' pools."""

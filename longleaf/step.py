@@ -50,10 +50,23 @@ class Row(msgspec.Struct, frozen=True):
     """Index in the answer of the token to sample from the last position; -1 samples nothing."""
     seen: Seen | None = None
     """With every row that brings token ids, if the sequence has penalties."""
+    reference_ids: tuple[int, ...] = ()
+    """With every row of a sequence whose logits rank 0 shall compare with those of plain attention: the ids before its
+    answer. It does so once, when the answer is complete."""
 
     @property
     def num_tokens(self) -> int:
         return max(1, len(self.token_ids))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this row completes an answer that is compared."""
+        return bool(self.reference_ids) and self.token_index + 1 == self.sampling.max_tokens
+
+    @property
+    def num_reference(self) -> int:
+        """Tokens that rank 0 computes once more in this step, alone."""
+        return len(self.reference_ids) + self.sampling.max_tokens - 1 if self.is_compared else 0
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -78,6 +91,11 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
         if isinstance(self.work, Prefill):
             return len(self.work.token_ids)
         return sum(row.num_tokens for row in self.work.rows)
+
+    @property
+    def num_reference(self) -> int:
+        """Tokens that rank 0 computes alone while the others wait, to compare."""
+        return 0 if isinstance(self.work, Prefill) else sum(row.num_reference for row in self.work.rows)
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -132,6 +150,29 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What the rank logged while it started, for people."""
 
 
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The logits of one answer, from attention spread over the ranks, beside those of plain attention on rank 0."""
+
+    max_difference: float = 0.0
+    """Largest absolute difference between two logits; NaN where one of them is."""
+    max_logit: float = 0.0
+    """Largest absolute logit of plain attention."""
+    worst_index: int = 0
+    """Index in the answer of the token at which they differ most."""
+    num_tokens: int = 0
+    """Tokens of the answer that were compared."""
+    num_equal: int = 0
+    """Those for which both would choose the same token greedily."""
+    num_ranks: int = 0
+    """Ranks that hold keys of the prompt or the answer."""
+    dtype: str = ""
+    """Coarsest numeric type on the way: of the weights, keys and values, or of partials that travel."""
+    seconds: float = 0.0
+    """How long plain attention took."""
+    failure: str = ""
+    """Why there is nothing to compare with; empty when there is."""
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Rank 0 to coordinator: sampled ids by sequence, in the plan's order of rows."""
 
@@ -144,6 +185,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
+    comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
+    """By sequence, of the answers that this step completed and that are compared; their seconds count in `seconds`."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -20,7 +20,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo
-from longleaf.step import Ready
+from longleaf.step import Comparison, Ready
 
 END = "<|end|>"
 TEMPLATE = (
@@ -104,6 +104,8 @@ class FakeEngine:
         self.late_error: LongleafError | None = None
         """Raised by streams after their first events."""
         self.is_endless = False
+        self.comparison = Comparison()
+        """Of prompts that are compared."""
         self.prompts: list[events.Prompt] = []
         self.claims: list[Claim] = []
         """Of ingests."""
@@ -135,7 +137,8 @@ class FakeEngine:
             index += len(token_ids)
         script += self.script
         if not self.is_endless and self.late_error is None and not self.script:
-            script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25))
+            comparison = self.comparison if prompt.is_compared else None
+            script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
         return self._stream(script)
 
     def ingest(
@@ -204,7 +207,7 @@ class FakeEngine:
         self.looked.set()
         if self.error is not None:
             raise self.error
-        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768)
+        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768, 64 << 20)
         return events.ClusterView((worker,), epoch=1, waiting=2, running=self.running)
 
     def describe(self) -> Cluster:

@@ -70,13 +70,8 @@ class Probe:
 
 def load(folder: str, dtype: DtypeName, device: str) -> Model:
     """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
-    hook.register()
-    logging.disable_progress_bar()
-    if not (Path(folder) / "config.json").is_file():
-        raise ModelRefused(f"{folder} holds no config.json: not a model folder")
+    config = read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        check_config(config)
         loader: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
         module, report = loader.from_pretrained(
             folder,
@@ -86,12 +81,29 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
             local_files_only=True,
             output_loading_info=True,
         )
-    except ModelRefused:
-        raise
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
+    return prove(module, device)
+
+
+def read_config(folder: str) -> PreTrainedConfig:
+    """The config of the checkpoint in `folder`, ready for the hook. Raises ModelRefused."""
+    hook.register()
+    logging.disable_progress_bar()
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelRefused(f"{folder} holds no config.json: not a model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
+        raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    check_config(config)
+    return config
+
+
+def prove(module: PreTrainedModel, device: str) -> Model:
+    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
     check_causal(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]

@@ -22,6 +22,7 @@ from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
 from workers.past import PastBuilder
 from workers.sampler import Sampler
+from workers.verification import Verifier
 
 FREE_MEMORY_SHARE = 0.4
 """Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
@@ -70,6 +71,7 @@ class Rank:
         self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
+        self._verifier = Verifier(self._model, self._segments, config)
         self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
 
     def join(self, join: Join) -> Ready:
@@ -110,12 +112,14 @@ class Rank:
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
         self._sampler.forget(plan.release_sequences)
+        self._verifier.forget(plan.release_sequences)
         self._kv_bytes_read = 0
         sampled, logprobs = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
         if self._spec.rank != 0:
             return None
         self._wait_for_device()
-        return StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read)
+        compared = {} if isinstance(plan.work, Prefill) else self._verifier.compare(plan.work.rows)
+        return StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read, comparisons=compared)
 
     def _wait_for_device(self) -> None:
         """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by
@@ -144,6 +148,7 @@ class Rank:
         if self._spec.rank == 0:
             logits_RV = self._logits(inputs, step)
             chosen, logprobs = self._sampler.choose(rows, logits_RV)
+            self._verifier.take(rows, chosen, logits_RV)
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)

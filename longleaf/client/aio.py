@@ -26,6 +26,8 @@ from longleaf.messages import (
     IngestOptions,
     IngestProgress,
     Tokenized,
+    Verification,
+    Verify,
 )
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc as cluster_grpc
@@ -295,6 +297,23 @@ class AsyncClient:
         async with aclosing(self._calls.stream(self._cluster.WatchCluster, request, attempts)) as responses:
             async for response in responses:
                 yield codec.decode_cluster(response.cluster)
+
+    async def verify(
+        self,
+        text: str | None = None,
+        *,
+        seed: int = 0,
+        num_tokens: int | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> Verification:
+        """Holds the ranks' logits of a short prompt against those of plain attention on one rank. The prompt is `text`,
+        or `num_tokens` ids drawn with `seed`; `max_tokens` are decoded after it. Meanwhile other streams wait a little.
+        """
+        request = codec.encode_verify(Verify(text=text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens))
+        return codec.decode_verification(
+            await self._read(self._cluster.VerifyCluster, "VerifyCluster", request, timeout)
+        )
 
     async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         """Whether the service (all of it, or one by its full name) can answer now. Raises Unavailable, NotFound."""

@@ -17,6 +17,7 @@ from longleaf.messages import (
     IngestOptions,
     IngestProgress,
     Tokenized,
+    Verification,
 )
 
 T = TypeVar("T")
@@ -146,6 +147,18 @@ class Client:
         self, *, min_interval: float = 1.0, timeout: float | None = None
     ) -> Generator[Cluster, None, None]:
         return self._iterate(self._client.watch_cluster(min_interval=min_interval, timeout=timeout))
+
+    def verify(
+        self,
+        text: str | None = None,
+        *,
+        seed: int = 0,
+        num_tokens: int | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> Verification:
+        work = self._client.verify(text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens, timeout=timeout)
+        return self._run(work)
 
     def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         return self._run(self._client.is_healthy(service, timeout=timeout))

@@ -3,7 +3,16 @@
 Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
 """
 
-from longleaf.codec.cluster import decode_cluster, decode_watch, encode_cluster, encode_watch
+from longleaf.codec.cluster import (
+    decode_cluster,
+    decode_verification,
+    decode_verify,
+    decode_watch,
+    encode_cluster,
+    encode_verification,
+    encode_verify,
+    encode_watch,
+)
 from longleaf.codec.context import (
     decode_context,
     decode_fork,
@@ -44,6 +53,8 @@ __all__ = [
     "decode_sampling",
     "decode_tokenized",
     "decode_update",
+    "decode_verification",
+    "decode_verify",
     "decode_watch",
     "encodable",
     "encode_cancel",
@@ -59,5 +70,7 @@ __all__ = [
     "encode_sampling",
     "encode_tokenized",
     "encode_update",
+    "encode_verification",
+    "encode_verify",
     "encode_watch",
 ]

@@ -2,8 +2,9 @@
 
 from google.protobuf.duration_pb2 import Duration
 
+from longleaf.codec.names import encodable
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Cluster, ModelInfo, Worker
+from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
 from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 
@@ -12,6 +13,15 @@ MIN_INTERVAL, MAX_INTERVAL = 0.01, 3600.0
 
 _MODEL_NAMES = {"max_context_token_count": "max_context_tokens"}
 _WORKER_NAMES = {"token_count": "tokens", "max_token_count": "max_tokens"}
+_VERIFICATION_NAMES = {
+    "max_logit_difference": "max_difference",
+    "worst_token_index": "worst_index",
+    "prompt_token_count": "prompt_tokens",
+    "compared_token_count": "compared_tokens",
+    "equal_token_count": "equal_tokens",
+    "holding_rank_count": "holding_ranks",
+}
+MAX_SEED = 2**64 - 1
 
 
 def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
@@ -32,6 +42,7 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         ],
         waiting_count=cluster.waiting,
         running_count=cluster.running,
+        block_token_count=cluster.block_size,
     )
 
 
@@ -57,6 +68,7 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         merge_timings=tuple(MergeTiming(t.row_count, t.merge, dict(t.latency_us)) for t in message.merge_timings),
         waiting=message.waiting_count,
         running=message.running_count,
+        block_size=message.block_token_count,
     )
 
 
@@ -80,3 +92,45 @@ def _checked(seconds: float) -> float:
         limits = f"{MIN_INTERVAL} s and {MAX_INTERVAL:.0f} s"
         raise InvalidArgument("min_interval_duration", f"{seconds} s is not between {limits}")
     return seconds
+
+
+def encode_verify(verify: Verify) -> cluster_pb.VerifyClusterRequest:
+    """Raises InvalidArgument for what the message cannot carry."""
+    if not 0 <= verify.seed <= MAX_SEED:
+        raise InvalidArgument("seed", f"{verify.seed} is not between 0 and 2^64 - 1")
+    for field, count in (("prompt_token_count", verify.num_tokens), ("max_token_count", verify.max_tokens)):
+        if count is not None and not 1 <= count < 2**31:
+            raise InvalidArgument(field, f"{count} is not 1 or more")
+    return cluster_pb.VerifyClusterRequest(
+        text=None if verify.text is None else encodable(verify.text, "text"),
+        seed=verify.seed,
+        prompt_token_count=verify.num_tokens,
+        max_token_count=verify.max_tokens,
+    )
+
+
+def decode_verify(message: cluster_pb.VerifyClusterRequest) -> Verify:
+    return Verify(
+        text=message.text if message.HasField("text") else None,
+        seed=message.seed,
+        num_tokens=message.prompt_token_count if message.HasField("prompt_token_count") else None,
+        max_tokens=message.max_token_count if message.HasField("max_token_count") else None,
+    )
+
+
+def encode_verification(found: Verification) -> cluster_pb.VerifyClusterResponse:
+    message = cluster_pb.VerifyClusterResponse(
+        **{field: getattr(found, _VERIFICATION_NAMES.get(field, field)) for field in _verification_fields()}
+    )
+    message.plain_duration.FromNanoseconds(round(found.plain_seconds * 1e9))
+    return message
+
+
+def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verification:
+    told = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
+    return Verification(**told, plain_seconds=message.plain_duration.ToNanoseconds() / 1e9)
+
+
+def _verification_fields() -> list[str]:
+    fields = cluster_pb.VerifyClusterResponse.DESCRIPTOR.fields_by_name
+    return [field for field in fields if field != "plain_duration"]

@@ -42,7 +42,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes")
+    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Worker(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -57,10 +58,11 @@ class Worker(_message.Message):
     token_count: int
     max_token_count: int
     kv_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    max_kv_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "block_token_count")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +73,7 @@ class Cluster(_message.Message):
     RUNNING_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     MERGE_TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -81,7 +84,8 @@ class Cluster(_message.Message):
     running_count: int
     transport: str
     merge_timings: _containers.RepeatedCompositeFieldContainer[MergeTiming]
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ...) -> None: ...
+    block_token_count: int
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., block_token_count: _Optional[int] = ...) -> None: ...
 
 class MergeTiming(_message.Message):
     __slots__ = ("row_count", "merge", "latency_us")
@@ -99,3 +103,45 @@ class MergeTiming(_message.Message):
     merge: str
     latency_us: _containers.ScalarMap[str, float]
     def __init__(self, row_count: _Optional[int] = ..., merge: _Optional[str] = ..., latency_us: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class VerifyClusterRequest(_message.Message):
+    __slots__ = ("text", "seed", "prompt_token_count", "max_token_count")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    seed: int
+    prompt_token_count: int
+    max_token_count: int
+    def __init__(self, text: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ...) -> None: ...
+
+class VerifyClusterResponse(_message.Message):
+    __slots__ = ("passed", "max_logit_difference", "tolerance", "max_logit", "dtype", "worst_token_index", "prompt_token_count", "compared_token_count", "equal_token_count", "holding_rank_count", "world_size", "plain_duration", "failure")
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WORST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HOLDING_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_DURATION_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    passed: bool
+    max_logit_difference: float
+    tolerance: float
+    max_logit: float
+    dtype: str
+    worst_token_index: int
+    prompt_token_count: int
+    compared_token_count: int
+    equal_token_count: int
+    holding_rank_count: int
+    world_size: int
+    plain_duration: _duration_pb2.Duration
+    failure: str
+    def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., plain_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...

@@ -45,6 +45,11 @@ class ClusterServiceStub:
                 request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
                 _registered_method=True)
+        self.VerifyCluster = channel.unary_unary(
+                '/longleaf.v1.ClusterService/VerifyCluster',
+                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -66,6 +71,15 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyCluster(self, request, context):
+        """Proves the fleet on the spot: runs a short prompt over all ranks, then with the same weights on rank 0 alone, with
+        transformers' own attention, and compares the logits. The prompt takes its turn beside all that runs; the pass on
+        rank 0 keeps every stream waiting, so the prompt is short and one verification runs at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +92,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.WatchCluster,
                     request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.SerializeToString,
+            ),
+            'VerifyCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyCluster,
+                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +154,33 @@ class ClusterService:
             '/longleaf.v1.ClusterService/WatchCluster',
             longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterRequest.SerializeToString,
             longleaf_dot_v1_dot_cluster__service__pb2.WatchClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ClusterService/VerifyCluster',
+            longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.SerializeToString,
+            longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

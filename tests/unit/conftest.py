@@ -23,6 +23,10 @@ class Terminal:
     async def run(self, *arguments: str) -> tuple[int, str, str]:
         return await asyncio.to_thread(self._run, [*arguments, "--server", self.address])
 
+    async def plain(self, *arguments: str) -> tuple[int, str, str]:
+        """A command that needs no service."""
+        return await asyncio.to_thread(self._run, [*arguments])
+
     def _run(self, arguments: list[str]) -> tuple[int, str, str]:
         try:
             cli.main(arguments)

@@ -253,6 +253,8 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
         ["tokenize"],
         ["detokenize"],
         ["cluster"],
+        ["verify"],
+        ["models", "check"],
         ["demo"],
     ],
 )

@@ -1,0 +1,168 @@
+"""`longleaf models`."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longleaf.commands.options import AsJson, connect, human_bytes, print_json
+from longleaf.config import DtypeName, EngineConfig
+from longleaf.errors import InvalidArgument, LongleafError
+from longleaf.messages import Cluster
+from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Room, TextReport
+from longleaf.topology import count_ranks
+
+REFUSED = 2
+"""Exit code for a checkpoint that is not supported: it must change."""
+Report = TypeVar("Report", TextReport, AttentionReport)
+_DEFAULTS = EngineConfig(model="")
+
+app = typer.Typer(no_args_is_help=True, help="Tell whether a checkpoint can be served.")
+
+
+@app.callback()
+def options() -> None:
+    """Tell whether a checkpoint can be served, and what it takes."""
+
+
+@app.command("check")
+def check(
+    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", metavar="DIR")],
+    world_size: Annotated[int, typer.Option(help="Ranks of the fleet to plan.")] = 1,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of keys and values per rank.",
+            show_default="40 % of what is free here beside the weights, over the ranks",
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
+    dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running fleet.", show_default="none"),
+    ] = None,
+    load: Annotated[bool, typer.Option("--load", help="Load the weights too, as a rank does.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether a checkpoint can be served exactly, what its attention is like, and how many tokens fit.
+
+    No service is needed, and no weights are read: the model is built from its config and run over a few tokens, as a
+    rank does before it serves. --load reads the weights as well, which alone shows that all are there. Exit code 2: the
+    checkpoint is refused, for the reason that is told.
+
+    Example: longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
+    """
+    config = EngineConfig(
+        model=str(folder), world_size=world_size, kv_bytes=kv_bytes, block_size=block_size, dtype=dtype
+    )
+    config.check()
+    if not folder.is_dir():
+        raise InvalidArgument("DIR", f"{folder} is not a folder")
+    fleet = _fleet(server) if server is not None else None
+    found = report(config, fleet, has_weights=load)
+    if as_json:
+        print_json(found)
+    else:
+        show(found, is_running=fleet is not None)
+    if not found.is_supported:
+        raise typer.Exit(REFUSED)
+
+
+def _fleet(server: str) -> Cluster:
+    with connect(server) as client:
+        return client.cluster()
+
+
+def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
+    """Asks both roles, each in a process of its own: the command line loads neither tokenizers nor torch."""
+    text = _ask("coordinator.check", [config.model], TextReport)
+    attention = AttentionReport()
+    if not text.reason:
+        given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else [])]
+        attention = _ask("workers.check", given, AttentionReport)
+    is_supported = not text.reason and not attention.reason
+    rooms = _rooms(config, attention, fleet) if is_supported else ()
+    return ModelReport(
+        model=Path(config.model).resolve().name,
+        is_supported=is_supported,
+        text=text,
+        attention=attention,
+        rooms=rooms,
+        tokens=sum(room.tokens for room in rooms),
+    )
+
+
+def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
+    """What `module` says of a checkpoint. Raises LongleafError when it fails to say anything."""
+    # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise LongleafError(f"{module} ended with exit code {done.returncode}: {''.join(last)}")
+    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=kind)
+
+
+def _rooms(config: EngineConfig, attention: AttentionReport, fleet: Cluster | None) -> tuple[Room, ...]:
+    block_size = config.block_size if fleet is None else fleet.block_size
+    pools = [attention.kv_bytes] * config.world_size if fleet is None else [w.max_kv_bytes for w in fleet.workers]
+    bytes_per_block = block_size * attention.bytes_per_token
+    return tuple(
+        Room(rank=rank, kv_bytes=size, tokens=size // bytes_per_block * block_size) for rank, size in enumerate(pools)
+    )
+
+
+def show(found: ModelReport, *, is_running: bool) -> None:
+    """The verdict first, then the figures."""
+    if not found.is_supported:
+        for reason in found.reasons:
+            print(f"{found.model} is not supported: {reason}")
+        return
+    text, attention = found.text, found.attention
+    print(f"{found.model} is supported ({text.architecture}, {attention.dtype})")
+    console = Console(highlight=False)
+    console.print(kinds_table(attention.kinds))
+    sizes = Table(box=None, show_header=False, pad_edge=False)
+    trained = f"{text.max_positions:,} tokens" if text.max_positions else "the config does not tell"
+    sizes.add_row("trained for", trained)
+    sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
+    sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank")
+    sizes.add_row("fits", _told(found, is_running))
+    console.print(sizes)
+
+
+def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
+    table = Table("layers", "which", "heads", "key heads", "dim", "sees")
+    for kind in kinds:
+        sees = "everything before" if kind.window is None else f"{kind.window:,} tokens"
+        sizes = (str(kind.num_heads), str(kind.num_kv_heads), str(kind.head_dim))
+        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sees)
+    return table
+
+
+def _told(found: ModelReport, is_running: bool) -> str:
+    where = f"on {'the running' if is_running else ''} {count_ranks(len(found.rooms))}".replace("  ", " ")
+    pools = {(room.kv_bytes, room.tokens) for room in found.rooms}
+    if len(pools) > 1:
+        each = ", ".join(f"{room.tokens:,} on rank {room.rank}" for room in found.rooms)
+        return f"{found.tokens:,} tokens {where}: {each}"
+    [(size, tokens)] = pools
+    return f"{found.tokens:,} tokens {where}: {tokens:,} in {human_bytes(size)} each"
+
+
+def spans(layers: tuple[int, ...]) -> str:
+    """Layers in short: 0-3, or 0 2 4 … 30 where they are many and apart."""
+    joined: list[list[int]] = []
+    for layer in layers:
+        if joined and joined[-1][1] == layer - 1:
+            joined[-1][1] = layer
+        else:
+            joined.append([layer, layer])
+    told = [str(low) if low == high else f"{low}-{high}" for low, high in joined]
+    return " ".join(told if len(told) <= 6 else [*told[:3], "…", told[-1]])

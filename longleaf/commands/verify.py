@@ -1,0 +1,68 @@
+"""`longleaf verify`."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
+from longleaf.messages import Verification
+from longleaf.topology import count_ranks
+
+FAILED = 3
+"""Exit code when the logits are too far apart."""
+
+
+def verify(
+    server: Server,
+    text: Annotated[
+        str | None,
+        typer.Option(help="The prompt, read as it is; - reads standard input.", show_default="random token ids"),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="How many ids to draw, at most 1024.", show_default="a block for every rank, at least 256"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the ids that are drawn.")] = 0,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to decode, at most 64.", show_default="8")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait.", show_default="no limit")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a running service against plain attention.
+
+    A short prompt goes through all ranks: chunks, merges and decoded tokens, as any other. Then rank 0 computes it
+    once more, alone, with the same weights and transformers' own attention. The largest difference between the logits
+    must be within what rounding explains in the model's numeric type: 0.01 % of the largest logit in float32, 2 % in
+    float16, 12.5 % in bfloat16. So in bfloat16 only gross errors show; serve with --dtype float32 to see small ones.
+
+    Other streams go on meanwhile, but for the moment that rank 0 computes alone. Exit code 3: the check has failed.
+
+    Example: longleaf verify --prompt-tokens 600
+    """
+    given = None if text is None else read_input(text, "--text")
+    with connect(server) as client:
+        found = client.verify(given, seed=seed, num_tokens=prompt_tokens, max_tokens=max_tokens, timeout=timeout)
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
+    if not found.passed:
+        raise typer.Exit(FAILED)
+
+
+def show(found: Verification) -> None:
+    """The verdict, and what it rests on."""
+    verdict = "passed" if found.passed else "FAILED"
+    if found.failure:
+        print(f"{verdict}: {found.failure}")
+        return
+    print(f"{verdict}: the logits differ by at most {found.max_difference:.3g}, {found.tolerance:.3g} is allowed")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row("numeric type", f"{found.dtype}; the largest logit is {found.max_logit:.4g}")
+    table.add_row("farthest apart", f"token {found.worst_index} of the answer")
+    table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
+    held = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
+    table.add_row("prompt", f"{found.prompt_tokens} tokens; {held}")
+    table.add_row("plain attention", f"{found.plain_seconds:.2f} s, in which other streams waited")
+    Console(highlight=False).print(table)

@@ -1,0 +1,66 @@
+"""What is known of a checkpoint before anybody serves it. Sizes in bytes, counts in tokens."""
+
+import msgspec
+
+
+class TextReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator reads of a checkpoint: config, tokenizer and chat template."""
+
+    reason: str = ""
+    """Why it is refused; empty when it is not."""
+    architecture: str = ""
+    max_positions: int = 0
+    """Tokens of context that the model was trained for; 0 when its config does not tell."""
+    vocabulary_size: int = 0
+    has_chat_template: bool = False
+
+
+class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that attend alike."""
+
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Tokens that a query sees; None: everything before it."""
+
+
+class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank makes of a checkpoint."""
+
+    reason: str = ""
+    """Why it is refused; empty when it is not."""
+    dtype: str = ""
+    kinds: tuple[AttentionKind, ...] = ()
+    bytes_per_token: int = 0
+    """Keys and values of one token, over all layers."""
+    weight_bytes: int = 0
+    """Of each rank: all hold the whole model."""
+    kv_bytes: int = 0
+    """What a rank here would take for keys and values unless told otherwise."""
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of one rank, and the tokens that it holds of this model, in whole blocks."""
+
+    rank: int
+    kv_bytes: int
+    tokens: int
+
+
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a checkpoint is supported, and what serving it takes."""
+
+    model: str
+    is_supported: bool
+    text: TextReport
+    attention: AttentionReport
+    rooms: tuple[Room, ...] = ()
+    tokens: int = 0
+    """That the pools of all ranks hold together."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is refused."""
+        return [reason for reason in (self.text.reason, self.attention.reason) if reason]

@@ -1,0 +1,98 @@
+"""Says whether ranks could serve a checkpoint: `python -m workers.check '{"model": DIR, ...}'`, an EngineConfig, prints
+an AttentionReport.
+
+No weights are read. The model is built as for serving, but each parameter is a single zero, stretched to its shape: the
+same code runs the same preflight, data-dependent branches included, where the weights might never fit. So it takes
+memory for one weight at a time. What only the weights can tell, that some are missing, is told by loading them.
+"""
+
+import sys
+
+import msgspec
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from longleaf.config import DtypeName, EngineConfig
+from longleaf.errors import ModelRefused
+from longleaf.model_report import AttentionKind, AttentionReport
+from workers import hook
+from workers import model as models
+from workers.model import LayerSpec, Model
+from workers.rank import FREE_MEMORY_SHARE, choose_device
+
+
+def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
+    """`has_weights`: loads them, as a rank does."""
+    try:
+        model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
+    except ModelRefused as error:
+        return AttentionReport(reason=str(error))
+    weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
+    return AttentionReport(
+        dtype=str(model.dtype).removeprefix("torch."),
+        kinds=kinds(model.layers),
+        bytes_per_token=model.bytes_per_token,
+        weight_bytes=weight_bytes,
+        kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
+    )
+
+
+def outline(folder: str, dtype: DtypeName) -> Model:
+    """The model of a checkpoint without its weights. Raises ModelRefused."""
+    config = models.read_config(folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
+    try:
+        module = build(config, config.dtype if dtype == "auto" else getattr(torch, dtype))
+    except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
+        raise ModelRefused(f"{folder} is not a causal language model: {error}") from error
+    return models.prove(module, "cpu")
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Parameters of one element each, and buffers as they are when the weights are loaded."""
+    with torch.device("meta"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hook.NAME)
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            flat = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            part.register_parameter(name, torch.nn.Parameter(flat, requires_grad=False))
+            setattr(getattr(part, name), "_is_hf_initialized", True)  # noqa: B010
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, torch.zeros_like(buffer, device="cpu"))
+    module.initialize_weights()
+    return module
+
+
+def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
+    """Layers that attend alike, together."""
+    alike: dict[LayerSpec, list[int]] = {}
+    for layer, spec in sorted(layers.items()):
+        alike.setdefault(spec, []).append(layer)
+    return tuple(
+        AttentionKind(
+            layers=tuple(found),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=spec.window,
+        )
+        for spec, found in alike.items()
+    )
+
+
+def kv_bytes_beside(weight_bytes: int, config: EngineConfig) -> int:
+    """What each rank would take for keys and values by itself, all on this machine, once the weights are loaded."""
+    if choose_device(config.device, 0) == "cpu":
+        free, num_sharing = psutil.virtual_memory().available, config.world_size
+    else:
+        free, num_sharing = torch.cuda.mem_get_info(torch.device("cuda:0"))[0], 1
+    return max(0, int((free - num_sharing * weight_bytes) * FREE_MEMORY_SHARE / num_sharing))
+
+
+if __name__ == "__main__":
+    _config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
+    _report = check(_config, has_weights="--load" in sys.argv[2:])
+    print(msgspec.json.encode(_report).decode())

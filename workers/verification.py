@@ -1,0 +1,109 @@
+"""Holds answers of the sharded path against plain attention: the same weights, on one rank, without the hook.
+
+Rank 0 keeps the logits that an answer's tokens were chosen from. When the answer is complete, the same module computes
+them once more over all its tokens at once, with transformers' eager attention and masks: nothing of the keys, the
+kernels, the merge, the reads or the hook takes part. Eager is the one implementation that every family has and that
+leaves nothing out (another one drops Gemma 2's soft cap).
+"""
+
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longleaf.config import EngineConfig
+from longleaf.step import Comparison, Row
+from workers import hook
+from workers.cache import Segments
+from workers.model import Model
+
+PLAIN = "eager"
+
+
+class Answer:
+    """The tokens of one sequence, and the logits [V], float32, that those of its answer were chosen from."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self.logits: list[Tensor] = []
+        self.first_index = 0
+
+    def add(self, row: Row, token_id: int, logits_V: Tensor) -> None:
+        if not self.logits:
+            self.first_index = row.token_index
+        self.logits.append(logits_V.to(torch.float32, copy=True))
+        self.token_ids.append(token_id)
+
+
+class Verifier:
+    """Compares the answers of those sequences that ask for it."""
+
+    def __init__(self, model: Model, segments: Segments, config: EngineConfig) -> None:
+        self._model = model
+        self._segments = segments
+        self._world_size = config.world_size
+        dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
+        self._dtype = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+        self._answers: dict[int, Answer] = {}
+
+    def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:
+        """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
+        for i, row in enumerate(rows):
+            if row.reference_ids:
+                answer = self._answers.setdefault(row.sequence, Answer(row.reference_ids))
+                answer.add(row, chosen[i], logits_RV[i])
+
+    def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
+        """Of the answers that these rows completed, by sequence. What plain attention cannot do is told, not raised."""
+        complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
+        return {row.sequence: self._compare(row, answer) for row, answer in complete}
+
+    def _compare(self, row: Row, answer: Answer) -> Comparison:
+        began = time.monotonic()
+        try:
+            plain_NV = plain_logits(self._model, answer.token_ids[:-1], len(answer.logits))
+        except Exception as error:  # a family without eager attention, or no memory for its scores
+            return Comparison(failure=f"plain attention failed: {type(error).__name__}: {error}")
+        found_NV = torch.stack(answer.logits)
+        difference_N = (found_NV - plain_NV).abs().amax(dim=-1)
+        return Comparison(
+            max_difference=float(difference_N.max()),
+            max_logit=float(plain_NV.abs().max()),
+            worst_index=answer.first_index + int(difference_N.argmax()),
+            num_tokens=len(answer.logits),
+            num_equal=int((found_NV.argmax(dim=-1) == plain_NV.argmax(dim=-1)).sum()),
+            num_ranks=sum(self._holds(rank, row) for rank in range(self._world_size)),
+            dtype=self._dtype,
+            seconds=time.monotonic() - began,
+        )
+
+    def _holds(self, rank: int, row: Row) -> bool:
+        """Whether a rank has keys that the row saw."""
+        return any(True for _ in self._segments.extents(row.path, 0, row.start + row.num_tokens, rank))
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Drops what was kept of sequences that have ended, or begin anew."""
+        for sequence in sequences:
+            self._answers.pop(sequence, None)
+
+
+def plain_logits(model: Model, token_ids: Sequence[int], num_last: int) -> Tensor:
+    """Logits [num_last, V], float32, after each of the last tokens, from transformers' own attention."""
+    ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
+    with plain_attention(model.module):
+        logits_1TV = model.module(input_ids=ids, use_cache=False, logits_to_keep=num_last).logits
+    return logits_1TV[0, -num_last:].float()
+
+
+@contextmanager
+def plain_attention(module: PreTrainedModel) -> Generator[None, None, None]:
+    """Has the model attend by itself meanwhile. A model that cannot change to it stays on the hook, which raises: the
+    sharded path is never compared with itself."""
+    module.set_attn_implementation(PLAIN)
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(hook.NAME)
