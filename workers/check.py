@@ -1,16 +1,19 @@
 """Says whether ranks could serve a checkpoint: `python -m workers.check '{"model": DIR, ...}'`, an EngineConfig, prints
 an AttentionReport.
 
-No weights are read. The model is built as for serving, but each parameter is a single zero, stretched to its shape: the
-same code runs the same preflight, data-dependent branches included, where the weights might never fit. So it takes
-memory for one weight at a time. What only the weights can tell, that some are missing, is told by loading them.
+No weights are read. The model is built as for serving, but each parameter is a single number, stretched to its shape:
+the same code runs the same preflight, data-dependent branches included, where the weights might never fit. What only
+the weights can tell, that some are missing, is told by loading them.
 """
 
 import sys
+from typing import Any
 
 import msgspec
 import psutil
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -21,6 +24,9 @@ from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
 from workers.rank import FREE_MEMORY_SHARE, choose_device
+
+WEIGHT = 2.0**-10
+"""Not 0: what mixes rows outside of attention must show."""
 
 
 def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
@@ -45,25 +51,44 @@ def outline(folder: str, dtype: DtypeName) -> Model:
     if getattr(config, "quantization_config", None):
         raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
     try:
-        module = build(config, config.dtype if dtype == "auto" else getattr(torch, dtype))
+        module = build(config, dtype)
     except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
         raise ModelRefused(f"{folder} is not a causal language model: {error}") from error
-    return models.prove(module, "cpu")
+    with StretchedProducts():
+        return models.prove(module, "cpu")
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Parameters of one element each, and buffers as they are when the weights are loaded."""
+def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
+    """Parameters of one number each, and buffers as they are when the weights are loaded. Where neither `wanted` nor
+    the config tells a numeric type, it is float32."""
+    named = config.dtype if wanted == "auto" else wanted
+    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
     with torch.device("meta"), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hook.NAME)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            flat = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            part.register_parameter(name, torch.nn.Parameter(flat, requires_grad=False))
+            stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)
+            part.register_parameter(name, torch.nn.Parameter(stretched, requires_grad=False))
             setattr(getattr(part, name), "_is_hf_initialized", True)  # noqa: B010
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, torch.zeros_like(buffer, device="cpu"))
+    module.tie_weights()
     module.initialize_weights()
+    module.set_experts_implementation("eager")  # the grouped one refuses stretched weights
     return module
+
+
+class StretchedProducts(TorchFunctionMode):
+    """Linear layers without their weights in memory: where all elements are the same, a product is a sum."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear or len(args) < 2 or any(args[1].stride()):
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        sums = x.sum(dim=-1, keepdim=True) * weight[0, 0]
+        return sums.repeat_interleave(len(weight), dim=-1) if bias is None else sums + bias
 
 
 def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:

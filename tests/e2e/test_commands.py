@@ -90,6 +90,7 @@ def test_generate_streams_text_and_repeats_with_a_seed(served: Served):
 def test_people_get_tables(served: Served, book):
     for command, words in (
         (("cluster",), ("rank", "pid", "cpu")),
+        (("verify",), ("passed", "float32", "keys on 2 of 2 ranks")),
         (("contexts", "list"), ("book", "1,204")),
         (("contexts", "show", "book"), ("book", "rank")),
     ):

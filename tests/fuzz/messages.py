@@ -46,6 +46,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
     "TokenizeRequest": ({"text": "some text", "return_spans": True},),
+    "VerifyClusterRequest": ({"text": "some text", "max_token_count": 3}, {"seed": "5", "prompt_token_count": 20}),
     "DetokenizeRequest": ({"token_ids": {"ids": [5, 6, 260]}},),
 }
 """Requests that are right, as JSON: changed in a field or two they come further than random ones. Those of a stream

@@ -36,6 +36,14 @@ def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) ->
     assert outlined.weight_bytes == sum(2 * p.numel() for p in loaded.module.parameters())
 
 
+def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    tied, loaded = (check(config(folder), has_weights=has_weights) for has_weights in (False, True))
+    assert tied.weight_bytes == loaded.weight_bytes
+
+
 def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
     windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
     assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
