@@ -124,13 +124,12 @@ class Ingest:
         self, upload: Upload, claim: int, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         await upload.settle()
-        document = upload.document
-        if upload.prefill is None and document is not None:
-            async with aclosing(_receive(upload, claim, document, pieces)) as reports:
+        if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
+            async with aclosing(_receive(upload, claim, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
-            yield _report("prefilling", document, total=document.num_tokens)
-            upload.begin(self._prefill(upload, document))
+            yield _report("prefilling", upload.document, total=upload.document.num_tokens)
+            upload.begin(self._prefill(upload, upload.document))
         assert upload.prefill is not None
         async for report in upload.prefill.follow():
             yield report

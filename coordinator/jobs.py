@@ -25,7 +25,8 @@ NO_CLAIM = Claim()
 
 
 class Job:
-    """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
+    """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks. Ids that come
+    in an array are taken over, not copied: they may be many.
 
     `segment` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
     place, `num_read` those whose keys and values exist: between the two lie the plans under way.
@@ -42,7 +43,7 @@ class Job:
         self.claim = claim
         self.start = path.end
         """Position of the first of token_ids."""
-        self.token_ids = array("I", token_ids)
+        self.token_ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         self.num_prefill = num_prefill
         self.num_blocks = 0
         """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""

@@ -38,11 +38,12 @@ class Path:
         assert end <= self.end
         return Path(tuple(segment for segment in self.segments if segment.start < end), end)
 
-    def token_ids(self, start: int = 0) -> "array[int]":
-        """The tokens from position `start` on."""
+    def token_ids(self, start: int = 0, stop: int | None = None) -> "array[int]":
+        """The tokens from position `start` on, up to `stop` if it is given."""
         found = array("I")
         for segment, part_start, end in self.parts():
-            found += segment.token_ids[max(0, start - part_start) : end - part_start]
+            part_end = end if stop is None else max(part_start, min(end, stop))
+            found += segment.token_ids[max(0, start - part_start) : part_end - part_start]
         return found
 
     def num_common(self, token_ids: "array[int]") -> int:

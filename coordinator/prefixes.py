@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from coordinator.paths import Path, Segment
 
+BLOCKS_AT_ONCE = 512
+"""Blocks whose ids are copied at once: a segment may be long."""
+
 
 class Prefixes:
     """The sealed segments, by the tokens that lead to places in them.
@@ -14,8 +17,9 @@ class Prefixes:
     compared id by id. A beginning shorter than a block is not found.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
         self._block_size = block_size
+        self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
         """By segment: the links at the ends of the blocks that end in it."""
         self._segments: dict[int, list[Segment]] = {}
@@ -23,9 +27,11 @@ class Prefixes:
 
     def add(self, segment: Segment) -> None:
         """Enters a sealed segment; those before it are entered already."""
-        first = segment.start // self._block_size
-        token_ids = segment.path.token_ids(first * self._block_size)
-        links = list(self._chain(self._link(segment.before, first), token_ids))
+        first, size = segment.start // self._block_size, self._block_size
+        links, link, stride = list[int](), self._link(segment.before, first), self._blocks_at_once * size
+        for start in range(first * size, segment.end - size + 1, stride):
+            links += self._chain(link, segment.path.token_ids(start, start + stride))
+            link = links[-1]
         self._links[segment.id] = links
         for link in links:
             self._segments.setdefault(link, []).append(segment)

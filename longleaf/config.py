@@ -1,6 +1,7 @@
 """Settings of a service, and the only place that reads the environment."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -86,6 +87,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 def default_server() -> str:
     """Address that client commands use: LONGLEAF_SERVER, else the local default port."""
     return os.environ.get("LONGLEAF_SERVER") or f"localhost:{DEFAULT_PORT}"
+
+
+def with_port(server: str) -> str:
+    """`server` with the default port if it names none; what else gRPC takes for an address stays as it is."""
+    is_host = re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", server)
+    return f"{server}:{DEFAULT_PORT}" if is_host else server
 
 
 def embedded_model() -> Path:

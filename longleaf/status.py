@@ -11,6 +11,7 @@ Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
 StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
 """
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -39,6 +40,8 @@ DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "longleaf"
 BROKEN_SEND = "Internal error from Core"
 """What the library itself, not the server, says of a call that ended while it was being sent to."""
+TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
+"""What the library says on either side of a request that is larger than a message may be."""
 MAX_TEXT = 1000
 """Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
 
@@ -131,6 +134,8 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             return NotFound(info.resource_name)
         case grpc.StatusCode.ALREADY_EXISTS if info := _find(status, error_details_pb2.ResourceInfo):
             return AlreadyExists(info.resource_name)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if found := TOO_LARGE.search(message):
+            return InvalidArgument("request", f"has {found[1]} bytes, at most {found[2]} fit in one message")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _decode_exhausted(status)
         case grpc.StatusCode.UNAVAILABLE:

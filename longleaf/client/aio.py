@@ -13,7 +13,7 @@ from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
 from longleaf.client.upload import Upload, header_of
-from longleaf.config import default_server
+from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
     Cluster,
@@ -59,9 +59,10 @@ class AsyncClient:
     def __init__(
         self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
     ) -> None:
-        """`server` is HOST:PORT; None takes LONGLEAF_SERVER, else localhost:50051. `retries` is how often a call is
-        tried again at most, 0 for never, or how exactly; `on_retry` is told before each wait."""
-        self.server = server or default_server()
+        """`server` is HOST:PORT, or HOST for the default port; None takes LONGLEAF_SERVER, else localhost:50051.
+        `retries` is how often a call is tried again at most, 0 for never, or how exactly; `on_retry` is told before
+        each wait."""
+        self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
         self._calls = Calls(self.server, chosen, on_retry)
         channel = self._calls.channel

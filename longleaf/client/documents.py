@@ -4,9 +4,9 @@ import asyncio
 import errno
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from longleaf.codec import encodable
 from longleaf.errors import InvalidArgument, Unavailable
@@ -18,31 +18,51 @@ PIECE_TOKENS = 1 << 16
 
 @runtime_checkable
 class Readable(Protocol):
-    """An open binary file."""
+    """An open file. Text is encoded as UTF-8."""
 
-    def read(self, size: int, /) -> bytes: ...
+    def read(self, size: int, /) -> bytes | str: ...
 
 
-Document = str | bytes | Path | Readable | tuple[int, ...] | Iterator[bytes] | AsyncIterable[bytes]
-"""Text, UTF-8 bytes, a file's path, an open binary file, token ids, or UTF-8 bytes cut anywhere."""
+Part = str | bytes | Path | Readable | Sequence[int]
+"""Text, UTF-8 bytes cut anywhere, a file's path, an open file, or token ids."""
+Document = Part | Iterable[Part] | AsyncIterable[Part]
+"""One part, or several that follow one another with nothing between them: all of text, or all of token ids."""
 
 
 async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
-    """Raises InvalidArgument when a file cannot be read."""
-    match document:
+    """Raises InvalidArgument when a file cannot be read, or a part is none."""
+    parts = document if not _is_part(document) and isinstance(document, Iterable | AsyncIterable) else (document,)
+    if isinstance(parts, AsyncIterable):
+        async for part in parts:
+            async for piece in _pieces_of_part(part):
+                yield piece
+    else:
+        for part in parts:
+            async for piece in _pieces_of_part(part):
+                yield piece
+
+
+def _is_part(document: object) -> bool:
+    if isinstance(document, Sequence) and not isinstance(document, str | bytes):
+        return bool(document) and isinstance(document[0], int)
+    return isinstance(document, str | bytes | Path | Readable)
+
+
+async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
+    match part:
         case str():
-            source = _cut(encodable(document, "text").encode())
+            source = _cut(encodable(part, "text").encode(), PIECE_BYTES)
         case bytes():
-            source = _cut(document)
-        case tuple():
-            starts = range(0, len(document), PIECE_TOKENS)
-            source = (document[start : start + PIECE_TOKENS] for start in starts)
+            source = _cut(part, PIECE_BYTES)
         case Path():
-            source = _read_path(document)
+            source = _read_path(part)
         case Readable():
-            source = _read(document.read)
+            source = _read(part.read)
+        case Sequence():
+            source = _cut(cast(Sequence[int], part), PIECE_TOKENS)
         case _:
-            source = document
+            told = f"{type(part).__name__} is neither text, bytes, a path, an open file nor a sequence of token ids"
+            raise InvalidArgument("document", told)
     if isinstance(source, AsyncIterable):
         async for piece in source:
             yield piece
@@ -59,7 +79,6 @@ class Source:
     """
 
     def __init__(self, document: Document) -> None:
-        self.is_token_ids = isinstance(document, tuple)
         self.error: Exception | None = None
         self._pieces = pieces_of(document)
         self._next: asyncio.Task[IngestPiece | None] | None = None
@@ -118,8 +137,8 @@ class Source:
         await self._pieces.aclose()
 
 
-def _cut(data: bytes) -> Iterable[bytes]:
-    return (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
+def _cut(data: "bytes | Sequence[int]", size: int) -> "Iterable[bytes | Sequence[int]]":
+    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 async def _read_path(path: Path) -> AsyncIterator[bytes]:
@@ -132,10 +151,10 @@ async def _read_path(path: Path) -> AsyncIterator[bytes]:
             yield piece
 
 
-async def _read(read: Callable[[int], bytes]) -> AsyncIterator[bytes]:
+async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
     try:
         while piece := await asyncio.to_thread(read, PIECE_BYTES):
-            yield piece
+            yield encodable(piece, "text").encode() if isinstance(piece, str) else piece
     except OSError as error:
         raise InvalidArgument("file", f"cannot be read: {error.strerror}") from error
 
@@ -149,6 +168,9 @@ def size_of(document: Document) -> int | None:
             return len(document)
         case Path():
             return _size_on_disk(document)
+        case list() | tuple() if not _is_part(document):
+            sizes = [size_of(part) for part in cast(Sequence[Part], document)]
+            return None if None in sizes else sum(size for size in sizes if size is not None)
         case _:
             return None
 

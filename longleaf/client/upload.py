@@ -6,7 +6,15 @@ from typing import cast
 
 from longleaf import codec
 from longleaf.client.documents import Document, Source, size_of
-from longleaf.messages import ContextOptions, ContextSettings, IngestHeader, IngestOptions, IngestProgress
+from longleaf.errors import InvalidArgument
+from longleaf.messages import (
+    ContextOptions,
+    ContextSettings,
+    IngestHeader,
+    IngestOptions,
+    IngestPiece,
+    IngestProgress,
+)
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
 
@@ -29,7 +37,8 @@ class Upload:
     """The header, and once the service answered it, the document from where the service wants it."""
 
     def __init__(self, header: IngestHeader, source: Source) -> None:
-        self._header = header
+        """Raises InvalidArgument when a setting does not fit its field."""
+        self._header = codec.encode_ingest_piece(header)
         self._source = source
         self._offset: int | None = None
         self._is_welcome = asyncio.Event()
@@ -47,7 +56,7 @@ class Upload:
 
     def take(self, progress: IngestProgress) -> None:
         """The service's answer; what it has already need not be kept."""
-        offset = progress.received_tokens if self._source.is_token_ids else progress.received_bytes
+        offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
         if self._offset is None:
             self._offset = offset
             self._is_over = progress.phase != "receiving"
@@ -60,9 +69,16 @@ class Upload:
         self._is_welcome.set()
 
     async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
-        yield codec.encode_ingest_piece(self._header)
+        yield self._header
         await self._is_welcome.wait()  # a refused name or size costs no upload
         if self._is_over:
             return
         async for piece in self._source.pieces_from(self._offset or 0):
-            yield codec.encode_ingest_piece(piece)
+            yield self._encoded(piece)
+
+    def _encoded(self, piece: IngestPiece) -> ingest_pb.IngestContextRequest:
+        try:
+            return codec.encode_ingest_piece(piece)
+        except InvalidArgument as error:
+            self._source.error = error
+            raise

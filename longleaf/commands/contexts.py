@@ -93,6 +93,8 @@ def update_context(
     """
     given = {"display_name": display_name, "ttl": ttl, "is_pinned": pin}
     settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
+    if forever and ttl is not None:
+        raise InvalidArgument("--ttl", "cannot be given together with --forever")
     if forever:
         settings["expires"] = None
     if not settings:

@@ -56,10 +56,22 @@ class Flags:
     resumable: Annotated[
         bool, _option(SERVICE, "Go on where the answer broke off when the connection is lost.", "--resumable")
     ] = False
+    request_id: Annotated[
+        str,
+        _option(
+            SERVICE,
+            "Names the answer; with --resumable the same command again, for a minute, reads it from its begin.",
+            default="random",
+        ),
+    ] = ""
     timeout: Annotated[float | None, _option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
 
-    def options(self) -> GenerateOptions:
+    def options(self, as_json: bool) -> GenerateOptions:
         """The same in the client's words. Raises InvalidArgument."""
+        if self.logprobs is not None and not as_json:
+            raise InvalidArgument("--logprobs", "are shown with --json alone")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidArgument("--timeout", "must be above 0 seconds")
         named = {"stop_token": "stop_tokens", "samples": "num_samples", "logprobs": "num_logprobs"}
         given = {named.get(name, name): value for name, value in asdict(self).items()}
         given["logit_bias"] = _biases(self.logit_bias or [])

@@ -25,8 +25,9 @@ def ask(
 
     Example: longleaf ask book "Who did it?" --max-tokens 200
     """
+    options = flags.options(as_json)
     with connect(server) as client:
-        show(client.ask(context, read_input(question, "question"), **flags.options()), as_json, flags.samples)
+        show(client.ask(context, read_input(question, "question"), **options), as_json, flags.samples)
 
 
 @takes_flags
@@ -41,7 +42,7 @@ def generate(
 
     Example: longleaf generate --prompt "Once upon a time" --max-tokens 50 --temperature 0.8 --samples 3
     """
-    options = flags.options()
+    options = flags.options(as_json)
     if raw:
         options["use_chat_template"] = False
     with connect(server) as client:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from longleaf.client.aio import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
+from longleaf.commands.token_files import TokenFormat, read_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestOptions, IngestProgress
 from longleaf.topology import count_ranks
@@ -22,10 +23,22 @@ PATIENT = 8
 
 
 def ingest(
-    file: Annotated[str, typer.Argument(help="UTF-8 text file; - reads standard input.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="UTF-8 text files, read as one with nothing between; - is standard input.", metavar="FILE..."
+        ),
+    ],
     name: Annotated[str, typer.Option("--name", help="Name of the context.")],
     server: Server,
     append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
+    token_ids: Annotated[
+        TokenFormat | None,
+        typer.Option(
+            help="The files hold token ids: a JSON list, or little-endian numbers. They are used as they are.",
+            show_default="text",
+        ),
+    ] = None,
     upload_id: Annotated[
         str, typer.Option(help="Makes the ingest resumable: the same command goes on where it broke.", show_default="")
     ] = "",
@@ -41,19 +54,24 @@ def ingest(
 ) -> None:
     """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
 
-    Example: longleaf ingest book.txt --name book
+    Example: longleaf ingest book.txt appendix.txt --name book
     """
-    document = sys.stdin.buffer if file == "-" else Path(file)
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
     options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
-    total = size_of(document)
+    texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
+    total = size_of(texts)  # whatever they hold: a file that is not there is told before anything is sent
+    document = read_ids(files, token_ids) if token_ids else texts
     try:
-        with connect(server, retries=PATIENT) as service, progress_bar(total, is_shown=not as_json) as on_progress:
+        with (
+            connect(server, retries=PATIENT) as service,
+            progress_bar(None if token_ids else total, is_shown=not as_json) as on_progress,
+        ):
             context = service.ingest(name, document, on_progress=on_progress, **options)
     except InvalidArgument as error:
-        if error.field == "text":
-            raise InvalidArgument("standard input" if file == "-" else file, error.description) from None
+        if error.field.partition(".")[0] in ("text", "token_ids"):
+            names = ", ".join("standard input" if file == "-" else file for file in files)
+            raise InvalidArgument(names, error.description) from None
         raise
     if as_json:
         print_json(context)
@@ -98,11 +116,13 @@ def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[On
 
 
 def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
+    is_text = report.received_bytes > 0 or not report.received_tokens
+    received = human_bytes(report.received_bytes) if is_text else f"{report.received_tokens:,} tokens"
     match report.phase:
         case "receiving":
-            progress.update(task, completed=report.received_bytes, note=human_bytes(report.received_bytes))
+            progress.update(task, completed=report.received_bytes, note=received)
         case "tokenizing":
-            progress.update(task, description="tokenizing", note=human_bytes(report.received_bytes))
+            progress.update(task, description="tokenizing", note=received)
         case "prefilling" if report.processed == 0:
             # A new measure: the estimate of the time left must forget the bytes.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")

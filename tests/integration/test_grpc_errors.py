@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.server import Server
+from coordinator.server import MAX_MESSAGE_BYTES, Server
 from coordinator.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import (
@@ -113,3 +113,17 @@ async def test_a_taken_port_is_named(service: Served, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="not a host:0: Name or service not known"):
         await other.start("not a host", 0)
     await other.stop()
+
+
+@pytest.mark.parametrize("max_sent", [None, -1], ids=["client", "server"])
+async def test_a_request_that_is_too_large_must_change(
+    service: Served, max_sent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if max_sent is not None:
+        monkeypatch.setattr("longleaf.client.calls.OPTIONS", (("grpc.max_send_message_length", max_sent),))
+    async with AsyncClient(service.address) as client:
+        with pytest.raises(
+            InvalidArgument, match=rf"request: has {MAX_MESSAGE_BYTES + 5} bytes, at most {1 << 26} fit"
+        ):
+            await client.count_tokens("x" * MAX_MESSAGE_BYTES)
+    assert await service.client.count_tokens("x") == 1

@@ -1,15 +1,19 @@
 """Ingests in pieces of any size, and ingests whose connection breaks, over real sockets."""
 
 import asyncio
+import io
 import random
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from longleaf.client import AsyncClient, Retries
-from longleaf.client.documents import Document
+from longleaf.client.calls import MAX_MESSAGE_BYTES
+from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -241,3 +245,84 @@ async def test_uploads_of_many_clients_stay_apart(roomy: Served) -> None:
     )
     found: Sequence[list[int]] = [roomy.engine.contexts[f"c{number}"] for number in range(8)]
     assert found == [[*OPENING, *ids(text)] for text in texts]
+
+
+async def numbers(*parts: Part) -> AsyncIterator[Part]:
+    for part in parts:
+        yield part
+
+
+def file_of(folder: Path, name: str, content: bytes) -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda folder: [file_of(folder, "a", b"one "), file_of(folder, "b", b"two")],
+        lambda folder: ("one ", b"two"),
+        lambda folder: iter(["one ", "two"]),
+        lambda folder: numbers("one ", b"t", "wo"),
+        lambda folder: file_of(folder, "a", b"one two").open("rb"),
+        lambda folder: file_of(folder, "a", b"one two").open("r"),
+        lambda folder: [io.BytesIO(b"one "), file_of(folder, "b", b"two")],
+    ],
+    ids=["paths", "text and bytes", "iterator", "async iterator", "binary file", "text file", "file and path"],
+)
+async def test_a_text_may_have_several_parts_of_any_kind(
+    service: Served, tmp_path: Path, shape: Callable[[Path], Document]
+) -> None:
+    await service.client.ingest("moby", shape(tmp_path))
+    assert service.engine.contexts["moby"] == [*OPENING, *ids("one two")]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [[5, 6, 7], (5, 6, 7), array("I", [5, 6, 7]), range(5, 8), [[5], (6, 7)], iter([(5, 6), [7]])],
+    ids=["list", "tuple", "array", "range", "lists", "iterator"],
+)
+async def test_token_ids_may_be_any_sequence(service: Served, document: Document) -> None:
+    assert (await service.client.ingest("moby", document)).tokens == 3
+    assert service.engine.contexts["moby"] == [5, 6, 7]
+
+
+async def test_a_part_may_be_larger_than_a_message() -> None:
+    pieces = [piece async for piece in pieces_of(iter([bytes(MAX_MESSAGE_BYTES + 1), b"end"]))]
+    assert max(map(len, pieces)) == PIECE
+    assert b"".join(pieces) == bytes(MAX_MESSAGE_BYTES + 1) + b"end"
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        (7, "document: int is neither"),
+        (None, "document: NoneType is neither"),
+        ([b"text", 4.5], "document: float is neither"),
+        ([5, 1 << 40], "token_ids: "),
+        ([5, -1], "token_ids"),
+        ([5, "x"], "token_ids: "),
+        (["text", [5]], "token_ids: cannot be mixed with text"),
+        ([[5], "text"], "text: cannot be mixed with token_ids"),
+        (["a\ud800"], "text: is not Unicode"),
+    ],
+    ids=str,
+)
+async def test_what_is_no_document_is_told_as_such(service: Served, document: Any, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        await service.client.ingest("moby", document)
+    assert not service.engine.contexts
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("a\ud800", {}, "context: "),
+        ("moby", {"ttl": 1e300}, "settings: "),
+    ],
+)
+async def test_settings_that_cannot_be_sent_are_told_as_such(
+    service: Served, name: str, settings: Any, told: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        await service.client.ingest(name, "text", **settings)

@@ -37,11 +37,11 @@ def num_common(a: list[int], b: list[int]) -> int:
 
 
 @settings(max_examples=300)
-@given(forests(), st.integers(1, 4), st.lists(st.integers(0, 1), max_size=40), st.data())
+@given(forests(), st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 1), max_size=40), st.data())
 def test_the_longest_held_beginning_is_found(
-    segments: list[Segment], block_size: int, prompt: list[int], data: st.DataObject
+    segments: list[Segment], block_size: int, blocks_at_once: int, prompt: list[int], data: st.DataObject
 ) -> None:
-    index = Prefixes(block_size)
+    index = Prefixes(block_size, blocks_at_once)
     for segment in segments:
         index.add(segment)
     index.check(segments)

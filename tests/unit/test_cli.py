@@ -13,7 +13,7 @@ import pytest
 from longleaf import cli
 from longleaf.commands.cluster import merge_lines
 from longleaf.commands.options import IMPATIENT
-from longleaf.config import EngineConfig, default_server
+from longleaf.config import EngineConfig, default_server, with_port
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -118,7 +118,11 @@ def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
         (["generate", "--prompt", "x", "--samples", "99"], "--samples: must be"),
         (["generate", "--prompt", "x", "--logprobs", "-1"], "--logprobs: must be"),
         (["generate", "--prompt", "x", "--logit-bias", "7"], "--logit-bias: 7 is not ID=BIAS"),
+        (["generate", "--prompt", "x", "--timeout", "0"], "--timeout: must be above 0"),
+        (["generate", "--prompt", "x", "--timeout", "nan"], "--timeout: must be above 0"),
         (["contexts", "fork", "moby", "Ishmael!"], "new_name: "),
+        (["contexts", "update", "moby", "--ttl", "5", "--forever"], "--ttl: cannot be given together with --forever"),
+        (["ingest", "/dev/null", "--name", "No Name"], "--name: 'contexts/No Name' is not"),
         (["contexts", "fork", "none", "new"], "contexts/none"),
         (["contexts", "update", "moby"], "give --display-name, --ttl"),
         (["contexts", "update", "moby", "--ttl", "-1"], "--ttl: "),
@@ -174,6 +178,22 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_empty_server_variable_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGLEAF_SERVER", "")
     assert default_server() == "localhost:50051"
+
+
+@pytest.mark.parametrize(
+    ("server", "address"),
+    [
+        ("localhost", "localhost:50051"),
+        ("node-1.my_net", "node-1.my_net:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("localhost:80", "localhost:80"),
+        ("[::1]:80", "[::1]:80"),
+        ("unix:/run/socket", "unix:/run/socket"),
+        ("dns:///host", "dns:///host"),
+    ],
+)
+def test_a_server_without_a_port_has_the_default_one(server: str, address: str) -> None:
+    assert with_port(server) == address
 
 
 def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

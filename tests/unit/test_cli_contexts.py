@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,63 @@ async def test_standard_input_is_a_document_too(terminal: Terminal, monkeypatch:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
     [context] = await terminal.json("ingest", "-", "--name", "moby")
     assert context["tokens"] == 2 + len(ANSWER)
+
+
+async def test_several_files_are_one_document(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes("Grü".encode()[:3])  # cut inside a character
+    (tmp_path / "c").write_bytes(b"e")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grü".encode()[3:] + "ß".encode())))
+    await terminal.json("ingest", str(tmp_path / "a"), "-", str(tmp_path / "c"), "--name", "moby")
+    assert terminal.engine.contexts["moby"][2:] == [i for (i,) in ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("format", "content"),
+    [
+        ("json", b"[5, 6, 260]"),
+        ("json", b'{"token_ids": [5, 6, 260], "spans": null}'),
+        ("uint16", b"\5\0\6\0\4\1"),
+        ("uint32", b"\5\0\0\0\6\0\0\0\4\1\0\0"),
+    ],
+)
+async def test_token_ids_in_files_are_used_as_they_are(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, content: bytes
+) -> None:
+    monkeypatch.setattr("longleaf.commands.token_files.PIECE_BYTES", 5)
+    (tmp_path / "ids").write_bytes(content)
+    file = str(tmp_path / "ids")
+    [context] = await terminal.json("ingest", file, file, "--name", "moby", "--token-ids", format)
+    assert (context["tokens"], terminal.engine.contexts["moby"]) == (6, [5, 6, 260] * 2)
+
+
+@pytest.mark.parametrize(
+    ("format", "content", "told"),
+    [
+        ("json", b"[5, -6]", "-6"),
+        ("json", b"[5, 6", "is no JSON list of token ids: "),
+        ("json", b"[5.5]", "is no JSON list of token ids: "),
+        ("json", b"{}", "is no JSON list of token ids: "),
+        ("json", b"[5, 99999]", "99999 is not in the vocabulary of 261 tokens"),
+        ("json", b"[]", "the document is empty"),
+        ("uint16", b"\5\0\6", "ends inside a token id: uint16 takes 2 bytes each"),
+        ("uint32", b"\5\0\6", "ends inside a token id: uint32 takes 4 bytes each"),
+    ],
+)
+async def test_files_without_token_ids_are_told_by_their_names(
+    terminal: Terminal, tmp_path: Path, format: str, content: bytes, told: str
+) -> None:
+    (tmp_path / "ids").write_bytes(content)
+    code, _, err = await terminal.run("ingest", str(tmp_path / "ids"), "--name", "moby", "--token-ids", format)
+    assert code == 2
+    assert err.startswith(f"error: {tmp_path / 'ids'}: ")
+    assert told in err
+    assert err.count("\n") == 1
+    assert not terminal.engine.contexts
+
+
+async def test_a_file_that_is_not_there_is_told_before_any_is_read(terminal: Terminal, book: str) -> None:
+    for options in ((), ("--token-ids", "json")):
+        code, _, err = await terminal.run("ingest", book, "/nowhere", "--name", "moby", *options)
+        assert (code, err) == (2, "error: file: /nowhere cannot be read: No such file or directory\n")

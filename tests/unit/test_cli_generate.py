@@ -51,3 +51,17 @@ async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
     templated, raw = (prompt.token_ids for prompt in terminal.engine.prompts)
     assert raw == tuple(byte_tokenizer().encode("x").ids)
     assert len(templated) == 4
+
+
+async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -> None:
+    named = ("--resumable", "--request-id", "r1")
+    first = await terminal.json("generate", "--prompt", "x", *named)
+    assert await terminal.json("generate", "--prompt", "x", *named) == first
+    assert len(terminal.engine.prompts) == 1
+    code, _, err = await terminal.run("generate", "--prompt", "y", *named)
+    assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+
+
+async def test_logprobs_are_not_dropped_silently(terminal: Terminal) -> None:
+    code, out, err = await terminal.run("generate", "--prompt", "x", "--logprobs", "2")
+    assert (code, out, err) == (2, "", "error: --logprobs: are shown with --json alone\n")

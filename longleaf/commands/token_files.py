@@ -1,0 +1,58 @@
+"""Files of token ids."""
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from longleaf.errors import InvalidArgument
+
+TokenFormat = Literal["json", "uint16", "uint32"]
+TYPE_CODES = {"uint16": "H", "uint32": "I"}
+PIECE_BYTES = 1 << 18
+
+
+class _Tokens(msgspec.Struct):
+    """What `longleaf tokenize --json` prints."""
+
+    token_ids: list[int]
+
+
+def read_ids(files: Sequence[str], format: TokenFormat) -> Iterator[Sequence[int]]:
+    """The ids in files, or in standard input for `-`: a JSON list, an object with the list `token_ids`, or
+    little-endian numbers. Raises InvalidArgument naming the file when it holds something else, or cannot be read."""
+    for file in files:
+        name = "standard input" if file == "-" else file
+        try:
+            with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as opened:
+                yield from [_from_json(opened.read())] if format == "json" else _from_numbers(opened, format)
+        except msgspec.DecodeError as error:
+            raise InvalidArgument(name, f"is no JSON list of token ids: {error}") from None
+        except ValueError as error:
+            raise InvalidArgument(name, str(error)) from None
+        except OSError as error:
+            raise InvalidArgument(name, f"cannot be read: {error.strerror}") from None
+
+
+def _from_json(data: bytes) -> Sequence[int]:
+    found = msgspec.json.decode(data, type=list[int] | _Tokens)
+    return found.token_ids if isinstance(found, _Tokens) else found
+
+
+def _from_numbers(file: BinaryIO, format: str) -> Iterator[Sequence[int]]:
+    """Raises ValueError when the file ends inside a number."""
+    type_code = TYPE_CODES[format]
+    size, held = array(type_code).itemsize, b""
+    while data := file.read(PIECE_BYTES):
+        data = held + data
+        whole = len(data) - len(data) % size
+        held, numbers = data[whole:], array(type_code, data[:whole])
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        yield numbers
+    if held:
+        raise ValueError(f"ends inside a token id: {format} takes {size} bytes each")
