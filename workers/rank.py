@@ -91,8 +91,8 @@ class Rank:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
         if self._config.merge == "auto":
-            widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
-            merge = choose_merge(groups, self._wire, widest.num_heads, widest.head_dim, self._device)
+            widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+            merge = choose_merge(groups, self._wire, widest.num_heads, widest.value_dim, self._device)
             ready = msgspec.structs.replace(ready, merges=merge.timings)
         else:
             merge = make_merge(self._config.merge, groups, self._wire)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense
+from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense, lies_in
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
@@ -173,14 +173,17 @@ def test_the_second_derivative_of_the_energy_is_the_covariance_of_the_values():
     cuts=st.lists(st.integers(1, 360), max_size=4),
     group=st.integers(1, 4),
     softcap=st.sampled_from([None, 0.5, 30.0]),
+    value_dim=st.sampled_from([8, 8, 3, 11]),
+    is_latent=st.booleans(),
 )
 def test_kernels_agree_with_float64_however_the_keys_are_cut(
-    kernel, seed, past, num_queries, window, cuts, group, softcap
+    kernel, seed, past, num_queries, window, cuts, group, softcap, value_dim, is_latent
 ):
     generator = torch.Generator().manual_seed(seed)
     kv_heads, dim, total = 2, 8, past + num_queries
     q = torch.randn(num_queries, kv_heads * group, dim, generator=generator)
-    k, v = (torch.randn(kv_heads, total, dim, generator=generator) for _ in range(2))
+    k, v = (torch.randn(kv_heads, total, d, generator=generator) for d in (dim, value_dim))
+    v = k[..., :value_dim] if is_latent else v
     query = QueryRun(past, total, 0)
     bounds = sorted({0, total, *(c for c in cuts if c < total)})
     reads = []
@@ -246,6 +249,29 @@ def test_shapes_that_do_not_fit_are_refused(kernel):
     q, k = torch.randn(3, 5, 8), torch.randn(2, 16, 8)
     with pytest.raises(ValueError, match="do not fit"):
         kernel(q, k, k, [Read(0, 3, 0, 4)], 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernel(q[:, :4], k, k[:, 1:], [Read(0, 3, 0, 4)], 1.0)
+
+
+@KERNELS
+@pytest.mark.parametrize("num_rows", [1, 3, 50])
+def test_latents_of_the_size_of_models_agree_with_float64(kernel, num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    q, pool = torch.randn(num_rows, 16, 576, generator=generator), torch.randn(1, 700, 576, generator=generator)
+    reads = [Read(0, num_rows, 20, 520), Read(0, num_rows, 600, 600 + num_rows, offset=0)]
+    found = kernel(q, pool, pool[..., :512], reads, 0.07)
+    seen = torch.ones(num_rows, num_rows).tril().bool()
+    mask = torch.cat([torch.ones(num_rows, 500, dtype=torch.bool), seen], dim=1)
+    keys = torch.cat([pool[0, 20:520], pool[0, 600 : 600 + num_rows]])[:, None]
+    assert_same(found, reference.attend(q, keys, keys[..., :512], mask, 0.07))
+
+
+def test_values_lie_in_keys_only_where_the_memory_is_the_same():
+    keys = torch.randn(2, 9, 8)
+    for pool in (keys, keys.transpose(0, 1), keys[:, 3:7], keys[:, 4:4]):
+        assert lies_in(pool[..., :5], pool)
+    for values in (keys, keys[..., :5].clone(), keys[..., 1:6], keys[:, :7, :5], torch.randn(2, 9, 9)[..., :8]):
+        assert not lies_in(values, keys)
 
 
 def native_kernel():
@@ -311,6 +337,7 @@ def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
     q_THD, k_KSD, v_SKD = torch.randn(1, 4, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
     assert native.can_run(q_THD, k_KSD, k_KSD)
     assert not native.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
+    assert not native.can_run(q_THD, k_KSD, k_KSD[..., :5])
     assert not native.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
     assert not native.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
     assert not native.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())
