@@ -79,7 +79,7 @@ def check_shapes(q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> None:
 
 def lies_in(v_KSV: Tensor, k_KSD: Tensor) -> bool:
     """Whether the values are the first dims of the keys, in the same memory, as in latent attention."""
-    is_narrower = v_KSV.shape[:2] == k_KSD.shape[:2] and v_KSV.shape[2] < k_KSD.shape[2]
+    is_narrower = v_KSV.shape[2] < k_KSD.shape[2] and v_KSV.shape[:2] == k_KSD.shape[:2]
     return is_narrower and v_KSV.data_ptr() == k_KSD.data_ptr() and v_KSV.stride() == k_KSD.stride()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense, lies_in
+from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
@@ -251,27 +251,6 @@ def test_shapes_that_do_not_fit_are_refused(kernel):
         kernel(q, k, k, [Read(0, 3, 0, 4)], 1.0)
     with pytest.raises(ValueError, match="do not fit"):
         kernel(q[:, :4], k, k[:, 1:], [Read(0, 3, 0, 4)], 1.0)
-
-
-@KERNELS
-@pytest.mark.parametrize("num_rows", [1, 3, 50])
-def test_latents_of_the_size_of_models_agree_with_float64(kernel, num_rows):
-    generator = torch.Generator().manual_seed(num_rows)
-    q, pool = torch.randn(num_rows, 16, 576, generator=generator), torch.randn(1, 700, 576, generator=generator)
-    reads = [Read(0, num_rows, 20, 520), Read(0, num_rows, 600, 600 + num_rows, offset=0)]
-    found = kernel(q, pool, pool[..., :512], reads, 0.07)
-    seen = torch.ones(num_rows, num_rows).tril().bool()
-    mask = torch.cat([torch.ones(num_rows, 500, dtype=torch.bool), seen], dim=1)
-    keys = torch.cat([pool[0, 20:520], pool[0, 600 : 600 + num_rows]])[:, None]
-    assert_same(found, reference.attend(q, keys, keys[..., :512], mask, 0.07))
-
-
-def test_values_lie_in_keys_only_where_the_memory_is_the_same():
-    keys = torch.randn(2, 9, 8)
-    for pool in (keys, keys.transpose(0, 1), keys[:, 3:7], keys[:, 4:4]):
-        assert lies_in(pool[..., :5], pool)
-    for values in (keys, keys[..., :5].clone(), keys[..., 1:6], keys[:, :7, :5], torch.randn(2, 9, 9)[..., :8]):
-        assert not lies_in(values, keys)
 
 
 def native_kernel():
