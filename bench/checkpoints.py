@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -24,7 +25,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-Family = Literal["llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss"]
+Family = Literal["llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "deepseek_v3"]
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 WINDOW = 256
@@ -32,6 +33,30 @@ SOFTCAP = 10.0
 """Of the scores of Gemma 2: low enough to change those that random weights give."""
 SINK = 8.0
 """Mean of the sinks of GPT-OSS: about the logsumexp of the scores that random weights give."""
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+"""Sizes of DeepSeek-V3 that all differ, so that none can be taken for another; mscales that change the scale."""
 
 
 def make_checkpoint(
@@ -54,7 +79,8 @@ def make_checkpoint(
 
     Mistral has a window of 256 tokens; every second layer of SmolLM3 is without positions; the tokenizer of Qwen3 has
     no begin token. Every second layer of Gemma 2 and GPT-OSS has the window; Gemma 2 caps its scores, GPT-OSS has sinks
-    and experts. The same arguments give the same weights.
+    and experts. DeepSeek-V3 has the sizes of `LATENT`, not of the arguments, and one layer without experts. The same
+    arguments give the same weights.
     """
     config = _config(family, num_layers)(
         hidden_size=hidden,
@@ -93,10 +119,11 @@ def _config(family: Family, num_layers: int) -> Any:
             {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
         ),
         "gpt_oss": (GptOssConfig, {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "deepseek_v3": (DeepseekV3Config, LATENT),
         "smollm3": (SmolLM3Config, {"no_rope_layers": [(i + 1) % 2 for i in range(num_layers)]}),
     }
     kind, special = kinds[family]
-    return lambda **common: kind(**special, **common)  # pyright: ignore[reportUnknownLambdaType]
+    return lambda **common: kind(**(common | special))  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _write_tokenizer(

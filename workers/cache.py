@@ -17,7 +17,10 @@ from workers.model import LayerSpec
 
 
 class Pool:
-    """Keys and values of all layers. The slots of one more block, past the last, take what nobody needs (trash)."""
+    """Keys and values of all layers. The slots of one more block, past the last, take what nobody needs (trash).
+
+    In latent attention the values of a layer are a view of its keys.
+    """
 
     def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
         self.block_size = block_size
@@ -26,19 +29,34 @@ class Pool:
         self.device = device
         self.trash_slot = num_blocks * block_size
         num_slots = self.trash_slot + 1
-        shapes = {i: (spec.num_kv_heads, num_slots, spec.head_dim) for i, spec in layers.items()}
-        self.keys = {i: torch.empty(shape, dtype=dtype, device=device) for i, shape in shapes.items()}
-        self.values = {i: torch.empty(shape, dtype=dtype, device=device) for i, shape in shapes.items()}
+        self._layers = layers
+        self._stored = {
+            i: [
+                torch.empty(spec.num_kv_heads, num_slots, spec.head_dim, dtype=dtype, device=device)
+                for _ in range(spec.num_tensors)
+            ]
+            for i, spec in layers.items()
+        }
+        self.keys = {i: stored[0] for i, stored in self._stored.items()}
+        self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}
 
     def bytes_per_slot(self, layer: int) -> int:
         """Of a token's keys and values in a layer."""
-        num_heads, _, dim = self.keys[layer].shape
-        return 2 * num_heads * dim * self.dtype.itemsize
+        return self._layers[layer].num_stored * self.dtype.itemsize
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-        """Writes the keys and values of T tokens into their slots."""
-        self.keys[layer].index_copy_(1, slots_T, k_KTD)
-        self.values[layer].index_copy_(1, slots_T, v_KTD)
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""
+        for pool, tokens in zip(self._stored[layer], (k_KTD, v_KTV), strict=False):
+            pool.index_copy_(1, slots_T, tokens)
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is stored of some tokens, [L, N, K, D] with N tensors, for `split`."""
+        return torch.stack([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=1)
+
+    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken, here or elsewhere."""
+        k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, -1))
+        return k_KSD, v_KSD[..., : self._layers[layer].value_dim]
 
 
 class Part(NamedTuple):

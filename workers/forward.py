@@ -7,7 +7,6 @@ gathers keys instead: see `workers.past`.
 
 from typing import Never
 
-import torch
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink, merge
@@ -67,9 +66,9 @@ class DecodeStep:
         """Bytes of this rank's keys and values that were read so far."""
         return self._local.kv_bytes_read
 
-    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: LayerCall) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local = self._local
-        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTD)
+        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         partial = local(layer, q_THD, call)
         return (self._peers.merge.merge(partial) if self._peers else partial).out_THD
 
@@ -83,15 +82,15 @@ class PrefillStep:
         self._peers = peers
         self._last_layer = last_layer
 
-    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: LayerCall) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local, peers = self._local, self._peers
-        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTD)
+        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         if layer == self._last_layer:
             self._finish()
         if peers is None:
             return local(layer, q_THD, call).out_THD
         if past := local.inputs.pasts.get(layer):
-            own = local.kernel(q_THD, k_KTD, v_KTD, past.own_reads, call.scale, call.softcap)
+            own = local.kernel(q_THD, k_KTD, v_KTV, past.own_reads, call.scale, call.softcap)
             before = self._before(layer, past, q_THD, call, peers.comm)
             return with_sink(merge(before, own) if before else own, call).out_THD
         rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
@@ -102,10 +101,9 @@ class PrefillStep:
         if not len(past.slots_L):
             return None
         pool = self._local.pool
-        shares = [t[layer].index_select(1, past.slots_L).transpose(0, 1) for t in (pool.keys, pool.values)]
-        gathered_S2KD = comm.all_gather(torch.stack(shares, dim=1)).flatten(0, 1)
-        k_KSD, v_KSD = (gathered_S2KD[:, i].transpose(0, 1) for i in range(2))
-        return self._local.kernel(q_THD, k_KSD, v_KSD, past.reads, call.scale, call.softcap)
+        gathered_SNKD = comm.all_gather(pool.take(layer, past.slots_L)).flatten(0, 1)
+        keys, values = pool.split(layer, gathered_SNKD)
+        return self._local.kernel(q_THD, keys, values, past.reads, call.scale, call.softcap)
 
     def _finish(self) -> Never:
         raise PrefillDone

@@ -18,8 +18,8 @@ UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
 class Handle(Protocol):
     """What a forward pass carries through the model to every attention layer."""
 
-    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: "LayerCall") -> Tensor:
-        """Attention of this layer's new tokens, [T, H, D]; also stores their keys and values."""
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: "LayerCall") -> Tensor:
+        """Attention of this layer's new tokens, [T, H, V]; also stores their keys and values."""
         ...
 
 
@@ -49,7 +49,7 @@ def attention(
     s_aux: Tensor | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D or V]; returns [1, T, H, V]."""
     unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)

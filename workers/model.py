@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from longleaf.attention.kernels import lies_in
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
-from workers import hook
+from workers import hook, latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,22 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    latent_dim: int | None = None
+    """Values are the first so many dims of the keys, and are not stored again; None: they are as wide as the keys."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors, as wide as the keys, that hold keys and values."""
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def num_stored(self) -> int:
+        """Numbers that are kept of each token."""
+        return self.num_tensors * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +62,7 @@ class Model:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        elements = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.layers.values())
-        return elements * self.dtype.itemsize
+        return sum(layer.num_stored for layer in self.layers.values()) * self.dtype.itemsize
 
 
 class Probe:
@@ -55,17 +71,18 @@ class Probe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
 
-    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTD: Tensor, call: hook.LayerCall) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
         if call.unsupported:
             raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported yet")
-        if k_KTD.shape != v_KTD.shape:
+        latent_dim = v_KTV.shape[2] if lies_in(v_KTV, k_KTD) else None
+        if k_KTD.shape != v_KTV.shape and latent_dim is None:
             raise ModelRefused(f"attention layer {layer} has keys and values of different sizes, not supported yet")
         if call.sink_H is not None and call.sink_H.shape != q_THD.shape[1:2]:
             raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
-        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], call.window)
-        return torch.zeros_like(q_THD)
+        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], call.window, latent_dim)
+        return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
 
 
 def load(folder: str, dtype: DtypeName, device: str) -> Model:
@@ -105,6 +122,7 @@ def read_config(folder: str) -> PreTrainedConfig:
 def prove(module: PreTrainedModel, device: str) -> Model:
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
     check_causal(module)
+    latent.absorb(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return Model(module, preflight(module, device), device, module.dtype)

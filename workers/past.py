@@ -6,7 +6,7 @@ gathered, for one layer at a time, and every rank attends for itself and merges 
 that a rank sends to each other rank, per layer, with R rows of the longest piece and S keys of the largest share:
 
     queries   R x (heads x dim x size of a number + a packed float32 partial)
-    keys      S x 2 x key heads x dim x size of a number
+    keys      S x 2 x key heads x dim x size of a number, half of it where values lie in the keys
 
 The queries' bytes do not grow with the past, the keys' do; under a window S is bounded. What is fewer is decided per
 chunk and layer on integers that all ranks have.
@@ -96,9 +96,9 @@ class PastBuilder:
     def _is_less(self, spec: LayerSpec, rows: int, longest: int) -> bool:
         """Whether `longest` keys and values are fewer bytes than `rows` queries and their partials."""
         size = self._pool.dtype.itemsize
-        partial = self._wire.pack(Partial.identity(1, spec.num_heads, spec.head_dim)).nbytes
+        partial = self._wire.pack(Partial.identity(1, spec.num_heads, spec.value_dim)).nbytes
         query = spec.num_heads * spec.head_dim * size
-        return longest * 2 * spec.num_kv_heads * spec.head_dim * size < rows * (query + partial)
+        return longest * spec.num_stored * size < rows * (query + partial)
 
     def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
         return [extent for low, high in wanted for extent in self._segments.extents(path, low, high, rank)]

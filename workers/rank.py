@@ -93,8 +93,8 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
-        widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.head_dim)
-        heads, dim = widest.num_heads, widest.head_dim
+        widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+        heads, dim = widest.num_heads, widest.value_dim
         if self._config.merge == "auto":
             merge = choose_merge(groups, self._wire, heads, dim, self._device)
             ready = msgspec.structs.replace(ready, merges=merge.timings)

@@ -50,7 +50,8 @@ class NativeDecode:
         rows = num_tokens * (num_heads // num_kv_heads)
         is_in_place = k_KSD.stride()[1:] == (dim, 1) and k_KSD.stride() == v_KSD.stride() and q_THD.stride(2) == 1
         is_float32 = q_THD.dtype == k_KSD.dtype == torch.float32
-        return is_float32 and is_in_place and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
+        is_alike = is_float32 and k_KSD.shape == v_KSD.shape
+        return is_alike and is_in_place and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
 
     def __call__(
         self,

@@ -173,14 +173,17 @@ def test_the_second_derivative_of_the_energy_is_the_covariance_of_the_values():
     cuts=st.lists(st.integers(1, 360), max_size=4),
     group=st.integers(1, 4),
     softcap=st.sampled_from([None, 0.5, 30.0]),
+    value_dim=st.sampled_from([8, 8, 3, 11]),
+    is_latent=st.booleans(),
 )
 def test_kernels_agree_with_float64_however_the_keys_are_cut(
-    kernel, seed, past, num_queries, window, cuts, group, softcap
+    kernel, seed, past, num_queries, window, cuts, group, softcap, value_dim, is_latent
 ):
     generator = torch.Generator().manual_seed(seed)
     kv_heads, dim, total = 2, 8, past + num_queries
     q = torch.randn(num_queries, kv_heads * group, dim, generator=generator)
-    k, v = (torch.randn(kv_heads, total, dim, generator=generator) for _ in range(2))
+    k, v = (torch.randn(kv_heads, total, d, generator=generator) for d in (dim, value_dim))
+    v = k[..., :value_dim] if is_latent else v
     query = QueryRun(past, total, 0)
     bounds = sorted({0, total, *(c for c in cuts if c < total)})
     reads = []
@@ -246,6 +249,8 @@ def test_shapes_that_do_not_fit_are_refused(kernel):
     q, k = torch.randn(3, 5, 8), torch.randn(2, 16, 8)
     with pytest.raises(ValueError, match="do not fit"):
         kernel(q, k, k, [Read(0, 3, 0, 4)], 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernel(q[:, :4], k, k[:, 1:], [Read(0, 3, 0, 4)], 1.0)
 
 
 def native_kernel():
@@ -311,6 +316,7 @@ def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
     q_THD, k_KSD, v_SKD = torch.randn(1, 4, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
     assert native.can_run(q_THD, k_KSD, k_KSD)
     assert not native.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
+    assert not native.can_run(q_THD, k_KSD, k_KSD[..., :5])
     assert not native.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
     assert not native.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
     assert not native.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())

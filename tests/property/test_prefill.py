@@ -61,10 +61,17 @@ class Case:
         return LayerCall(SCALE, self.spec.window, self.softcap, sink_H, None)
 
     def tensors(self, dtype=torch.float32):
-        """Queries [S, H, D], keys and values [S, K, D] of all positions."""
+        """Queries [S, H, D], keys [S, K, D] and values [S, K, V] of all positions."""
         generator, spec = torch.Generator().manual_seed(self.seed), self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        return [torch.randn(self.end, n, spec.head_dim, generator=generator).to(dtype) for n in heads]
+        q, k, v = (torch.randn(self.end, n, spec.head_dim, generator=generator).to(dtype) for n in heads)
+        return q, k, v if spec.latent_dim is None else k[..., : spec.latent_dim]
+
+    def rows(self, positions_T, dtype=torch.float32):
+        """The same of some positions as layers hand them over: [T, H, D], [K, T, D] and [K, T, V]."""
+        q, k, v = (t[positions_T] for t in self.tensors(dtype))
+        keys = k.transpose(0, 1)
+        return q, keys, v.transpose(0, 1) if self.spec.latent_dim is None else keys[..., : self.spec.latent_dim]
 
     def runs(self, *, in_rows: bool) -> list[tuple[Run, ...]]:
         """Runs of each segment: chunks of any size, or rows where the new tokens are rows."""
@@ -123,9 +130,8 @@ def prefill(case, way, merge="gather", dtype=torch.float32):
         inputs, comm = make.prefill(chunk), CountingComm(groups.world)
         counted = type(groups)(groups.topology, comm, comm, None)
         peers = Peers(comm, make_merge(merge, counted, Wire())) if case.world_size > 1 else None
-        q, k, v = (t[inputs.positions_T] for t in case.tensors(dtype))
         step = PrefillStep(inputs, pool, KERNEL, peers, last_layer=1)
-        return step.attend(0, q, k.transpose(0, 1), v.transpose(0, 1), case.call()), comm.bytes_sent
+        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call()), comm.bytes_sent
 
     found = on_ranks(case, work)
     return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
@@ -141,20 +147,20 @@ def decode(case, merge):
         make, pool = builder(case, rank, runs, "auto")
         inputs = make.decode(rows, {})
         peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
-        q, k, v = (t[inputs.positions_T] for t in case.tensors())
         step = DecodeStep(inputs, pool, KERNEL, peers)
-        return step.attend(0, q, k.transpose(0, 1), v.transpose(0, 1), case.call())
+        return step.attend(0, *case.rows(inputs.positions_T), case.call())
 
     return on_ranks(case, work)
 
 
 def cases(most_new=40):
     spec = st.builds(
-        lambda kv_heads, group, dim, window: LayerSpec(kv_heads * group, kv_heads, dim, window),
+        lambda kv_heads, group, *sizes: LayerSpec(kv_heads * group, kv_heads, *sizes),
         st.integers(1, 2),
         st.integers(1, 4),
         st.sampled_from([8, 16]),
         st.one_of(st.none(), st.integers(1, 20)),
+        st.sampled_from([None, None, 5]),
     )
     lengths = st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(1, most_new))
     return st.builds(
@@ -190,6 +196,7 @@ FULL = {"seed": 0, "softcap": None, "has_sink": False, "world_size": 3}
 @given(case=cases(most_new=60), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 @example(Case(lengths=(36,), spec=LayerSpec(8, 1, 16, None), **FULL), torch.float32)
 @example(Case(lengths=(90, 6), spec=LayerSpec(2, 2, 16, None), **FULL), torch.float32)
+@example(Case(lengths=(90, 6), spec=LayerSpec(4, 1, 16, None, latent_dim=8), **FULL), torch.float32)
 def test_auto_sends_what_is_fewer_bytes(case, dtype):
     queries, keys, auto = (prefill(case, way, dtype=dtype)[1] for way in ("queries", "keys", "auto"))
     assert len(queries) == len(keys) == 1, "all ranks send alike"

@@ -1,0 +1,38 @@
+"""Values that lie in the keys: kernels against the float64 reference at the sizes of real models."""
+
+import pytest
+import torch
+
+from longleaf.attention import reference
+from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense, kernel_for, lies_in
+from longleaf.attention.masks import Read
+
+KERNELS = {
+    "of the device": kernel_for("cpu"),
+    "without a compiler": CpuKernel(None),
+    "flash": by_reads(cpu_flash),
+    "dense": by_reads(dense),
+}
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS.values()), ids=list(KERNELS))
+@pytest.mark.parametrize("num_rows", [1, 3, 50])
+def test_latents_of_the_size_of_models_agree_with_float64(kernel, num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    q, pool = torch.randn(num_rows, 16, 576, generator=generator), torch.randn(1, 700, 576, generator=generator)
+    reads = [Read(0, num_rows, 20, 520), Read(0, num_rows, 600, 600 + num_rows, offset=0)]
+    found = kernel(q, pool, pool[..., :512], reads, 0.07)
+    seen = torch.ones(num_rows, num_rows).tril().bool()
+    mask = torch.cat([torch.ones(num_rows, 500, dtype=torch.bool), seen], dim=1)
+    keys = torch.cat([pool[0, 20:520], pool[0, 600 : 600 + num_rows]])[:, None]
+    expected = reference.attend(q, keys, keys[..., :512], mask, 0.07)
+    torch.testing.assert_close(found.out_THD.double(), expected.out_THD, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(found.lse_TH.double(), expected.lse_TH, atol=2e-6, rtol=2e-6)
+
+
+def test_values_lie_in_keys_only_where_the_memory_is_the_same():
+    keys = torch.randn(2, 9, 8)
+    for pool in (keys, keys.transpose(0, 1), keys[:, 3:7], keys[:, 4:4]):
+        assert lies_in(pool[..., :5], pool)
+    for values in (keys, keys[..., :5].clone(), keys[..., 1:6], keys[:, :7, :5], torch.randn(2, 9, 9)[..., :8]):
+        assert not lies_in(values, keys)
