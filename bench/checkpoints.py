@@ -9,27 +9,14 @@ import json
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM
 
-Family = Literal["llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss"]
+from bench.families import Family, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
-WINDOW = 256
-SOFTCAP = 10.0
-"""Of the scores of Gemma 2: low enough to change those that random weights give."""
 SINK = 8.0
 """Mean of the sinks of GPT-OSS: about the logsumexp of the scores that random weights give."""
 
@@ -52,11 +39,10 @@ def make_checkpoint(
 ) -> Path:
     """Writes a float32 checkpoint with random weights into `folder` and returns the folder.
 
-    Mistral has a window of 256 tokens; every second layer of SmolLM3 is without positions; the tokenizer of Qwen3 has
-    no begin token. Every second layer of Gemma 2 and GPT-OSS has the window; Gemma 2 caps its scores, GPT-OSS has sinks
-    and experts. The same arguments give the same weights.
+    The tokenizer of Qwen3 has no begin token. The same arguments give the same weights.
     """
-    config = _config(family, num_layers)(
+    config = config_of(
+        family,
         hidden_size=hidden,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
@@ -80,23 +66,6 @@ def make_checkpoint(
     model.save_pretrained(folder)
     _write_tokenizer(folder, family, vocab_size, max_positions, chat_template)
     return folder
-
-
-def _config(family: Family, num_layers: int) -> Any:
-    """The config class of a family, with what makes the family special filled in."""
-    kinds: dict[Family, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-        "llama": (LlamaConfig, {}),
-        "qwen3": (Qwen3Config, {}),
-        "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-        "gemma2": (
-            Gemma2Config,
-            {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
-        ),
-        "gpt_oss": (GptOssConfig, {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
-        "smollm3": (SmolLM3Config, {"no_rope_layers": [(i + 1) % 2 for i in range(num_layers)]}),
-    }
-    kind, special = kinds[family]
-    return lambda **common: kind(**special, **common)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _write_tokenizer(

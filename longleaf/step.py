@@ -128,6 +128,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What carries partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()
     """What was measured when the merge was to be chosen."""
+    position_limit: int | None = None
+    """Positions that the model has learned a vector for; no token can lie beyond them."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
