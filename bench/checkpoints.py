@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM
 
-from bench.families import Family, config_of
+from bench.families import Family, Refused, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 SINK = 8.0
@@ -23,7 +23,7 @@ SINK = 8.0
 
 def make_checkpoint(
     folder: Path,
-    family: Family,
+    family: Family | Refused,
     *,
     seed: int = 0,
     num_layers: int = 4,
@@ -69,7 +69,7 @@ def make_checkpoint(
 
 
 def _write_tokenizer(
-    folder: Path, family: Family, vocab_size: int, max_positions: int, chat_template: str | None
+    folder: Path, family: Family | Refused, vocab_size: int, max_positions: int, chat_template: str | None
 ) -> None:
     """A byte-level tokenizer in which every id below `vocab_size` is a token, so that any output is text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

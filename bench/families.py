@@ -7,15 +7,22 @@ steps of a temperature) are small here, so that short prompts pass them several 
 from typing import Any, Literal, get_args
 
 from transformers import (
+    BloomConfig,
     Cohere2Config,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MambaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
@@ -26,6 +33,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     StableLmConfig,
 )
@@ -56,6 +65,20 @@ Family = Literal[
     "gpt2",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+Refused = Literal[
+    "deepseek_v3",
+    "phi3_long",
+    "diffllama",
+    "doge",
+    "bloom",
+    "gptj",
+    "mamba",
+    "falcon_h1",
+    "qwen3_next",
+    "recurrent_gemma",
+]
+"""Some of those that are not served, each for another reason."""
+REFUSED: tuple[Refused, ...] = get_args(Refused)
 
 WINDOW = 256
 SECTION = 320
@@ -64,10 +87,26 @@ TEMPERATURE_STEP = 150
 SOFTCAP = 10.0
 """Of the scores of Gemma 2: low enough to change those that random weights give."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "head_dim": 8,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+}
 ALTERNATING = ("sliding_attention", "full_attention")
 
 
-def config_of(family: Family, *, num_hidden_layers: int, num_attention_heads: int, **common: Any) -> PretrainedConfig:
+def config_of(
+    family: Family | Refused, *, num_hidden_layers: int, num_attention_heads: int, **common: Any
+) -> PretrainedConfig:
     """The config of a family: `common` is what all have, in the names that transformers gives it."""
     kind, special = _special(family, num_hidden_layers, num_attention_heads, common["intermediate_size"])
     shape = {"num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads}
@@ -75,11 +114,11 @@ def config_of(family: Family, *, num_hidden_layers: int, num_attention_heads: in
 
 
 def _special(
-    family: Family, num_layers: int, num_heads: int, ffn: int
+    family: Family | Refused, num_layers: int, num_heads: int, ffn: int
 ) -> tuple[type[PretrainedConfig], dict[str, Any]]:
     """The config class of a family, with what makes the family special filled in."""
     alternating = [ALTERNATING[i % 2] for i in range(num_layers)]
-    kinds: dict[Family, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    kinds: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         "llama": (LlamaConfig, {}),
         "llama2": (LlamaConfig, {"num_key_value_heads": num_heads}),
         "llama3.1": (LlamaConfig, {"rope_parameters": _llama3_rope()}),
@@ -129,8 +168,24 @@ def _special(
         "stablelm": (StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
         "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
         "gpt2": (GPT2Config, {"initializer_range": 0.4}),
+        "deepseek_v3": (DeepseekV3Config, LATENT),
+        "phi3_long": (Phi3Config, {"rope_parameters": _longrope(), "original_max_position_embeddings": 512}),
+        "diffllama": (DiffLlamaConfig, {}),
+        "doge": (DogeConfig, {}),
+        "bloom": (BloomConfig, {}),
+        "gptj": (GPTJConfig, {"rotary_dim": 8}),
+        "mamba": (MambaConfig, {}),
+        "falcon_h1": (FalconH1Config, {}),
+        "qwen3_next": (Qwen3NextConfig, {}),
+        "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
     }
     return kinds[family]
+
+
+def _longrope() -> dict[str, Any]:
+    """As in Phi-3 with 128k positions: other factors once the text is longer than the model was trained on before."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512, **factors}
 
 
 def _llama3_rope() -> dict[str, Any]:

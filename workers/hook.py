@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "longleaf"
-UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks")
+UNSUPPORTED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
 """What some families hand to attention and what would change its result."""
 
 
@@ -89,6 +89,7 @@ def attention(
     handle = step or getattr(position_ids, "step", None)
     if handle is None:
         raise TypeError("it hands on neither the step nor the positions to its attention")
+    features["attention_mask"] = attention_mask  # none is made for this function: the layer has made one of its own
     unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)

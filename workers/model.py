@@ -123,6 +123,10 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
         )
     except ModelRefused:
         raise
+    except KeyError as error:
+        if error.args != (hook.NAME,):
+            raise ModelRefused(f"{folder} cannot be loaded: its config lacks {_first_line(error)}") from error
+        raise ModelRefused(f"{folder}: the attention of this family cannot be replaced") from error
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
     if report["missing_keys"]:
