@@ -68,7 +68,8 @@ def run(family: Family | Refused, world_sizes: Sequence[int]) -> Row:
 async def compare(golden: Golden, state: str, world_size: int) -> tuple[bool, float]:
     """Whether all answers in a state are the golden one, and how far the logits of the first one are from its."""
     logits = Logits()
-    async with running(config_for(golden.folder, world_size=world_size, chunk_size=300), logits.watch) as engine:
+    config = config_for(golden.folder, world_size=world_size, chunk_size=300, merge="gather")
+    async with running(config, logits.watch) as engine:
         answers = await STATES[state](engine, golden.prompt)
     difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
     return answers == [golden.tokens] * len(answers), float(difference)

@@ -126,12 +126,12 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     except KeyError as error:
         if error.args != (hook.NAME,):
             raise ModelRefused(f"{folder} cannot be loaded: its config lacks {_first_line(error)}") from error
-        raise ModelRefused(f"{folder}: the attention of this family cannot be replaced") from error
+        raise ModelRefused("the attention of this family cannot be replaced") from error
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
-    check_causal(module)
+    check_causal(decoder_of(module))
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return Model(module, preflight(module, device), device, module.dtype)
@@ -148,7 +148,7 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ModelRefused("bidirectional attention is not causal")
 
 
-def check_causal(module: PreTrainedModel) -> None:
+def check_causal(module: nn.Module) -> None:
     """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
     for name, part in module.named_modules():
         if getattr(part, "is_causal", True) is False:
@@ -172,8 +172,9 @@ def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:
-    """A model without its head; some call it otherwise than their class says."""
-    return module.model if module.base_model is module else module.base_model
+    """The layers of text without their head, and without what sees images; Llama 4 does not find its own."""
+    decoder = module.get_decoder()
+    return module.model if decoder is module else decoder
 
 
 def asks_for_offsets(module: PreTrainedModel) -> bool:

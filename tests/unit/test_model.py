@@ -4,7 +4,14 @@ import asyncio
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from bench.checkpoints import make_checkpoint
 from bench.families import SECTION, WINDOW
@@ -98,6 +105,19 @@ def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
     assert [spec.reach for spec in loaded.layers.values()] == reaches
     assert loaded.position_limit is None
+
+
+def test_of_a_model_that_sees_images_the_text_is_served(tmp_path):
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 64}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    config = Gemma3Config(text, {**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert len(model.load(str(tmp_path), "float32", "cpu").layers) == 2
+
+
+def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
+    with pytest.raises(ModelRefused, match="cannot be replaced"):
+        model.load(str(make_checkpoint(tmp_path, "gptj")), "float32", "cpu")
 
 
 async def test_nothing_lies_beyond_learned_positions(tmp_path):
