@@ -9,59 +9,21 @@ import json
 import string
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen3Config,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM
 
-Family = Literal["llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "deepseek_v3"]
+from bench.families import Family, Refused, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
-WINDOW = 256
-SOFTCAP = 10.0
-"""Of the scores of Gemma 2: low enough to change those that random weights give."""
 SINK = 8.0
 """Mean of the sinks of GPT-OSS: about the logsumexp of the scores that random weights give."""
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 48,
-    "kv_lora_rank": 40,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "head_dim": 16,
-    "v_head_dim": 32,
-    "num_key_value_heads": None,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 2048,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.7,
-    },
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
-"""Sizes of DeepSeek-V3 that all differ, so that none can be taken for another; mscales that change the scale."""
 
 
 def make_checkpoint(
     folder: Path,
-    family: Family,
+    family: Family | Refused,
     *,
     seed: int = 0,
     num_layers: int = 4,
@@ -77,12 +39,10 @@ def make_checkpoint(
 ) -> Path:
     """Writes a float32 checkpoint with random weights into `folder` and returns the folder.
 
-    Mistral has a window of 256 tokens; every second layer of SmolLM3 is without positions; the tokenizer of Qwen3 has
-    no begin token. Every second layer of Gemma 2 and GPT-OSS has the window; Gemma 2 caps its scores, GPT-OSS has sinks
-    and experts. DeepSeek-V3 has the sizes of `LATENT`, not of the arguments, and one layer without experts. The same
-    arguments give the same weights.
+    The tokenizer of Qwen3 has no begin token. The same arguments give the same weights.
     """
-    config = _config(family, num_layers)(
+    config = config_of(
+        family,
         hidden_size=hidden,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
@@ -108,26 +68,8 @@ def make_checkpoint(
     return folder
 
 
-def _config(family: Family, num_layers: int) -> Any:
-    """The config class of a family, with what makes the family special filled in."""
-    kinds: dict[Family, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-        "llama": (LlamaConfig, {}),
-        "qwen3": (Qwen3Config, {}),
-        "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-        "gemma2": (
-            Gemma2Config,
-            {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
-        ),
-        "gpt_oss": (GptOssConfig, {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
-        "deepseek_v3": (DeepseekV3Config, LATENT),
-        "smollm3": (SmolLM3Config, {"no_rope_layers": [(i + 1) % 2 for i in range(num_layers)]}),
-    }
-    kind, special = kinds[family]
-    return lambda **common: kind(**(common | special))  # pyright: ignore[reportUnknownLambdaType]
-
-
 def _write_tokenizer(
-    folder: Path, family: Family, vocab_size: int, max_positions: int, chat_template: str | None
+    folder: Path, family: Family | Refused, vocab_size: int, max_positions: int, chat_template: str | None
 ) -> None:
     """A byte-level tokenizer in which every id below `vocab_size` is a token, so that any output is text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

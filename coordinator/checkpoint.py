@@ -40,7 +40,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             folder=folder,
             architecture=str(next(iter(config.get("architectures") or ()), "")),
             vocabulary_size=int(text_config.get("vocab_size") or 0),
-            max_positions=int(text_config.get("max_position_embeddings") or 0),
+            max_positions=int(text_config.get("max_position_embeddings") or text_config.get("n_positions") or 0),
             end_tokens=_end_tokens(generation.get("eos_token_id", text_config.get("eos_token_id"))),
             chat_template=_chat_template(folder, settings),
             document_separator=settings.get("document_separator"),

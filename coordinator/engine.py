@@ -68,6 +68,8 @@ class Engine:
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
         self._readies = await self._ranks.start()
+        learned = (ready.position_limit for ready in self._readies if ready.position_limit is not None)
+        self._max_positions = min([self._max_positions, *learned])
         placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
         self._scheduler = Scheduler(self._config, placer, self._max_positions, EPOCH)
         self._failure = None

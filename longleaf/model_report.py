@@ -24,6 +24,8 @@ class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     window: int | None = None
     """Tokens that a query sees; None: everything before it."""
+    section: int | None = None
+    """Size of the sections, of which a query sees its own only."""
 
 
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -148,6 +148,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What was measured when the merge was to be chosen."""
     notes: tuple[str, ...] = ()
     """What the rank logged while it started, for people."""
+    position_limit: int | None = None
+    """Positions that the model has learned a vector for; no token can lie beyond them."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

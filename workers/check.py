@@ -102,7 +102,8 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            window=spec.window,
+            window=spec.reach.window,
+            section=spec.reach.section,
         )
         for spec, found in alike.items()
     )

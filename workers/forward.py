@@ -44,7 +44,7 @@ class LocalAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
         """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
-        keys, values, reads = self.pool.keys[layer], self.pool.values[layer], self.inputs.reads[call.window]
+        keys, values, reads = self.pool.keys[layer], self.pool.values[layer], self.inputs.reads[layer]
         self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
         partial = self.kernel(q_THD, keys, values, reads, call.scale, call.softcap)
         return with_sink(partial, call) if self._has_sink else partial

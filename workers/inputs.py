@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Run
 from longleaf.step import Decode, Prefill
 from workers.cache import Pool, Segments, stretches
@@ -29,8 +29,8 @@ class Inputs:
     positions_T: Tensor
     slots_T: Tensor
     """Slot of each token's keys; the trash slot for tokens that another rank owns."""
-    reads: dict[int | None, Reads]
-    """What the rows read from this rank's pool, by window; windows of layers that gather keys only are left out."""
+    reads: dict[int, Reads]
+    """What the rows read from this rank's pool, by layer; layers that gather keys may be left out."""
     pasts: dict[int, Past] = field(default_factory=dict)
     """In prefill, by layer: where keys are gathered, not queries."""
     sample_rows: tuple[int, ...] = ()
@@ -65,12 +65,13 @@ class InputBuilder:
         ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
         padding = num_tokens - len(mine)
         pasts = self._pasts.build(work)
-        windows = {spec.window for layer, spec in self._layers.items() if layer not in pasts}
+        reaches = {spec.reach for layer, spec in self._layers.items() if layer not in pasts}
+        reads = self._chunk_reads(work.path, queries, reaches, past_row=(0, num_tokens * self._world_size))
         return Inputs(
             token_ids_T=self._tensor([*ids, *[0] * padding]),
             positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
-            reads=self._chunk_reads(work.path, queries, windows, past_row=(0, num_tokens * self._world_size)),
+            reads=self._by_layer(reads),
             pasts=pasts,
         )
 
@@ -91,27 +92,29 @@ class InputBuilder:
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
             last_rows[row.sequence] = len(ids) - 1
+        reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()})
         return Inputs(
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
-            reads=row_reads(self._segments, queries, {spec.window for spec in self._layers.values()}),
+            reads=self._by_layer(reads),
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
         )
 
+    def _by_layer(self, reads: dict[Reach, Reads]) -> dict[int, Reads]:
+        return {layer: reads[spec.reach] for layer, spec in self._layers.items() if spec.reach in reads}
+
     def _chunk_reads(
-        self, path: tuple[int, ...], runs: list[QueryRun], windows: set[int | None], past_row: tuple[int, int]
-    ) -> dict[int | None, Reads]:
-        """Reads of the query runs of a chunk, which are in position order, by window."""
+        self, path: tuple[int, ...], runs: list[QueryRun], reaches: set[Reach], past_row: tuple[int, int]
+    ) -> dict[Reach, Reads]:
+        """Reads of the query runs of a chunk, which are in position order."""
         return {
-            window: Reads(
-                self._full_reads(path, runs, past_row) if window is None else self._banded(path, runs, window)
-            )
-            for window in windows
+            reach: Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
+            for reach in reaches
         }
 
     def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
-        """Without a window: all rows see the past before the first query; from there on, causally."""
+        """Without a limit: all rows see the past before the first query; from there on, causally."""
         first, last = min(run.start for run in runs), max(run.end for run in runs)
         for slots in stretches(self._segments.extents(path, 0, first)):
             yield Read(*past_row, *slots)
@@ -119,10 +122,10 @@ class InputBuilder:
             for run in runs:
                 yield from causal_reads(run, extent)
 
-    def _banded(self, path: tuple[int, ...], runs: list[QueryRun], window: int) -> Iterator[Read]:
+    def _near(self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
         for run in runs:
-            for extent in self._segments.extents(path, max(0, run.start - window + 1), run.end):
-                yield from window_reads(run, extent, window)
+            for extent in self._segments.extents(path, reach.first(run.start), run.end):
+                yield from reads_within(run, extent, reach)
 
     def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:
         slots = [self._pool.trash_slot] * (end - start)

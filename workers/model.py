@@ -5,24 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from longleaf.attention.kernels import lies_in
+from longleaf.attention.masks import Reach
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
 from workers import hook, latent
 
+PREFLIGHT_ROWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What an attention layer computes, stores and sees: heads, key heads, their dim, its window (None: everything)."""
+    """What an attention layer computes, stores and sees: heads, key heads, their dim, and how far back it sees."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None
+    reach: Reach
     latent_dim: int | None = None
     """Values are the first so many dims of the keys, and are not stored again; None: they are as wide as the keys."""
 
@@ -51,9 +54,18 @@ class Model:
     dtype: torch.dtype
 
     @property
-    def decoder(self) -> torch.nn.Module:
+    def decoder(self) -> nn.Module:
         """The model without its head."""
-        return self.module.base_model
+        return decoder_of(self.module)
+
+    @property
+    def position_limit(self) -> int | None:
+        """Positions that the model has learned a vector for; None where positions are computed, or there are none."""
+        return learned_positions(self.module)
+
+    def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
+        """What a forward pass over rows of any sequences, in any order, receives."""
+        return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
 
     @property
     def last_layer(self) -> int:
@@ -66,10 +78,11 @@ class Model:
 
 
 class Probe:
-    """The preflight's handle: notes what each attention layer asks for and answers zeros."""
+    """The preflight's handle: notes what each attention layer asks for and answers zeros. All its rows are alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.layers: dict[int, LayerSpec] = {}
+        self._config = config
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
         if call.unsupported:
@@ -81,8 +94,30 @@ class Probe:
             raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
-        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], call.window, latent_dim)
+        if not all(_is_alike(rows) for rows in (q_THD, k_KTD.transpose(0, 1), v_KTV.transpose(0, 1))):
+            raise ModelRefused(f"attention layer {layer} depends on more of a token than its id and its position")
+        reach = reach_of(self._config, layer, call.window)
+        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim)
         return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
+
+
+def _is_alike(rows: Tensor) -> bool:
+    """Whether all rows are the same, but for rounding."""
+    return torch.allclose(rows, rows[:1].expand_as(rows), rtol=0.01, atol=0.01 * float(rows.abs().max()))
+
+
+def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
+    """How far back a layer sees that asks its attention function for `window`. Only the config tells of sections."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds else None
+    if kind is not None and (kind == "sliding_attention") != (window is not None):
+        raise ModelRefused(f"attention layer {layer} is of type {kind}, and asks for a window of {window} tokens")
+    if kind != "chunked_attention":
+        return Reach(window)
+    section: int | None = getattr(config, "attention_chunk_size", None)
+    if section is None:
+        raise ModelRefused(f"attention layer {layer} is of type {kind}, and the config has no attention_chunk_size")
+    return Reach(section=section)
 
 
 def load(folder: str, dtype: DtypeName, device: str) -> Model:
@@ -98,6 +133,12 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
             local_files_only=True,
             output_loading_info=True,
         )
+    except ModelRefused:
+        raise
+    except KeyError as error:
+        if error.args != (hook.NAME,):
+            raise ModelRefused(f"{folder} cannot be loaded: its config lacks {_first_line(error)}") from error
+        raise ModelRefused("the attention of this family cannot be replaced") from error
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
     if report["missing_keys"]:
@@ -121,7 +162,7 @@ def read_config(folder: str) -> PreTrainedConfig:
 
 def prove(module: PreTrainedModel, device: str) -> Model:
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
-    check_causal(module)
+    check_causal(decoder_of(module))
     latent.absorb(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
@@ -131,8 +172,6 @@ def prove(module: PreTrainedModel, device: str) -> Model:
 def check_config(config: PreTrainedConfig) -> None:
     """Refuses what the hook cannot see: masks and position factors that transformers makes outside of attention."""
     text = config.get_text_config()
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        raise ModelRefused("chunked attention is not supported yet")
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
     if kinds & {"longrope", "dynamic"}:
@@ -141,7 +180,7 @@ def check_config(config: PreTrainedConfig) -> None:
         raise ModelRefused("bidirectional attention is not causal")
 
 
-def check_causal(module: PreTrainedModel) -> None:
+def check_causal(module: nn.Module) -> None:
     """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
     for name, part in module.named_modules():
         if getattr(part, "is_causal", True) is False:
@@ -150,22 +189,44 @@ def check_causal(module: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
-    """Runs two tokens and checks that every attention layer called the hook; some families ignore it silently."""
-    probe = Probe()
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    positions = torch.arange(2, device=device)[None]
-    forward_checked(module.base_model, probe, input_ids=ids, position_ids=positions)
-    expected = module.config.get_text_config().num_hidden_layers
+    """Runs a few equal rows and checks that every attention layer called the hook, with equal queries and keys: some
+    families ignore the hook silently, and some mix rows, or count them, outside of attention."""
+    config = module.config.get_text_config()
+    probe = Probe(config)
+    ids, positions = (torch.full((PREFLIGHT_ROWS,), i, device=device) for i in (0, 1))
+    inputs = hook.arguments(probe, ids, positions, has_offsets=asks_for_offsets(module))
+    forward_checked(decoder_of(module), inputs)
+    expected = config.num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         name = type(module).__name__
         raise ModelRefused(f"{name}: {len(probe.layers)} of {expected} layers attend through the hook")
     return probe.layers
 
 
-def forward_checked(module: torch.nn.Module, step: hook.Handle, **inputs: Tensor) -> Any:
-    """One forward with the step's handle; a model that refuses the handle is refused."""
+def decoder_of(module: PreTrainedModel) -> nn.Module:
+    """The layers of text without their head, and without what sees images; Llama 4 does not find its own."""
+    decoder = module.get_decoder()
+    return module.model if decoder is module else decoder
+
+
+def asks_for_offsets(module: PreTrainedModel) -> bool:
+    """Whether layers ask a cache at which position their rows begin: Llama 4, for its temperature."""
+    return getattr(module.config.get_text_config(), "attn_temperature_tuning", False)
+
+
+def learned_positions(module: PreTrainedModel) -> int | None:
+    """The length of a model's table of position vectors, if it has one."""
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    tables = (part for part in decoder_of(module).modules() if isinstance(part, nn.Embedding))
+    lengths = [part.num_embeddings for part in tables if part is not module.get_input_embeddings()]
+    # OPT keeps two rows for padding
+    return limit if limit is not None and any(limit <= length <= limit + 2 for length in lengths) else None
+
+
+def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
+    """One forward with a step's handle; a model that refuses the handle is refused."""
     try:
-        return module(**inputs, use_cache=False, step=step)
+        return module(**inputs)
     except ModelRefused:
         raise
     except Exception as error:

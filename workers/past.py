@@ -8,8 +8,8 @@ that a rank sends to each other rank, per layer, with R rows of the longest piec
     queries   R x (heads x dim x size of a number + a packed float32 partial)
     keys      S x 2 x key heads x dim x size of a number, half of it where values lie in the keys
 
-The queries' bytes do not grow with the past, the keys' do; under a window S is bounded. What is fewer is decided per
-chunk and layer on integers that all ranks have.
+The queries' bytes do not grow with the past, the keys' do; within a limited reach S is bounded. What is fewer is
+decided per chunk and layer on integers that all ranks have.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
 from longleaf.config import PrefillName
 from longleaf.runs import Extent, Run
 from longleaf.step import Prefill
@@ -74,16 +74,16 @@ class PastBuilder:
         if self._world_size == 1 or self._way == "queries":
             return {}
         pasts: dict[int, Past] = {}
-        for window in {spec.window for spec in self._layers.values()}:
-            layers = [layer for layer, spec in self._layers.items() if spec.window == window]
-            wanted = before_pieces(work.pieces, window)
+        for reach in {spec.reach for spec in self._layers.values()}:
+            layers = [layer for layer, spec in self._layers.items() if spec.reach == reach]
+            wanted = before_pieces(work.pieces, reach)
             fewest = -(-sum(high - low for low, high in wanted) // self._world_size)
             if not self._that_gather(layers, work, fewest):
                 continue  # not even if all shares were equal: long pasts need not be looked through
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
-                pasts |= dict.fromkeys(layers, self._past(work.pieces, shares, longest, window))
+                pasts |= dict.fromkeys(layers, self._past(work.pieces, shares, longest, reach))
         return pasts
 
     def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
@@ -103,7 +103,7 @@ class PastBuilder:
     def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
         return [extent for low, high in wanted for extent in self._segments.extents(path, low, high, rank)]
 
-    def _past(self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, window: int | None) -> Past:
+    def _past(self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: Reach) -> Past:
         slots = [torch.arange(e.slot, e.slot + e.end - e.start) for e in shares[self._rank]]
         padding = longest - num_tokens(shares[self._rank])
         slots.append(torch.full((padding,), self._pool.trash_slot))
@@ -112,16 +112,16 @@ class PastBuilder:
         for piece in pieces:
             if piece.rank == self._rank:
                 query = QueryRun(piece.start, piece.end, 0)
-                own += reads(query, Extent(piece.start, piece.end, 0), window)
-                before += past_reads(query, shares, longest, window)
+                own += reads_within(query, Extent(piece.start, piece.end, 0), reach)
+                before += past_reads(query, shares, longest, reach)
         return Past(torch.cat(slots).to(self._pool.device), Reads(before), Reads(own))
 
 
-def before_pieces(pieces: Sequence[Run], window: int | None) -> list[tuple[int, int]]:
+def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:
     """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
     joined: list[tuple[int, int]] = []
     for piece in pieces:
-        low, high = 0 if window is None else max(0, piece.start - window + 1), piece.start
+        low, high = reach.first(piece.start), piece.start
         if joined and low <= joined[-1][1]:
             joined[-1] = (joined[-1][0], high)
         elif low < high:
@@ -129,27 +129,22 @@ def before_pieces(pieces: Sequence[Run], window: int | None) -> list[tuple[int, 
     return joined
 
 
-def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, window: int | None) -> list[Read]:
+def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: Reach) -> list[Read]:
     """What a piece reads from gathered shares: of each rank what lies before the piece.
 
-    Without a window that is the beginning of the share, in one read: order and gaps do not matter to rows that see all.
+    Without a limit that is the beginning of the share, in one read: order and gaps do not matter to rows that see all.
     """
     found: list[Read] = []
     for rank, share in enumerate(shares):
         before = [extent for extent in share if extent.start < query.start]
         slot = rank * longest
-        if window is None and before:
+        if reach.is_full and before:
             found.append(Read(query.row, query.row + query.end - query.start, slot, slot + num_tokens(before)))
             continue
         for extent in before:
-            found.extend(reads(query, extent._replace(slot=slot), window))
+            found.extend(reads_within(query, extent._replace(slot=slot), reach))
             slot += extent.end - extent.start
     return found
-
-
-def reads(query: QueryRun, keys: Extent, window: int | None) -> list[Read]:
-    """The reads of one query run over one extent, with a window or without."""
-    return list(causal_reads(query, keys) if window is None else window_reads(query, keys, window))
 
 
 def num_tokens(extents: Sequence[Extent]) -> int:

@@ -72,7 +72,14 @@ class Rank:
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
         self._verifier = Verifier(self._model, self._segments, config)
-        self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
+        self._ready = Ready(
+            rank=self._spec.rank,
+            device=self._device,
+            dtype=dtype,
+            num_blocks=num_blocks,
+            bytes_per_token=self._model.bytes_per_token,
+            position_limit=self._model.position_limit,
+        )
 
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
@@ -167,14 +174,8 @@ class Rank:
     def _forward(
         self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
-        return module(
-            input_ids=inputs.token_ids_T[None],
-            position_ids=inputs.positions_T[None],
-            use_cache=False,
-            return_dict=False,
-            step=step,
-            **options,
-        )
+        arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        return module(**arguments, return_dict=False, **options)
 
     def _num_blocks(self, kv_bytes: int) -> int:
         bytes_per_block = self._model.bytes_per_token * self._config.block_size

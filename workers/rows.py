@@ -17,12 +17,12 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Extent
 from workers.cache import Part, Segments, stretches
 
 MIN_SHARED = 128
-"""Keys that neighbours must have in common under a window to be read together: fewer cost more in reads than they
+"""Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
 save."""
 
 
@@ -36,11 +36,10 @@ class Query(NamedTuple):
     def row_end(self) -> int:
         return self.run.row + self.run.end - self.run.start
 
-    def seen(self, depth: int, window: int | None = None) -> tuple[int, int]:
+    def seen(self, depth: int, reach: Reach) -> tuple[int, int]:
         """Positions [start, end) of a part that all of the rows see; empty if end <= start."""
         part = self.parts[depth]
-        low = part.start if window is None else max(part.start, self.run.end - window)
-        return low, min(part.end, self.run.start + 1)
+        return max(part.start, reach.first(self.run.end - 1)), min(part.end, self.run.start + 1)
 
 
 Users = tuple[int, list[Query]]
@@ -53,12 +52,12 @@ def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
     return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
 
 
-def row_reads(segments: Segments, queries: Sequence[Query], windows: Iterable[int | None]) -> dict[int | None, Reads]:
-    """What sorted queries read from this rank's pool, by window."""
+def row_reads(segments: Segments, queries: Sequence[Query], reaches: Iterable[Reach]) -> dict[Reach, Reads]:
+    """What sorted queries read from this rank's pool."""
     tree = list(_tree(queries))
     return {
-        window: Reads(_full_reads(segments, queries, tree) if window is None else _window_reads(segments, tree, window))
-        for window in windows
+        reach: Reads(_full_reads(segments, queries, tree) if reach.is_full else _near_reads(segments, tree, reach))
+        for reach in reaches
     }
 
 
@@ -79,33 +78,33 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
     left = list(users)
     low = left[0].parts[depth].start
     while left:
-        high = left[-1].seen(depth)[1]
+        high = left[-1].seen(depth, Reach())[1]
         if low < high:
             yield (left[0].run.row, left[-1].row_end), low, high
             low = high
         left.pop()
 
 
-def _window_reads(segments: Segments, tree: Sequence[Users], window: int) -> Iterator[Read]:
+def _near_reads(segments: Segments, tree: Sequence[Users], reach: Reach) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
-        for cluster, low, high in _clusters(users, depth, window):
+        for cluster, low, high in _clusters(users, depth, reach):
             is_shared = len(cluster) > 1
             if is_shared:
                 rows = cluster[0].run.row, cluster[-1].row_end
                 yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high)))
             for query in cluster:
-                first, end = query.run.start - window + 1, query.parts[depth].end
+                first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
                     for extent in segments.held(segment, *bounds):
-                        yield from window_reads(query.run, extent, window)
+                        yield from reads_within(query.run, extent, reach)
 
 
-def _clusters(users: Sequence[Query], depth: int, window: int) -> Iterator[tuple[list[Query], int, int]]:
-    """Neighbours whose windows have enough keys of a segment in common, with the positions [start, end) of those."""
-    cluster, low, high = [users[0]], *users[0].seen(depth, window)
+def _clusters(users: Sequence[Query], depth: int, reach: Reach) -> Iterator[tuple[list[Query], int, int]]:
+    """Neighbours that see enough keys of a segment in common, with the positions [start, end) of those."""
+    cluster, low, high = [users[0]], *users[0].seen(depth, reach)
     for query in users[1:]:
-        start, end = query.seen(depth, window)
+        start, end = query.seen(depth, reach)
         if min(high, end) - max(low, start) >= MIN_SHARED:
             cluster, low, high = [*cluster, query], max(low, start), min(high, end)
         else:

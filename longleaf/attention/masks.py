@@ -18,6 +18,26 @@ FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
 """In a table, an offset at which every query sees every key, and the window of a read without one."""
 
 
+class Reach(NamedTuple):
+    """How far back the queries of a layer see: to the beginning, unless a field says otherwise."""
+
+    window: int | None = None
+    """A query sees only the last so many keys, itself included."""
+    section: int | None = None
+    """Positions are cut into sections of this size, and a query sees only keys of its own section: the chunked
+    attention of Llama 4."""
+
+    @property
+    def is_full(self) -> bool:
+        return self == Reach()
+
+    def first(self, position: int) -> int:
+        """The first position that a query at `position` sees; never falls when the position grows."""
+        if self.section is not None:
+            return position - position % self.section
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
 class QueryRun(NamedTuple):
     """Queries at positions [start, end) that lie in rows [row, row + end - start)."""
 
@@ -102,6 +122,27 @@ def window_reads(query: QueryRun, keys: Extent, window: int) -> Iterator[Read]:
             offset=None if sees_all else start - low,
             window=window,
         )
+
+
+def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]:
+    """The reads of one query run over one extent when a query sees only keys of its own section.
+
+    Within a section that is plain causal attention, so kernels need no mask of their own for it.
+    """
+    first, end = max(query.start, keys.start) // section, -(-min(query.end, keys.end) // section)
+    for start in range(first * section, end * section, section):
+        low, high = max(query.start, start), min(query.end, start + section)
+        key_low, key_high = max(keys.start, start), min(keys.end, start + section)
+        if low < high and key_low < key_high:
+            part = QueryRun(low, high, query.row + low - query.start)
+            yield from causal_reads(part, Extent(key_low, key_high, keys.slot + key_low - keys.start))
+
+
+def reads_within(query: QueryRun, keys: Extent, reach: Reach) -> Iterator[Read]:
+    """The reads of one query run over one extent of keys, as far as the queries see."""
+    if reach.section is not None:
+        return section_reads(query, keys, reach.section)
+    return causal_reads(query, keys) if reach.window is None else window_reads(query, keys, reach.window)
 
 
 def band(num_queries: int, num_keys: int, offset: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -140,10 +140,16 @@ def show(found: ModelReport, *, is_running: bool) -> None:
 def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
     table = Table("layers", "which", "heads", "key heads", "dim", "sees")
     for kind in kinds:
-        sees = "everything before" if kind.window is None else f"{kind.window:,} tokens"
         sizes = (str(kind.num_heads), str(kind.num_kv_heads), str(kind.head_dim))
-        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sees)
+        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sight(kind))
     return table
+
+
+def sight(kind: AttentionKind) -> str:
+    """What a query sees."""
+    if kind.section is not None:
+        return f"its section of {kind.section:,} tokens"
+    return "everything before" if kind.window is None else f"{kind.window:,} tokens"
 
 
 def _told(found: ModelReport, is_running: bool) -> str:

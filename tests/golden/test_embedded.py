@@ -9,7 +9,7 @@ from coordinator.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
-from tests.golden.test_generate import running
+from tests.golden.states import running
 from tests.threads import config_for
 
 NEW_TOKENS = 40

@@ -1,16 +1,14 @@
-"""DeepSeek-V3, of whose keys and values only the latents are kept: greedy text equals transformers' `generate`."""
-
-import itertools
+"""DeepSeek-V3, of whose keys and values only the latents are kept. Its text is among the families of the matrix."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from bench.checkpoints import LATENT, make_checkpoint
+from bench.checkpoints import make_checkpoint
+from bench.families import LATENT
 from longleaf.errors import ModelRefused
-from tests.golden.test_generate import answer, check_row, running, watch_logits
-from tests.golden.test_tree import ingest
+from tests.golden.states import answer, ingest, running
 from tests.threads import config_for
 from workers import hook, latent, model
 from workers.hook import LayerCall
@@ -18,64 +16,6 @@ from workers.hook import LayerCall
 FAMILY = "deepseek_v3"
 LATENT_DIM, ROTARY_DIM = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
 NUM_LAYERS = 4
-
-
-COVER = [
-    # world size, merge, chunk size, history, prefill
-    (1, "gather", 500, "forked", "auto"),
-    (2, "gather", 500, "questioned", "auto"),
-    (2, "butterfly", 4096, "fresh", "keys"),
-    (3, "paper", 500, "appended", "queries"),
-    (3, "hierarchy", 700, "forked", "keys"),
-    (4, "exchange", 4096, "kept", "auto"),
-]
-HISTORIES = ("fresh", "kept", "appended", "questioned", "forked")
-PRODUCT = list(itertools.product((1, 2, 3, 4), ("gather",), (64, 500), HISTORIES, ("queries", "keys")))
-
-
-async def check(golden, world_size, merge, chunk_size, history, prefill):
-    if history != "forked":
-        await check_row(golden, world_size, merge, chunk_size, history, prefill)
-        return
-    config = config_for(golden.folder, world_size=world_size, merge=merge, chunk_size=chunk_size, prefill=prefill)
-    prompt, wrong = golden.prompt, golden.prompt[::-1]
-    async with running(config) as engine:
-        await ingest(engine, "trunk", prompt[:1111] + wrong[:400])
-        engine.fork_context("trunk", "branch", 1111)
-        engine.delete_context("trunk")
-        await ingest(engine, "branch", prompt[1111:2950])
-        engine.fork_context("branch", "twig", 2900)
-        assert await answer(engine, prompt[2950:], "branch") == golden.tokens
-        assert await answer(engine, prompt[2900:], "twig") == golden.tokens
-
-
-@pytest.mark.parametrize(("world_size", "merge", "chunk_size", "history", "prefill"), COVER)
-async def test_tokens_equal_generate(goldens, world_size, merge, chunk_size, history, prefill):
-    await check(goldens(FAMILY), world_size, merge, chunk_size, history, prefill)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "merge", "chunk_size", "history", "prefill"), PRODUCT)
-async def test_tokens_equal_generate_in_the_full_product(goldens, world_size, merge, chunk_size, history, prefill):
-    await check(goldens(FAMILY), world_size, merge, chunk_size, history, prefill)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-async def test_last_logits_are_within_1e_4(goldens, world_size, monkeypatch):
-    golden, seen = goldens(FAMILY), watch_logits(monkeypatch)
-    async with running(config_for(golden.folder, world_size=world_size, chunk_size=500)) as engine:
-        await answer(engine, golden.prompt)
-    torch.testing.assert_close(seen[0], golden.logits_V, atol=1e-4, rtol=0)
-
-
-async def test_half_precision_stays_close_to_the_plain_model(goldens, monkeypatch):
-    golden, seen = goldens(FAMILY), watch_logits(monkeypatch)
-    async with running(config_for(golden.folder, world_size=2, dtype="bfloat16")) as engine:
-        await answer(engine, golden.prompt)
-    plain = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.bfloat16)
-    plain_V = plain(torch.tensor([golden.prompt]), logits_to_keep=1).logits[0, -1].float()
-    error, plain_error = ((found - golden.logits_V).abs().max() for found in (seen[0], plain_V))
-    assert error <= 2 * plain_error
 
 
 async def test_a_token_takes_the_bytes_of_its_latent_and_rotary_key(goldens):

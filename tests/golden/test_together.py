@@ -7,10 +7,11 @@ import pytest
 
 from coordinator.engine import Engine
 from longleaf.step import Decode
-from tests.golden.test_generate import FACTORS, answer
+from tests.golden.states import answer
+from tests.golden.test_generate import LIVELY
 from tests.threads import ThreadRanks, config_for
 
-BOUNDS = (2900, 2985)
+BOUNDS = (900, 985)
 """The context is ingested in two parts; what follows is the question."""
 NUM_TOGETHER = 6
 
@@ -47,7 +48,7 @@ async def holding(golden, **settings):
         await asyncio.gather(loop, return_exceptions=True)
 
 
-@pytest.mark.parametrize("family", FACTORS["family"])
+@pytest.mark.parametrize("family", LIVELY)
 async def test_tokens_equal_generate_however_many_ask(goldens, family):
     golden = goldens(family)
     async with holding(golden, world_size=2, chunk_size=1000) as (engine, _):

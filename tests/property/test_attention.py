@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.fold import NativeFold
 from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense
-from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
+from tests.dense import reaches, visible
 
 TOLERANCE = 2e-6
 FLASH, DENSE, NATIVE = by_reads(cpu_flash), by_reads(dense), CpuKernel(NativeDecode.load())
@@ -169,7 +170,7 @@ def test_the_second_derivative_of_the_energy_is_the_covariance_of_the_values():
     seed=seeds,
     past=st.integers(0, 70),
     num_queries=st.integers(1, 300),
-    window=st.one_of(st.none(), st.integers(1, 40), st.integers(100, 200)),
+    reach=st.one_of(reaches(), reaches(100, 200)),
     cuts=st.lists(st.integers(1, 360), max_size=4),
     group=st.integers(1, 4),
     softcap=st.sampled_from([None, 0.5, 30.0]),
@@ -177,7 +178,7 @@ def test_the_second_derivative_of_the_energy_is_the_covariance_of_the_values():
     is_latent=st.booleans(),
 )
 def test_kernels_agree_with_float64_however_the_keys_are_cut(
-    kernel, seed, past, num_queries, window, cuts, group, softcap, value_dim, is_latent
+    kernel, seed, past, num_queries, reach, cuts, group, softcap, value_dim, is_latent
 ):
     generator = torch.Generator().manual_seed(seed)
     kv_heads, dim, total = 2, 8, past + num_queries
@@ -189,10 +190,9 @@ def test_kernels_agree_with_float64_however_the_keys_are_cut(
     reads = []
     for low, high in zip(bounds[:-1], bounds[1:], strict=True):
         extent = Extent(low, high, low)
-        reads += causal_reads(query, extent) if window is None else window_reads(query, extent, window)
+        reads += reads_within(query, extent, reach)
     found = kernel(q, k, v, reads, 0.3, softcap)
-    distance = torch.arange(past, total)[:, None] - torch.arange(total)[None]
-    mask = (distance >= 0) & (distance < (window or total + 1))
+    mask = visible(range(past, total), range(total), reach)
     assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), mask, 0.3, softcap=softcap))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
+from longleaf.attention.masks import Reach
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.runs import Run
@@ -19,6 +20,7 @@ from longleaf.sampling import Sampling
 from longleaf.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, make_merge
+from tests.dense import reaches, visible
 from workers.cache import Pool, Segments
 from workers.forward import DecodeStep, Peers, PrefillStep
 from workers.hook import LayerCall
@@ -58,7 +60,7 @@ class Case:
 
     def call(self) -> LayerCall:
         sink_H = torch.linspace(-1, 4, self.spec.num_heads) if self.has_sink else None
-        return LayerCall(SCALE, self.spec.window, self.softcap, sink_H, None)
+        return LayerCall(SCALE, self.spec.reach.window, self.softcap, sink_H, None)
 
     def tensors(self, dtype=torch.float32):
         """Queries [S, H, D], keys [S, K, D] and values [S, K, V] of all positions."""
@@ -90,8 +92,7 @@ class Case:
     def expected(self):
         """Out [T, H, D] of the new tokens."""
         q, k, v = self.tensors()
-        distance = torch.arange(self.start, self.end)[:, None] - torch.arange(self.end)[None]
-        mask = (distance >= 0) & (distance < (self.spec.window or self.end + 1))
+        mask = visible(range(self.start, self.end), range(self.end), self.spec.reach)
         options = {"softcap": self.softcap, "sink_H": self.call().sink_H}
         return reference.attend(q[self.start :], k, v, mask, SCALE, **options).out_THD
 
@@ -159,7 +160,7 @@ def cases(most_new=40):
         st.integers(1, 2),
         st.integers(1, 4),
         st.sampled_from([8, 16]),
-        st.one_of(st.none(), st.integers(1, 20)),
+        reaches(most=20),
         st.sampled_from([None, None, 5]),
     )
     lengths = st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(1, most_new))
@@ -194,9 +195,9 @@ FULL = {"seed": 0, "softcap": None, "has_sink": False, "world_size": 3}
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases(most_new=60), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-@example(Case(lengths=(36,), spec=LayerSpec(8, 1, 16, None), **FULL), torch.float32)
-@example(Case(lengths=(90, 6), spec=LayerSpec(2, 2, 16, None), **FULL), torch.float32)
-@example(Case(lengths=(90, 6), spec=LayerSpec(4, 1, 16, None, latent_dim=8), **FULL), torch.float32)
+@example(Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL), torch.float32)
+@example(Case(lengths=(90, 6), spec=LayerSpec(2, 2, 16, Reach()), **FULL), torch.float32)
+@example(Case(lengths=(90, 6), spec=LayerSpec(4, 1, 16, Reach(), latent_dim=8), **FULL), torch.float32)
 def test_auto_sends_what_is_fewer_bytes(case, dtype):
     queries, keys, auto = (prefill(case, way, dtype=dtype)[1] for way in ("queries", "keys", "auto"))
     assert len(queries) == len(keys) == 1, "all ranks send alike"
@@ -204,7 +205,7 @@ def test_auto_sends_what_is_fewer_bytes(case, dtype):
 
 
 def test_beyond_what_may_be_gathered_the_queries_travel(monkeypatch):
-    case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, None), **FULL)
+    case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL)
     queries, keys = (prefill(case, way)[1] for way in ("queries", "keys"))
     assert min(keys) < min(queries)
     monkeypatch.setattr("workers.past.MAX_GATHERED", 3 * 12 - 1)
@@ -214,14 +215,16 @@ def test_beyond_what_may_be_gathered_the_queries_travel(monkeypatch):
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=5),
     st.integers(0, 50),
-    st.one_of(st.none(), st.integers(1, 40)),
+    reaches(),
 )
-def test_what_lies_before_pieces_is_what_some_row_sees_elsewhere(sizes, start, window):
+def test_what_lies_before_pieces_is_what_some_row_sees_elsewhere(sizes, start, reach):
     bounds = [start]
     for size in sizes:
         bounds.append(bounds[-1] + size)
     pieces = [Run(i, low, high, ()) for i, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))]
-    seen = {p for run in pieces for p in range(run.start) if window is None or p > run.start - window}
-    ranges = before_pieces(pieces, window)
+    seen = set()
+    for run in pieces:
+        seen.update(visible(range(run.start, run.end), range(run.start), reach).any(dim=0).nonzero().flatten().tolist())
+    ranges = before_pieces(pieces, reach)
     assert [p for low, high in ranges for p in range(low, high)] == sorted(seen)
     assert all(high < low for (_, high), (low, _) in zip(ranges[:-1], ranges[1:], strict=True))

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.blocks import Placer
-from longleaf.attention.masks import Reads
+from longleaf.attention.masks import Reach, Reads
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Row
 from longleaf.tree import Wire
+from tests.dense import reaches, visible
 from workers.cache import Pool, Segments
 from workers.inputs import InputBuilder, Inputs
 from workers.model import LayerSpec
@@ -61,8 +62,8 @@ class Forest:
         index = self.dice.choice([-1, 0, 7])
         self.rows.append(Row(number, path, start, ids, self.runs[own], Sampling(max_tokens=9), index))
 
-    def inputs(self, rank: int, window: int | None) -> Inputs:
-        layers = {0: LayerSpec(2, 1, 8, window)}
+    def inputs(self, rank: int, reach: Reach) -> Inputs:
+        layers = {0: LayerSpec(2, 1, 8, reach)}
         pool, segments = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Segments(rank, BLOCK)
         for path, runs in zip(self.paths, self.runs, strict=True):
             segments.put(path[-1], runs)
@@ -115,46 +116,46 @@ def tokens(forest: Forest, inputs: Inputs) -> list[tuple[Row, int]]:
     return [(forest.rows[number], forest.rows[number].start + i) for number, i in by_id]
 
 
-def check(forest: Forest, window: int | None) -> list[Inputs]:
+def check(forest: Forest, reach: Reach) -> list[Inputs]:
     """On every rank each row reads each key that it sees, once. Gives the inputs by rank."""
-    found = [forest.inputs(rank, window) for rank in range(forest.world_size)]
+    found = [forest.inputs(rank, reach) for rank in range(forest.world_size)]
     for rank, inputs in enumerate(found):
         expected: Counter[tuple[int, int]] = Counter()
         for row, (sequence, position) in enumerate(tokens(forest, inputs)):
-            visible = range(0 if window is None else max(0, position - window + 1), position + 1)
+            seen = visible(range(position, position + 1), range(position + 1), reach)[0].nonzero().flatten().tolist()
             slots = forest.slots(sequence, rank)
-            expected.update((row, slots[p]) for p in visible if p in slots)
-        assert shown(inputs.reads[window]) == expected
+            expected.update((row, slots[p]) for p in seen if p in slots)
+        assert shown(inputs.reads[0]) == expected
     return found
 
 
 @settings(max_examples=120, deadline=None)
-@given(forests(), st.one_of(st.none(), st.integers(1, 30)))
-def test_each_row_reads_each_key_it_sees_once(forest, window):
-    check(forest, window)
+@given(forests(), reaches(most=30))
+def test_each_row_reads_each_key_it_sees_once(forest, reach):
+    check(forest, reach)
 
 
 @settings(max_examples=60, deadline=None)
-@given(forests(longest=3 * MIN_SHARED), st.integers(MIN_SHARED, 3 * MIN_SHARED))
-def test_each_row_reads_each_key_of_a_wide_window_once(forest, window):
-    check(forest, window)
+@given(forests(longest=3 * MIN_SHARED), reaches(MIN_SHARED, 3 * MIN_SHARED))
+def test_each_row_reads_each_key_of_a_wide_reach_once(forest, reach):
+    check(forest, reach)
 
 
 @settings(max_examples=120, deadline=None)
 @given(forests())
 def test_keys_that_many_sequences_see_are_in_one_read(forest):
-    for inputs in check(forest, None):
+    for inputs in check(forest, Reach()):
         sequences: dict[int, set[int]] = {}
-        for row, slot in shown(inputs.reads[None]):
+        for row, slot in shown(inputs.reads[0]):
             sequences.setdefault(slot, set()).add(tokens(forest, inputs)[row][0].sequence)
-        num_reads = Counter(slot for read in inputs.reads[None] for slot in range(read.slot_start, read.slot_end))
+        num_reads = Counter(slot for read in inputs.reads[0] for slot in range(read.slot_start, read.slot_end))
         assert all(num_reads[slot] == 1 for slot, readers in sequences.items() if len(readers) > 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(forests())
 def test_what_belongs_to_a_row_follows_it(forest):
-    for rank, inputs in enumerate(check(forest, None)):
+    for rank, inputs in enumerate(check(forest, Reach())):
         rows = tokens(forest, inputs)
         assert inputs.positions_T.tolist() == [position for _, position in rows]
         trash = NUM_BLOCKS * BLOCK
@@ -163,15 +164,24 @@ def test_what_belongs_to_a_row_follows_it(forest):
         assert [rows[i] for i in inputs.sample_rows] == wanted, "in the plan's order"
 
 
-@pytest.mark.parametrize(("window", "is_shared"), [(None, True), (2 * MIN_SHARED, True), (MIN_SHARED, False)])
-def test_a_document_is_read_once_however_many_ask(window, is_shared):
+SHARED = [
+    (Reach(), True),
+    (Reach(2 * MIN_SHARED), True),
+    (Reach(MIN_SHARED), False),
+    (Reach(section=4 * MIN_SHARED), True),
+    (Reach(section=2 * MIN_SHARED), False),
+]
+
+
+@pytest.mark.parametrize(("reach", "is_shared"), SHARED)
+def test_a_document_is_read_once_however_many_ask(reach, is_shared):
     def num_keys(num_sequences):
         forest = Forest(0, 1)
-        document = forest.grow(None, 3 * MIN_SHARED)
+        document = forest.grow(None, 3 * MIN_SHARED - 8)
         for _ in range(num_sequences):
             forest.add_row(document, 3, 1, at_end=True)
-        (inputs,) = check(forest, window)
-        return inputs.reads[window].num_keys
+        (inputs,) = check(forest, reach)
+        return inputs.reads[0].num_keys
 
     one, many = num_keys(1), num_keys(8)
     assert many == one + 7 * 4 if is_shared else many == 8 * one

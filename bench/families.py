@@ -1,0 +1,225 @@
+"""The families of models that are checked against transformers, each with what is special about it.
+
+Configs are those of transformers. Numbers that real models reach only after thousands of tokens (windows, sections,
+steps of a temperature) are small here, so that short prompts pass them several times.
+"""
+
+from typing import Any, Literal, get_args
+
+from transformers import (
+    BloomConfig,
+    Cohere2Config,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    SmolLM3Config,
+    StableLmConfig,
+)
+
+Family = Literal[
+    "llama",
+    "llama2",
+    "llama3.1",
+    "llama4",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "mixtral",
+    "qwen2",
+    "qwen2.5",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "cohere2",
+    "gpt_oss",
+    "olmo2",
+    "granite",
+    "stablelm",
+    "gpt_neox",
+    "gpt2",
+    "deepseek_v3",
+]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+Refused = Literal[
+    "phi3_long",
+    "diffllama",
+    "doge",
+    "bloom",
+    "gptj",
+    "mamba",
+    "falcon_h1",
+    "qwen3_next",
+    "recurrent_gemma",
+]
+"""Some of those that are not served, each for another reason."""
+REFUSED: tuple[Refused, ...] = get_args(Refused)
+
+WINDOW = 256
+SECTION = 320
+"""Of chunked attention: no multiple of a window or of the blocks that tests use."""
+TEMPERATURE_STEP = 150
+SOFTCAP = 10.0
+"""Of the scores of Gemma 2: low enough to change those that random weights give."""
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "v_head_dim": 32,
+    "num_key_value_heads": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+"""Sizes of DeepSeek-V3 that all differ, so that none can be taken for another; mscales that change the scale."""
+ALTERNATING = ("sliding_attention", "full_attention")
+
+
+def config_of(
+    family: Family | Refused, *, num_hidden_layers: int, num_attention_heads: int, **common: Any
+) -> PretrainedConfig:
+    """The config of a family: `common` is what all have, in the names that transformers gives it."""
+    kind, special = _special(family, num_hidden_layers, num_attention_heads, common["intermediate_size"])
+    shape = {"num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads}
+    return kind(**{**shape, **common, **special})
+
+
+def _special(
+    family: Family | Refused, num_layers: int, num_heads: int, ffn: int
+) -> tuple[type[PretrainedConfig], dict[str, Any]]:
+    """The config class of a family, with what makes the family special filled in."""
+    alternating = [ALTERNATING[i % 2] for i in range(num_layers)]
+    kinds: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+        "llama": (LlamaConfig, {}),
+        "llama2": (LlamaConfig, {"num_key_value_heads": num_heads}),
+        "llama3.1": (LlamaConfig, {"rope_parameters": _llama3_rope()}),
+        "llama4": (
+            Llama4TextConfig,
+            {
+                "attention_chunk_size": SECTION,
+                "floor_scale": TEMPERATURE_STEP,
+                "interleave_moe_layer_step": 2,
+                "intermediate_size_mlp": ffn,
+                "num_local_experts": 4,
+            },
+        ),
+        "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+        "ministral": (MinistralConfig, {"sliding_window": WINDOW, "layer_types": alternating}),
+        "ministral3": (Ministral3Config, {"rope_parameters": _ministral3_rope()}),
+        "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": WINDOW}),
+        "qwen2": (
+            Qwen2Config,
+            {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": num_layers // 2},
+        ),
+        "qwen2.5": (Qwen2Config, {"tie_word_embeddings": True}),
+        "qwen3": (Qwen3Config, {}),
+        "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": ffn // 2}),
+        "gemma2": (
+            Gemma2Config,
+            {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
+        ),
+        "gemma3": (
+            Gemma3TextConfig,
+            {"sliding_window": WINDOW, "layer_types": alternating, "query_pre_attn_scalar": 4},
+        ),
+        "phi3": (Phi3Config, {"sliding_window": WINDOW, "partial_rotary_factor": 0.75}),
+        "smollm3": (SmolLM3Config, {"no_rope_layers": [(i + 1) % 2 for i in range(num_layers)]}),
+        "cohere2": (Cohere2Config, {"sliding_window": WINDOW}),
+        "gpt_oss": (GptOssConfig, {**EXPERTS, "sliding_window": WINDOW}),
+        "olmo2": (Olmo2Config, {"initializer_range": 0.6}),
+        "granite": (
+            GraniteConfig,
+            {
+                "attention_multiplier": 0.3,
+                "embedding_multiplier": 2.0,
+                "residual_multiplier": 0.8,
+                "logits_scaling": 2.0,
+            },
+        ),
+        "stablelm": (StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+        "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
+        "gpt2": (GPT2Config, {"initializer_range": 0.4}),
+        "deepseek_v3": (DeepseekV3Config, LATENT),
+        "phi3_long": (Phi3Config, {"rope_parameters": _longrope(), "original_max_position_embeddings": 512}),
+        "diffllama": (DiffLlamaConfig, {}),
+        "doge": (DogeConfig, {}),
+        "bloom": (BloomConfig, {}),
+        "gptj": (GPTJConfig, {"rotary_dim": 8}),
+        "mamba": (MambaConfig, {}),
+        "falcon_h1": (FalconH1Config, {}),
+        "qwen3_next": (Qwen3NextConfig, {}),
+        "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
+    }
+    return kinds[family]
+
+
+def _longrope() -> dict[str, Any]:
+    """As in Phi-3 with 128k positions: other factors once the text is longer than the model was trained on before."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512, **factors}
+
+
+def _llama3_rope() -> dict[str, Any]:
+    """As in Llama 3.1, for a model that was trained on 512 positions before."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+
+
+def _ministral3_rope() -> dict[str, Any]:
+    """As in Ministral 3, for a model that was trained on 512 positions before; queries grow beyond them."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
