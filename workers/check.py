@@ -86,7 +86,8 @@ class StretchedProducts(TorchFunctionMode):
     ) -> Any:
         if func is not F.linear or len(args) < 2 or any(args[1].stride()):
             return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else None
         sums = x.sum(dim=-1, keepdim=True) * weight[0, 0]
         return sums.repeat_interleave(len(weight), dim=-1) if bias is None else sums + bias
 

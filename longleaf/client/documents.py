@@ -44,7 +44,8 @@ async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
 
 def _is_part(document: object) -> bool:
     if isinstance(document, Sequence) and not isinstance(document, str | bytes):
-        return bool(document) and isinstance(document[0], int)
+        parts = cast(Sequence[object], document)
+        return bool(parts) and isinstance(parts[0], int)
     return isinstance(document, str | bytes | Path | Readable)
 
 

@@ -21,7 +21,7 @@ async def compare(engine, prompt, **claims):
     return comparison
 
 
-@pytest.mark.parametrize("family", (*LIVELY, "gpt_neox", "gpt2", "deepseek_v3"))
+@pytest.mark.parametrize("family", [*LIVELY, "gpt_neox", "gpt2", "deepseek_v3"])
 async def test_right_ranks_pass(goldens, family):
     golden = goldens(family)
     async with running(config_for(golden.folder, world_size=3, chunk_size=200)) as engine:
