@@ -90,7 +90,12 @@ def default_server() -> str:
 
 
 def with_port(server: str) -> str:
-    """`server` with the default port if it names none; what else gRPC takes for an address stays as it is."""
+    """`server` with the default port if it names none; what else gRPC takes for an address stays as it is.
+
+    Raises InvalidArgument for the address of a web page.
+    """
+    if server.startswith(("http://", "https://")):
+        raise InvalidArgument("server", f"{server} is not HOST:PORT: leave out what comes before the host")
     is_host = re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", server)
     return f"{server}:{DEFAULT_PORT}" if is_host else server
 

@@ -13,6 +13,8 @@ from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 6
+LONGEST_TIMEOUT = 1e9
+"""Seconds; gRPC takes a far larger one, or infinity, for a time that has passed."""
 
 
 class Retry(msgspec.Struct, frozen=True):
@@ -57,7 +59,7 @@ class Attempts:
 
     def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: OnRetry) -> None:
         self._call = call
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline = None if timeout is None or timeout > LONGEST_TIMEOUT else time.monotonic() + timeout
         self._retries = retries
         self._on_retry = on_retry
         self.renew()

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 from longleaf.client.aio import AsyncClient, OnProgress
 from longleaf.client.documents import Document
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
+from longleaf.errors import LongleafError
 from longleaf.messages import (
     Cluster,
     Context,
@@ -37,7 +38,11 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="longleaf-client", daemon=True)
         self._thread.start()
-        self._client = self._run(_connect(server, retries, on_retry))
+        try:
+            self._client = self._run(_connect(server, retries, on_retry))
+        except LongleafError:
+            self._end()
+            raise
 
     @property
     def server(self) -> str:
@@ -54,6 +59,9 @@ class Client:
         if self._loop.is_closed():
             return
         self._run(self._client.close())
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

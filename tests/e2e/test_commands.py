@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.conftest import Served
+from tests.e2e.conftest import CLI, Served
 
 TEXT = "The lighthouse keeper wrote: ümläute, 日本語, and 🌲 trees.\n" * 20
 
@@ -85,6 +85,25 @@ def test_generate_streams_text_and_repeats_with_a_seed(served: Served):
     first, second = served.run(*options), served.run(*options)
     assert first.returncode == 0
     assert first.stdout == second.stdout != ""
+
+
+def test_whoever_was_killed_reads_the_same_answer_again(served: Served):
+    command = ["generate", "--prompt", "Once", "--max-tokens", "300", "--temperature", "0.9", "--ignore-end-token"]
+    command += ["--resumable", "--request-id", "killed", "--json"]
+    process = subprocess.Popen([*CLI, *command, "--server", served.address], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    seen = [process.stdout.readline() for _ in range(5)]
+    process.kill()
+    seen += process.stdout.read().splitlines(keepends=True)[:-1]  # the last line may be cut
+    process.wait()
+    again = served.run(*command).stdout.splitlines()
+    assert text_of(again).startswith(text_of(seen))
+    assert json.loads(again[-1])["usage"]["completion_tokens"] == 300
+    assert served.run(*command).stdout.splitlines()[-1] == again[-1]
+
+
+def text_of(lines: list[str]) -> str:
+    return "".join(json.loads(line).get("text", "") for line in lines)
 
 
 def test_people_get_tables(served: Served, book):

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from longleaf import cli
+from longleaf.client import Client
 from longleaf.commands.cluster import merge_lines
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
@@ -194,6 +196,18 @@ def test_an_empty_server_variable_is_no_server(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_server_without_a_port_has_the_default_one(server: str, address: str) -> None:
     assert with_port(server) == address
+
+
+def test_the_address_of_a_web_page_is_no_server() -> None:
+    before = threading.active_count()
+    with pytest.raises(InvalidArgument, match=r"server: http://localhost:1 is not HOST:PORT"):
+        Client("http://localhost:1")
+    assert threading.active_count() == before
+
+
+async def test_no_time_limit_is_too_long(terminal: Terminal) -> None:
+    for limit in ("inf", "1e300", "1e10"):
+        assert await terminal.json("generate", "--prompt", "x", "--timeout", limit)
 
 
 def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
