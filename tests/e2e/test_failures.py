@@ -161,11 +161,13 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--merge", "gather")
     service = Served("--model", str(checkpoint), *options)
+    cluster = service.run("cluster")
+    generated = service.run("generate", "--prompt", "x", "--max-tokens", "3")
+    assert service.stop() == 0
     assert service.output.count("do not meet in shared memory but over gloo (slower): rank 0: ") == 1
     assert service.output.count("no compiled decode kernel") == service.output.count("no compiled fold") == 1
-    assert "merge gather over gloo" in service.run("cluster").stdout
-    assert service.run("generate", "--prompt", "x", "--max-tokens", "3").returncode == 0
-    assert service.stop() == 0
+    assert "merge gather over gloo" in cluster.stdout
+    assert generated.returncode == 0
 
 
 def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path):
