@@ -11,7 +11,9 @@ from transformers.utils import logging
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
+from longleaf.step import Rotary
 from workers import hook
+from workers.rotary import Ropes, replace_rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class Model:
     layers: dict[int, LayerSpec]
     device: str
     dtype: torch.dtype
+    ropes: Ropes
+    """Set before each forward pass: by which rope each row is rotated."""
+    rotary: Rotary
 
     @property
     def decoder(self) -> torch.nn.Module:
@@ -95,18 +100,15 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     check_causal(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    return Model(module, preflight(module, device), device, module.dtype)
+    ropes, rotary = replace_rotary(module)
+    return Model(module, preflight(module, device), device, module.dtype, ropes, rotary)
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses what the hook cannot see: masks and position factors that transformers makes outside of attention."""
+    """Refuses what the hook cannot see: masks that transformers makes outside of attention."""
     text = config.get_text_config()
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         raise ModelRefused("chunked attention is not supported yet")
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
-    if kinds & {"longrope", "dynamic"}:
-        raise ModelRefused("rotary factors that depend on the longest position are not supported yet")
     if getattr(text, "use_bidirectional_attention", False):
         raise ModelRefused("bidirectional attention is not causal")
 

@@ -69,7 +69,8 @@ class Rank:
         self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
-        self._ready = Ready(self._spec.rank, self._device, dtype, num_blocks, self._model.bytes_per_token)
+        facts = (self._device, dtype, num_blocks, self._model.bytes_per_token)
+        self._ready = Ready(self._spec.rank, *facts, rotary=self._model.rotary)
 
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
@@ -151,6 +152,7 @@ class Rank:
     def _forward(
         self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
+        self._model.ropes.rows = inputs.ropes
         return module(
             input_ids=inputs.token_ids_T[None],
             position_ids=inputs.positions_T[None],
