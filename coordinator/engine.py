@@ -9,8 +9,9 @@ from contextlib import suppress
 from coordinator.blocks import Placer
 from coordinator.changes import Changes
 from coordinator.contexts import Context, check_settings
-from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, RankShare, WorkerView
+from coordinator.events import Acknowledged, ClusterView, ContextView, Ended, Outcome, Prompt, WorkerView
 from coordinator.jobs import NO_CLAIM, Claim
+from coordinator.reach import Reach
 from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
 from coordinator.timings import Timings
@@ -18,7 +19,7 @@ from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.ports import Ranks
-from longleaf.step import Ready, StepPlan, StepResult
+from longleaf.step import Ready, Rotary, StepPlan, StepResult
 
 EPOCH = 1
 POSITION_SECONDS = 1.0
@@ -41,7 +42,8 @@ class Engine:
     ) -> None:
         self._ranks = ranks
         self._config = config
-        self._max_positions = max_positions
+        self.reach = Reach(Rotary(), max_positions, allow_long=config.allow_long)
+        """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._scheduler: Scheduler | None = None
@@ -61,7 +63,12 @@ class Engine:
     @property
     def max_positions(self) -> int:
         """Tokens that context, input and answer may have together."""
-        return self._max_positions
+        return self.reach.limit
+
+    @property
+    def limit_name(self) -> str:
+        """What sets `max_positions`."""
+        return self.reach.limit_name
 
     @property
     def total_tokens(self) -> int:
@@ -72,7 +79,8 @@ class Engine:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
         self._readies = await self._ranks.start()
         placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
-        self._scheduler = Scheduler(self._config, placer, self._max_positions, EPOCH)
+        self.reach = self.reach.told(self._readies[0].rotary)
+        self._scheduler = Scheduler(self._config, placer, self.reach, EPOCH)
         self._failure = None
         return self._readies
 
@@ -179,18 +187,7 @@ class Engine:
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
-        shares = enumerate(context.shares(len(self._readies)))
-        return ContextView(
-            id=context.id,
-            tokens=context.num_tokens,
-            kv_bytes=context.num_tokens * self._readies[0].bytes_per_token,
-            created=context.created,
-            updated=context.updated,
-            shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
-            display_name=context.display_name,
-            expires=context.expires,
-            is_pinned=context.is_pinned,
-        )
+        return context.view(len(self._readies), self._readies[0].bytes_per_token, self.reach)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples

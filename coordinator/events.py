@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import LongleafError
+from longleaf.messages import PositionInfo
 from longleaf.sampling import Logprobs, Sampling
 
 EndReason = Literal["end_token", "length", "stop_token"]
@@ -37,6 +38,8 @@ class Started(msgspec.Struct, frozen=True):
     cached_tokens: int
     queue_position: int = 0
     """1 is next in the queue; 0 has begun."""
+    is_beyond_trained: bool = False
+    """Prompt and answer may go beyond the positions that the model was trained for."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -99,6 +102,7 @@ class ContextView(msgspec.Struct, frozen=True):
     display_name: str = ""
     expires: float | None = None
     is_pinned: bool = False
+    positions: PositionInfo = PositionInfo()
 
 
 class WorkerView(msgspec.Struct, frozen=True):

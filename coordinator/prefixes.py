@@ -4,14 +4,15 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from coordinator.paths import Path, Segment
+from longleaf.step import OWN_ROPE, Rope
 
 
 class Prefixes:
     """The sealed segments, by the tokens that lead to places in them.
 
-    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it. So the
-    link at the end of a block stands for all the tokens up to there. It only finds where to look: what is found is
-    compared id by id. A beginning shorter than a block is not found.
+    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
+    of the rope's. So the link at the end of a block stands for all the tokens up to there, rotated so. It only finds
+    where to look: what is found is compared id by id. A beginning shorter than a block is not found.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -25,7 +26,7 @@ class Prefixes:
         """Enters a sealed segment; those before it are entered already."""
         first = segment.start // self._block_size
         token_ids = segment.path.token_ids(first * self._block_size)
-        links = list(self._chain(self._link(segment.before, first), token_ids))
+        links = list(self._chain(self._link(segment, first), token_ids))
         self._links[segment.id] = links
         for link in links:
             self._segments.setdefault(link, []).append(segment)
@@ -37,23 +38,23 @@ class Prefixes:
             if not self._segments[link]:
                 del self._segments[link]
 
-    def match(self, token_ids: "array[int]") -> Path:
-        """The longest path found that `token_ids` begin with; empty when there is none."""
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with; empty when there is none."""
         found: list[Segment] = []
-        for link in self._chain(0, token_ids):
+        for link in self._chain(hash(rope), token_ids):
             if link not in self._segments:
                 break
             found = self._segments[link]
-        paths = [segment.path for segment in found]
+        paths = [segment.path for segment in found if segment.rope == rope]
         cuts = [path.cut(path.num_common(token_ids)) for path in paths]
         best = max(cuts, key=lambda path: path.end, default=Path())
         return best if best.end >= self._block_size else Path()
 
-    def _link(self, path: Path, num_blocks: int) -> int:
-        """The link after so many blocks of a path whose segments are all entered."""
+    def _link(self, continued: Segment, num_blocks: int) -> int:
+        """The link after so many blocks of the path before a segment, whose segments are all entered."""
         if num_blocks == 0:
-            return 0
-        segment = [s for s in path.segments if s.start < num_blocks * self._block_size][-1]
+            return hash(continued.rope)
+        segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
         return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
 
     def _chain(self, link: int, token_ids: "array[int]") -> Iterator[int]:
@@ -69,7 +70,7 @@ class Prefixes:
         for segment_id, links in self._links.items():
             segment = alive[segment_id]
             assert segment.is_sealed
-            whole = list(self._chain(0, segment.path.token_ids()))
+            whole = list(self._chain(hash(segment.rope), segment.path.token_ids()))
             assert links == whole[segment.start // self._block_size :]
             assert all(segment in self._segments[link] for link in links)
         assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))

@@ -20,6 +20,7 @@ from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
 from coordinator.prompts import Prompts
 from coordinator.queue import Queue, Turns
+from coordinator.reach import Reach
 from coordinator.room import Room
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
@@ -40,10 +41,10 @@ class Scheduler:
     Times called `now` are seconds on the engine's clock.
     """
 
-    def __init__(self, config: EngineConfig, placer: Placer, max_positions: int, epoch: int) -> None:
+    def __init__(self, config: EngineConfig, placer: Placer, reach: Reach, epoch: int) -> None:
         self._config = config
         self._placer = placer
-        self._limits = Limits(config, placer, max_positions)
+        self._limits = Limits(config, placer, reach)
         self._epoch = epoch
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
@@ -84,7 +85,7 @@ class Scheduler:
         """What the generations in the queue are told, by job: 1 is next."""
         order = enumerate(self._queue.order(), start=1)
         told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.owner: Started(job.num_prompt, job.num_cached, at) for at, job in told}
+        return {job.owner: job.started(at) for at, job in told}
 
     # --- admit ---
 
@@ -162,7 +163,7 @@ class Scheduler:
             self._running[job.id] = job
             if isinstance(job, Sequence):
                 if job.speaks_for_all:
-                    self._outcomes.append((job.owner, Started(job.num_prompt, job.num_cached)))
+                    self._outcomes.append((job.owner, job.started()))
                 self._answer(job)
 
     def _reserve(self, job: Job) -> bool:
@@ -179,7 +180,7 @@ class Scheduler:
                 self._queue.add(victim)
             reservation = self._prompts.reserve(job)
             assert reservation is not None
-        job.begin(self.segments.create(job.path), reservation)
+        job.begin(self.segments.create(job.path, job.rope), reservation)
         return True
 
     def _answer(self, job: Sequence) -> None:
@@ -245,7 +246,7 @@ class Scheduler:
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
         self.segments.retain([job.segment])
-        self.contexts.append(job.context, job.segment, now, job.settings)
+        self.contexts.append(job.context, job.segment, now, job.settings, job.capacity)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 

@@ -34,6 +34,13 @@ def ingest(
     ] = None,
     display_name: Annotated[str, typer.Option(help="A name for people.", show_default="")] = "",
     pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire.")] = False,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens that the context will ever have, with what is appended, asked and answered.",
+            show_default="131072, or all that the model can for long documents",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
@@ -41,7 +48,7 @@ def ingest(
     Example: longleaf ingest book.txt --name book
     """
     document = sys.stdin.buffer if file == "-" else Path(file)
-    given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None}
+    given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
     total = size_of(document)
     try:
