@@ -3,11 +3,14 @@
 from collections.abc import Collection
 from collections.abc import Sequence as TokenIds
 
+from msgspec import UNSET
+
 from coordinator.contexts import Contexts
 from coordinator.events import Prompt
 from coordinator.jobs import Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
 from coordinator.paths import Path
+from coordinator.positions import UNLIMITED
 from coordinator.room import Room
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
@@ -41,11 +44,15 @@ class Admission:
         if not 1 <= prompt.num_samples <= self._config.max_sequences:
             limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
             raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
-        path = self._contexts.get(prompt.context).path if prompt.context is not None else Path()
+        context = self._contexts.get(prompt.context) if prompt.context is not None else None
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
-        job = Sequence(job_id, path, prompt, self._limits.num_prefill(len(prompt.token_ids), prompt.num_samples))
-        max_tokens = prompt.sampling.max_tokens
+        num_tokens, max_tokens = len(prompt.token_ids), prompt.sampling.max_tokens
+        path = context.path if context else Path()
+        job = Sequence(job_id, path, prompt, self._limits.num_prefill(num_tokens, prompt.num_samples))
+        job.capacity = context.capacity if context else UNLIMITED
+        job.rope = context.rope if context else self._limits.positions.rope(num_tokens + max_tokens)
+        job.is_beyond_trained = job.num_prompt + max_tokens > self._limits.positions.trained
         self._limits.check(job, "input", 1)
         self._limits.check(job, "sampling.max_token_count", max_tokens)
         job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
@@ -68,13 +75,16 @@ class Admission:
         """
         if not append and (is_busy or context in self._contexts):
             raise AlreadyExists(f"contexts/{context}")
-        path = self._contexts.get(context).path if append else Path()
+        known = self._contexts.get(context) if append else None
         if not token_ids:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             seconds = self._speeds.retry_seconds(1)
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
-        job = Ingest(job_id, path, token_ids, context, settings, claim)
+        job = Ingest(job_id, known.path if known else Path(), token_ids, context, settings, claim)
+        declared = None if settings.capacity is UNSET else settings.capacity
+        job.capacity = known.capacity if known else self._limits.positions.capacity(len(token_ids), declared)
+        job.rope = known.rope if known else self._limits.positions.rope(job.capacity)
         job.num_blocks = self._limits.check(job, "text", 0)
         return job
 
@@ -91,4 +101,4 @@ class Admission:
     def _num_held(self, job: Job) -> int:
         """Tokens that need not be read, because an earlier prompt began with them."""
         is_sharing = isinstance(job, Sequence) and job.is_sharing
-        return self._segments.match(job.token_ids[:-1]).end if is_sharing else 0
+        return self._segments.match(job.token_ids[:-1], job.rope).end if is_sharing else 0

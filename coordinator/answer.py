@@ -51,7 +51,7 @@ class Answer:
                 for sample in self._samples:
                     sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
                 counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
-                return [Started(*counts, self._request_id)]
+                return [Started(*counts, self._request_id, event.is_beyond_trained)]
             case events.Progress(processed, total):
                 return [Progress(processed, total)]
             case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:

@@ -3,9 +3,11 @@
 from msgspec import UNSET
 
 from coordinator.paths import Path, Segment
+from coordinator.positions import UNLIMITED
 from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import UNCHANGED, ContextSettings
+from longleaf.step import Rope
 
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
@@ -14,9 +16,11 @@ MAX_TIME = 253402300799
 class Context:
     """A named path of sealed segments. Times in seconds since the epoch."""
 
-    def __init__(self, context_id: str, now: float, path: Path) -> None:
+    def __init__(self, context_id: str, now: float, path: Path, capacity: int) -> None:
         self.id = context_id
         self.path = path
+        self.capacity = capacity
+        """Positions that its rope was chosen for: it can never have more."""
         self.created = now
         self.updated = now
         self.display_name = ""
@@ -27,8 +31,13 @@ class Context:
     def num_tokens(self) -> int:
         return self.path.end
 
+    @property
+    def rope(self) -> Rope:
+        """How its keys are rotated."""
+        return self.path.segments[0].rope
+
     def change(self, settings: ContextSettings, now: float) -> None:
-        """Takes what is set."""
+        """Takes what is set, but for the capacity."""
         if settings.display_name is not UNSET:
             self.display_name = settings.display_name
         if settings.is_pinned is not UNSET:
@@ -50,6 +59,7 @@ class Context:
         """There are tokens, all of them in sealed segments."""
         self.path.check()
         assert self.path.segments
+        assert self.num_tokens <= self.capacity
         assert all(segment.is_sealed for segment in self.path.segments)
 
 
@@ -83,11 +93,18 @@ class Contexts:
         """Sorted by id."""
         return [context for _, context in sorted(self._by_id.items())]
 
-    def append(self, context_id: str, segment: Segment, now: float, settings: ContextSettings = UNCHANGED) -> None:
-        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` when it is new. Takes
-        over the caller's reference."""
+    def append(
+        self,
+        context_id: str,
+        segment: Segment,
+        now: float,
+        settings: ContextSettings = UNCHANGED,
+        capacity: int = UNLIMITED,
+    ) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
+        is new. Takes over the caller's reference."""
         self._segments.seal(segment)
-        context = self._by_id.setdefault(context_id, Context(context_id, now, Path()))
+        context = self._by_id.setdefault(context_id, Context(context_id, now, Path(), capacity))
         assert segment.before == context.path
         context.path = segment.path
         context.updated = now
@@ -116,14 +133,15 @@ class Contexts:
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
         """
-        path = self.get(source).path
+        parent = self.get(source)
+        path = parent.path
         if context_id in self:
             raise AlreadyExists(f"contexts/{context_id}")
         num_tokens = path.end if num_tokens is None else num_tokens
         if not 1 <= num_tokens <= path.end:
             limit = f"between 1 and {path.end}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens} is not {limit}")
-        context = Context(context_id, now, path.cut(num_tokens))
+        context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
         self._segments.retain(context.path.segments)
         self._by_id[context_id] = context
         return context

@@ -11,6 +11,7 @@ from coordinator.changes import Changes
 from coordinator.contexts import Context, check_settings
 from coordinator.events import ClusterView, ContextView, Outcome, Prompt
 from coordinator.jobs import NO_CLAIM, Claim
+from coordinator.positions import Positions
 from coordinator.readers import Readers
 from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
@@ -19,7 +20,7 @@ from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.ports import Ranks
-from longleaf.step import Ready, StepPlan, StepResult
+from longleaf.step import Ready, Rotary, StepPlan, StepResult
 
 EPOCH = 1
 
@@ -40,7 +41,8 @@ class Engine:
     ) -> None:
         self._ranks = ranks
         self._config = config
-        self._max_positions = max_positions
+        self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
+        """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._scheduler: Scheduler | None = None
@@ -58,7 +60,12 @@ class Engine:
     @property
     def max_positions(self) -> int:
         """Tokens that context, input and answer may have together."""
-        return self._max_positions
+        return self.positions.limit
+
+    @property
+    def limit_name(self) -> str:
+        """What sets `max_positions`."""
+        return self.positions.limit_name
 
     @property
     def total_tokens(self) -> int:
@@ -68,10 +75,9 @@ class Engine:
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
         self._readies = await self._ranks.start()
-        learned = (ready.position_limit for ready in self._readies if ready.position_limit is not None)
-        self._max_positions = min([self._max_positions, *learned])
         placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
-        self._scheduler = Scheduler(self._config, placer, self._max_positions, EPOCH)
+        self.positions = self.positions.told(self._readies[0].rotary)
+        self._scheduler = Scheduler(self._config, placer, self.positions, EPOCH)
         self._failure = None
         return self._readies
 
@@ -167,7 +173,7 @@ class Engine:
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
-        return view_context(context, self._readies)
+        return view_context(context, self._readies, self.positions)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples

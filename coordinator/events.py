@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import LongleafError
+from longleaf.messages import PositionInfo
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import Comparison
 
@@ -40,6 +41,8 @@ class Started(msgspec.Struct, frozen=True):
     cached_tokens: int
     queue_position: int = 0
     """1 is next in the queue; 0 has begun."""
+    is_beyond_trained: bool = False
+    """Prompt and answer may go beyond the positions that the model was trained for."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -104,6 +107,7 @@ class ContextView(msgspec.Struct, frozen=True):
     display_name: str = ""
     expires: float | None = None
     is_pinned: bool = False
+    positions: PositionInfo = PositionInfo()
 
 
 class WorkerView(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ import asyncio
 
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.sampling import Logprobs
-from longleaf.step import Comparison, Decode, Hello, Ready, Row, StepPlan, StepResult
+from longleaf.step import Comparison, Decode, Hello, Ready, Rotary, Row, StepPlan, StepResult
 
 
 def echo_token(last: int, token_index: int, vocab: int) -> int:
@@ -20,16 +20,23 @@ def equal(row: Row) -> Comparison:
 
 class FakeRanks:
     """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
-    number `lose_at`, if given."""
+    number `lose_at`, if given. The model's positions are as `rotary` says."""
 
     def __init__(
-        self, world_size: int = 1, num_blocks: int = 1024, vocab: int = 1000, lose_at: int = 0, lost_rank: int = 0
+        self,
+        world_size: int = 1,
+        num_blocks: int = 1024,
+        vocab: int = 1000,
+        lose_at: int = 0,
+        lost_rank: int = 0,
+        rotary: Rotary | None = None,
     ) -> None:
         self.world_size = world_size
         self.num_blocks = num_blocks
         self.vocab = vocab
         self.lose_at = lose_at
         self.lost_rank = lost_rank
+        self.rotary = rotary or Rotary()
         self.plans: list[StepPlan] = []
         self.is_closed = False
         self._last: dict[int, int] = {}
@@ -40,7 +47,8 @@ class FakeRanks:
         return tuple(Hello(rank, "fake", "127.0.0.1", 1000 + rank) for rank in range(self.world_size))
 
     async def start(self) -> tuple[Ready, ...]:
-        return tuple(Ready(rank, "cpu", "float32", self.num_blocks, 64) for rank in range(self.world_size))
+        facts = ("cpu", "float32", self.num_blocks, 64)
+        return tuple(Ready(rank, *facts, rotary=self.rotary) for rank in range(self.world_size))
 
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

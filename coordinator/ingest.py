@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
@@ -12,6 +13,7 @@ from coordinator.contexts import check_settings
 from coordinator.document import STEP_BYTES, Document
 from coordinator.generation import EventStream
 from coordinator.jobs import Claim
+from coordinator.positions import CAPACITY_FIELD
 from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
@@ -98,6 +100,9 @@ class Ingest:
     def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
         """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
         check_settings(header.settings, self._wall_clock(), "config")
+        if header.settings.capacity is not UNSET and header.settings.capacity > self._engine.max_positions:
+            told = f"{header.settings.capacity} is more than {self._engine.max_positions} positions"
+            raise InvalidArgument(CAPACITY_FIELD, f"{told}, {self._engine.limit_name}")
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Document(encoder, limit, self._tokenizer.vocabulary_size)

@@ -6,11 +6,12 @@ from collections.abc import Sequence as TokenIds
 import msgspec
 
 from coordinator.blocks import Placer, Reservation
-from coordinator.events import Prompt
+from coordinator.events import Prompt, Started
 from coordinator.paths import Path, Segment
+from coordinator.positions import UNLIMITED
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
-from longleaf.step import Comparison, Prefill, Row, Seen
+from longleaf.step import OWN_ROPE, Comparison, Prefill, Row, Seen
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,10 @@ class Job:
         """Position of the first of token_ids."""
         self.token_ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         self.num_prefill = num_prefill
+        self.rope = OWN_ROPE
+        """How the tokens are rotated: as those of the path."""
+        self.capacity = UNLIMITED
+        """Positions that the rope of a context was chosen for."""
         self.num_blocks = 0
         """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""
         self.num_tails = 0
@@ -105,7 +110,7 @@ class Job:
         pieces = placer.place_chunk(start, start + len(token_ids), self.num_chunks, reservation)
         segment.extend(token_ids, pieces)
         self.num_placed, self.num_chunks = stop, self.num_chunks + 1
-        return Prefill(self._path_ids, start, token_ids, pieces)
+        return Prefill(self._path_ids, start, token_ids, pieces, self.rope)
 
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
         segment, reservation = self._active()
@@ -157,6 +162,12 @@ class Sequence(Job):
         self.num_asked = 0
         self.generated = array("I")
         self.comparison: Comparison | None = None
+        self.is_beyond_trained = False
+        """It may go beyond the positions that the model was trained for."""
+
+    def started(self, queue_position: int = 0) -> Started:
+        """What its client is told."""
+        return Started(self.num_prompt, self.num_cached, queue_position, self.is_beyond_trained)
 
     def reuse(self, path: Path, num_prefill: int) -> None:
         """Goes on after `path`, which holds the beginning of a plain prompt."""
@@ -184,7 +195,7 @@ class Sequence(Job):
             other.origin, other.start, other.num_cached = self.origin, self.start, self.num_cached
             other.num_placed = other.num_read = self.num_read
             other.num_begins, other.is_spared, other.is_paused = 1, self.is_spared, self.is_paused
-            other.num_blocks = self.num_blocks
+            other.num_blocks, other.rope, other.capacity = self.num_blocks, self.rope, self.capacity
             other.sampling = self.sampling.of_sample(i)
             other.reservation = self.reservation.split(num_blocks)
             samples.append(other)
@@ -248,7 +259,7 @@ class Sequence(Job):
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
         reference = tuple(self.token_ids) if self.prompt.is_compared else ()
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen, reference)
+        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen, reference, self.rope)
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""

@@ -2,6 +2,7 @@
 
 from coordinator.blocks import Placer
 from coordinator.jobs import Job
+from coordinator.positions import Positions
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
 
@@ -9,10 +10,10 @@ from longleaf.errors import InvalidArgument
 class Limits:
     """What the model's positions and the pool of all ranks allow, even when nothing else is held."""
 
-    def __init__(self, config: EngineConfig, placer: Placer, max_positions: int) -> None:
+    def __init__(self, config: EngineConfig, placer: Placer, positions: Positions) -> None:
         self._config = config
         self._placer = placer
-        self._max_positions = max_positions
+        self.positions = positions
 
     def num_prefill(self, num_tokens: int, num_samples: int) -> int:
         """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last, which is
@@ -28,8 +29,11 @@ class Limits:
         """The blocks that the job takes, generating `max_tokens` in each of its tails. Raises InvalidArgument naming
         `field`."""
         total = job.start + len(job.token_ids) + max_tokens
-        if total > self._max_positions:
-            limit = f"the model's limit is {self._max_positions} positions"
+        if total > self.positions.limit:
+            limit = f"the model's limit is {self.positions.limit} positions, {self.positions.limit_name}"
+            raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
+        if total > job.capacity:
+            limit = f"the context was created for {job.capacity} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
         blocks = self.num_blocks(job, max_tokens, num_tails)
         if job.path.num_blocks + blocks > self._placer.num_blocks:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from longleaf.runs import Run
+from longleaf.step import OWN_ROPE, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,11 @@ def _num_common(a: "array[int]", b: "array[int]") -> int:
 class Segment:
     """Tokens that continue the path `before`, and the runs that hold them. Grows until it is sealed."""
 
-    def __init__(self, segment_id: int, before: Path) -> None:
+    def __init__(self, segment_id: int, before: Path, rope: Rope = OWN_ROPE) -> None:
         self.id = segment_id
         self.before = before
+        self.rope = rope
+        """How the keys are rotated, here and in all of the path."""
         self.token_ids = array("I")
         self.runs: list[Run] = []
         self.num_references = 1
@@ -124,3 +127,4 @@ class Segment:
         assert all(len(run) > 0 for run in self.runs)
         assert self.num_references >= max(1, self.num_kept)
         assert all(segment.num_references >= self.num_references for segment in self.before.segments)
+        assert all(segment.rope == self.rope for segment in self.before.segments)

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from coordinator.paths import Path, Segment
+from longleaf.step import OWN_ROPE, Rope
 
 BLOCKS_AT_ONCE = 512
 """Blocks whose ids are copied at once: a segment may be long."""
@@ -12,9 +13,9 @@ BLOCKS_AT_ONCE = 512
 class Prefixes:
     """The sealed segments, by the tokens that lead to places in them.
 
-    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it. So the
-    link at the end of a block stands for all the tokens up to there. It only finds where to look: what is found is
-    compared id by id. A beginning shorter than a block is not found.
+    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
+    of the rope's. So the link at the end of a block stands for all the tokens up to there, rotated so. It only finds
+    where to look: what is found is compared id by id. A beginning shorter than a block is not found.
     """
 
     def __init__(self, block_size: int, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
@@ -28,7 +29,7 @@ class Prefixes:
     def add(self, segment: Segment) -> None:
         """Enters a sealed segment; those before it are entered already."""
         first, size = segment.start // self._block_size, self._block_size
-        links, link, stride = list[int](), self._link(segment.before, first), self._blocks_at_once * size
+        links, link, stride = list[int](), self._link(segment, first), self._blocks_at_once * size
         for start in range(first * size, segment.end - size + 1, stride):
             links += self._chain(link, segment.path.token_ids(start, start + stride))
             link = links[-1]
@@ -43,23 +44,23 @@ class Prefixes:
             if not self._segments[link]:
                 del self._segments[link]
 
-    def match(self, token_ids: "array[int]") -> Path:
-        """The longest path found that `token_ids` begin with; empty when there is none."""
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with; empty when there is none."""
         found: list[Segment] = []
-        for link in self._chain(0, token_ids):
+        for link in self._chain(hash(rope), token_ids):
             if link not in self._segments:
                 break
             found = self._segments[link]
-        paths = [segment.path for segment in found]
+        paths = [segment.path for segment in found if segment.rope == rope]
         cuts = [path.cut(path.num_common(token_ids)) for path in paths]
         best = max(cuts, key=lambda path: path.end, default=Path())
         return best if best.end >= self._block_size else Path()
 
-    def _link(self, path: Path, num_blocks: int) -> int:
-        """The link after so many blocks of a path whose segments are all entered."""
+    def _link(self, continued: Segment, num_blocks: int) -> int:
+        """The link after so many blocks of the path before a segment, whose segments are all entered."""
         if num_blocks == 0:
-            return 0
-        segment = [s for s in path.segments if s.start < num_blocks * self._block_size][-1]
+            return hash(continued.rope)
+        segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
         return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
 
     def _chain(self, link: int, token_ids: "array[int]") -> Iterator[int]:
@@ -75,7 +76,7 @@ class Prefixes:
         for segment_id, links in self._links.items():
             segment = alive[segment_id]
             assert segment.is_sealed
-            whole = list(self._chain(0, segment.path.token_ids()))
+            whole = list(self._chain(hash(segment.rope), segment.path.token_ids()))
             assert links == whole[segment.start // self._block_size :]
             assert all(segment in self._segments[link] for link in links)
         assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))

@@ -22,7 +22,7 @@ class Prompts:
         whole, though a beginning may be all that the prompt needs.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1])):
+            if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1], job.rope)):
                 return reservation
             self._reuse(job, Path())
         return self._reserve(job.num_blocks)
@@ -62,10 +62,10 @@ class Prompts:
                 self._segments.keep(job.segment)
             else:
                 job.segment.is_sealed = True
-            job.answer(self._segments.create(job.segment.path))
+            job.answer(self._segments.create(job.segment.path, job.rope))
         others = job.fan_out()
         for other in others:
             assert other.reservation is not None
             self._segments.retain(other.path.segments)
-            other.begin(self._segments.create(other.path), other.reservation)
+            other.begin(self._segments.create(other.path, job.rope), other.reservation)
         return [job, *others]

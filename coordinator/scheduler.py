@@ -16,6 +16,7 @@ from coordinator.holdings import check_holdings, check_jobs
 from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
 from coordinator.planner import Planner
+from coordinator.positions import Positions
 from coordinator.prompts import Prompts
 from coordinator.queue import Queue
 from coordinator.room import Room
@@ -37,10 +38,10 @@ class Scheduler:
     Times called `now` are seconds on the engine's clock.
     """
 
-    def __init__(self, config: EngineConfig, placer: Placer, max_positions: int, epoch: int) -> None:
+    def __init__(self, config: EngineConfig, placer: Placer, positions: Positions, epoch: int) -> None:
         self._config = config
         self._placer = placer
-        self._limits = Limits(config, placer, max_positions)
+        self._limits = Limits(config, placer, positions)
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
@@ -75,7 +76,7 @@ class Scheduler:
         """What the generations in the queue are told, by job: 1 is next."""
         order = enumerate(self._queue.order(), start=1)
         told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.owner: Started(job.num_prompt, job.num_cached, at) for at, job in told}
+        return {job.owner: job.started(at) for at, job in told}
 
     # --- admit ---
 
@@ -146,7 +147,7 @@ class Scheduler:
             self._running[job.id] = job
             if isinstance(job, Sequence):
                 if job.speaks_for_all:
-                    self._outcomes.append((job.owner, Started(job.num_prompt, job.num_cached)))
+                    self._outcomes.append((job.owner, job.started()))
                 self._answer(job)
 
     def _reserve(self, job: Job) -> bool:
@@ -163,7 +164,7 @@ class Scheduler:
                 self._queue.add(victim)
             reservation = self._prompts.reserve(job)
             assert reservation is not None
-        job.begin(self.segments.create(job.path), reservation)
+        job.begin(self.segments.create(job.path, job.rope), reservation)
         return True
 
     def _answer(self, job: Sequence) -> None:
@@ -206,7 +207,7 @@ class Scheduler:
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
         self.segments.retain([job.segment])
-        self.contexts.append(job.context, job.segment, now, job.settings)
+        self.contexts.append(job.context, job.segment, now, job.settings, job.capacity)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from coordinator.blocks import Placer
 from coordinator.paths import Path, Segment
 from coordinator.prefixes import Prefixes
+from longleaf.step import OWN_ROPE, Rope
 
 
 class Segments:
@@ -30,9 +31,9 @@ class Segments:
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._by_id.values())
 
-    def create(self, before: Path) -> Segment:
-        """A new, growing segment with one reference: the caller's."""
-        segment = Segment(self._next_id, before)
+    def create(self, before: Path, rope: Rope = OWN_ROPE) -> Segment:
+        """A new, growing segment with one reference: the caller's. What it continues has the same rope."""
+        segment = Segment(self._next_id, before, rope)
         self._by_id[segment.id] = segment
         self._next_id += 1
         return segment
@@ -81,9 +82,10 @@ class Segments:
 
     # --- prompts ---
 
-    def match(self, token_ids: "array[int]") -> Path:
-        """The longest path found that `token_ids` begin with, which counts as used; empty when there is none."""
-        path = self._prefixes.match(token_ids)
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with, which counts as used; empty when
+        there is none."""
+        path = self._prefixes.match(token_ids, rope)
         self._touch(path)
         return path
 
@@ -92,7 +94,7 @@ class Segments:
         segment.is_sealed = True
         size = self._placer.block_size
         is_short = segment.start // size == segment.end // size
-        if is_short or self._prefixes.match(segment.path.token_ids()).end == segment.end:
+        if is_short or self._prefixes.match(segment.path.token_ids(), segment.rope).end == segment.end:
             return
         self.seal(segment)
         self._kept[segment.id] = segment

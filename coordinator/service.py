@@ -8,6 +8,7 @@ import msgspec
 
 from coordinator.control import Control
 from coordinator.engine import Engine
+from coordinator.positions import UNLIMITED
 from coordinator.server import Server, check_address
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
@@ -61,7 +62,7 @@ class Service:
         tokenizer = Tokenizer.load(Path(config.model))
         control = Control(config, self._fleet.host)
         # without a limit of its own the model is bounded by the pool alone
-        self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or 1 << 40)
+        self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
         await self._fleet.launch(config, control.address, control.lost)
         readies = await self._engine.start()
         self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
@@ -75,11 +76,10 @@ class Service:
             name=Path(self._config.engine.model).resolve().name,
             architecture=checkpoint.architecture,
             dtype=readies[0].dtype,
-            max_context_tokens=engine.max_positions,
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,
         )
-        return Description(engine, model, self._config, readies[0])
+        return Description(engine, engine.positions.describe_model(model), self._config, readies[0])
 
     async def wait(self) -> None:
         """Returns when the service was stopped; raises what ended it, for instance WorkerLost."""

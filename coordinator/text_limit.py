@@ -11,7 +11,12 @@ class Capacity(Protocol):
 
     @property
     def max_positions(self) -> int:
-        """Tokens of context that the model was made for."""
+        """Tokens of context that may be reached with the model."""
+        ...
+
+    @property
+    def limit_name(self) -> str:
+        """What sets `max_positions`."""
         ...
 
     @property
@@ -34,9 +39,9 @@ class TextLimit:
         positions, pool = capacity.max_positions, capacity.total_tokens
         self.num_tokens = max(0, min(positions, pool) - held)
         self.name = f"{min(positions, pool)} tokens of "
-        self.name += "the model's context" if positions <= pool else "the pools of all ranks"
+        self.name += f"the model's context, {capacity.limit_name}" if positions <= pool else "the pools of all ranks"
         if held:
-            self.name += f", {held} of them taken"
+            self.name += f"; {held} of them are taken"
         self.num_bytes = None if max_bytes_per_token is None else self.num_tokens * max_bytes_per_token
 
     def check(self, field: str, num_bytes: int) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from coordinator.contexts import Context
 from coordinator.events import ContextView, RankShare, WorkerView
+from coordinator.positions import Positions
 from longleaf.step import Hello, Ready
 
 
-def view_context(context: Context, readies: Sequence[Ready]) -> ContextView:
+def view_context(context: Context, readies: Sequence[Ready], positions: Positions) -> ContextView:
     shares = enumerate(context.shares(len(readies)))
     return ContextView(
         id=context.id,
@@ -19,6 +20,7 @@ def view_context(context: Context, readies: Sequence[Ready]) -> ContextView:
         display_name=context.display_name,
         expires=context.expires,
         is_pinned=context.is_pinned,
+        positions=positions.describe(context.rope, context.capacity, context.num_tokens),
     )
 
 

@@ -19,6 +19,7 @@ def context_of(view: events.ContextView) -> Context:
         display_name=view.display_name,
         expires=view.expires,
         is_pinned=view.is_pinned,
+        positions=view.positions,
     )
 
 

@@ -63,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     target_itl_ms: float = 100.0
     """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
+    allow_long: bool = False
+    """Take what goes beyond the positions that the model was trained for: nobody knows what it answers there."""
 
     @property
     def longest_wait(self) -> float:

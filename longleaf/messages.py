@@ -104,6 +104,8 @@ class Started(msgspec.Struct, frozen=True):
     cached_tokens: int
     queue_position: int = 0
     request_id: str = ""
+    is_beyond_trained: bool = False
+    """Prompt and answer may go beyond the positions that the model was trained for."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -147,6 +149,23 @@ class RankShare(msgspec.Struct, frozen=True):
     kv_bytes: int
 
 
+class PositionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How the positions of a context are told to the model; fixed when it is created, for its keys carry it."""
+
+    capacity: int = 0
+    """Most tokens that the context, what is asked and what is answered may have together."""
+    rope: str = ""
+    """Kind of the rotary positions, as transformers names it, such as `yarn`; empty when the model has none."""
+    precision: Literal["float32", "float64"] = "float32"
+    """Numeric type of the phases; float32 are the model's own."""
+    scaled_for: int = 0
+    """Positions for which the scaling was chosen; 0: as the model begins."""
+    phase_error: float = 0.0
+    """Radians by which the phases of the tokens held are off, at most."""
+    is_beyond_trained: bool = False
+    """It holds more tokens than the model was trained for."""
+
+
 class Context(msgspec.Struct, frozen=True):
     """A context. `created`, `updated` and `expires` (None: never) are seconds since the epoch."""
 
@@ -159,6 +178,7 @@ class Context(msgspec.Struct, frozen=True):
     display_name: str = ""
     expires: float | None = None
     is_pinned: bool = False
+    positions: PositionInfo = PositionInfo()
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +190,8 @@ class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch; None means never."""
     ttl: float | UnsetType = UNSET
     """Seconds until it expires, from now or from the acknowledgement of its ingest; instead of `expires`."""
+    capacity: int | UnsetType = UNSET
+    """Most tokens that it will have with what is asked and answered; of a new context, and never changed."""
 
 
 UNCHANGED = ContextSettings()
@@ -182,6 +204,7 @@ class ContextOptions(TypedDict, total=False):
     is_pinned: bool
     expires: float | None
     ttl: float
+    capacity: int
 
 
 class IngestOptions(ContextOptions, total=False):
@@ -254,6 +277,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     vocabulary_size: int = 0
     has_chat_template: bool = False
+    rope: str = ""
+    """Kind of the rotary positions, as transformers names it; empty when the model has none."""
+    is_long_allowed: bool = False
+    """Whether the service takes more than `max_context_tokens`, those that the model was trained for."""
+    float32_phase_error: float = 0.0
+    """Radians by which the model's own phases are off at the last position that has them, at most."""
+    float64_phase_error: float = 0.0
+    """The same of float64 at 2^24 positions."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

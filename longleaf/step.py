@@ -11,6 +11,41 @@ from longleaf.config import EngineConfig
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Sampling
 
+FLOAT32_POSITIONS = 1 << 17
+"""Contexts of up to so many positions have the model's own phases, in float32; longer ones have them in float64."""
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """How positions are rotated: fixed for a context when it is created, because its keys carry it."""
+
+    scaled_for: int = 0
+    """Number of positions that the scaling was chosen for, where it depends on that; 0: as the model begins."""
+    is_double: bool = False
+    """Phases are float64, not the model's own."""
+
+
+OWN_ROPE = Rope()
+"""As the model itself rotates what is short."""
+
+
+class Rotary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows of its model's positions. Errors are radians per position, at most."""
+
+    kind: str = ""
+    """As transformers names them, such as `yarn`, joined by + where layers differ; empty without rotary positions."""
+    trained: int = 0
+    """Positions that the model was trained for; 0 when its config does not tell."""
+    max_positions: int = 0
+    """Past these the model has none, or none that are right, for `reason`; 0: no such limit."""
+    reason: str = ""
+    scaled_from: int = 0
+    """More positions than these have another scaling; 0: the scaling does not depend on their number."""
+    is_graded: bool = False
+    """Each number of positions past `scaled_from` has a scaling of its own; otherwise all have the same."""
+    float32_error: float = 0.0
+    """Of the model's own phases against float64."""
+    float64_error: float = 0.0
+
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
@@ -22,6 +57,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     token_ids: tuple[int, ...]
     pieces: tuple[Run, ...]
     """Consecutive, covering the chunk, at most one per rank."""
+    rope: Rope = OWN_ROPE
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -53,6 +89,7 @@ class Row(msgspec.Struct, frozen=True):
     reference_ids: tuple[int, ...] = ()
     """With every row of a sequence whose logits rank 0 shall compare with those of plain attention: the ids before its
     answer. It does so once, when the answer is complete."""
+    rope: Rope = OWN_ROPE
 
     @property
     def num_tokens(self) -> int:
@@ -148,8 +185,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What was measured when the merge was to be chosen."""
     notes: tuple[str, ...] = ()
     """What the rank logged while it started, for people."""
-    position_limit: int | None = None
-    """Positions that the model has learned a vector for; no token can lie beyond them."""
+    rotary: Rotary = Rotary()
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,6 +94,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.max_positions = 4096
+        self.limit_name = "those that it was trained for"
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[events.Event, ...] = ()

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Run
-from longleaf.step import Decode, Prefill
+from longleaf.step import OWN_ROPE, Decode, Prefill, Rope
 from workers.cache import Pool, Segments, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
+from workers.rotary import Rows, row_ropes
 from workers.rows import Query, order, row_reads
 
 
@@ -35,6 +36,8 @@ class Inputs:
     """In prefill, by layer: where keys are gathered, not queries."""
     sample_rows: tuple[int, ...] = ()
     """Rows whose logits are wanted, in the order of the plan."""
+    ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
+    """By which rope each token's queries and keys are rotated."""
 
 
 class InputBuilder:
@@ -73,6 +76,7 @@ class InputBuilder:
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
             reads=self._by_layer(reads),
             pasts=pasts,
+            ropes={work.rope: None},
         )
 
     def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
@@ -84,6 +88,7 @@ class InputBuilder:
         positions: list[int] = []
         slots: list[int] = []
         queries: list[Query] = []
+        ropes: list[Rope] = []
         last_rows: dict[int, int] = {}
         for row, parts in sorted(found, key=lambda pair: order(pair[1], pair[0].start)):
             end = row.start + row.num_tokens
@@ -91,6 +96,7 @@ class InputBuilder:
             ids += row.token_ids or (last_ids[row.sequence],)
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
+            ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
         reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()})
         return Inputs(
@@ -99,6 +105,7 @@ class InputBuilder:
             slots_T=self._tensor(slots),
             reads=self._by_layer(reads),
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
+            ropes=row_ropes(ropes, self._pool.device),
         )
 
     def _by_layer(self, reads: dict[Reach, Reads]) -> dict[int, Reads]:

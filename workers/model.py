@@ -13,7 +13,9 @@ from longleaf.attention.kernels import lies_in
 from longleaf.attention.masks import Reach
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
+from longleaf.step import Rotary
 from workers import hook, latent
+from workers.rotary import Ropes, replace_rotary
 
 PREFLIGHT_ROWS = 4
 
@@ -52,16 +54,14 @@ class Model:
     layers: dict[int, LayerSpec]
     device: str
     dtype: torch.dtype
+    ropes: Ropes
+    """Set before each forward pass: by which rope each row is rotated."""
+    rotary: Rotary
 
     @property
     def decoder(self) -> nn.Module:
         """The model without its head."""
         return decoder_of(self.module)
-
-    @property
-    def position_limit(self) -> int | None:
-        """Positions that the model has learned a vector for; None where positions are computed, or there are none."""
-        return learned_positions(self.module)
 
     def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
         """What a forward pass over rows of any sequences, in any order, receives."""
@@ -166,16 +166,13 @@ def prove(module: PreTrainedModel, device: str) -> Model:
     latent.absorb(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    return Model(module, preflight(module, device), device, module.dtype)
+    ropes, rotary = replace_rotary(decoder_of(module), module.config.get_text_config())
+    return Model(module, preflight(module, device), device, module.dtype, ropes, rotary)
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses what the hook cannot see: masks and position factors that transformers makes outside of attention."""
+    """Refuses what the hook cannot see: masks that transformers makes outside of attention."""
     text = config.get_text_config()
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
-    if kinds & {"longrope", "dynamic"}:
-        raise ModelRefused("rotary factors that depend on the longest position are not supported yet")
     if getattr(text, "use_bidirectional_attention", False):
         raise ModelRefused("bidirectional attention is not causal")
 
@@ -212,15 +209,6 @@ def decoder_of(module: PreTrainedModel) -> nn.Module:
 def asks_for_offsets(module: PreTrainedModel) -> bool:
     """Whether layers ask a cache at which position their rows begin: Llama 4, for its temperature."""
     return getattr(module.config.get_text_config(), "attn_temperature_tuning", False)
-
-
-def learned_positions(module: PreTrainedModel) -> int | None:
-    """The length of a model's table of position vectors, if it has one."""
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    tables = (part for part in decoder_of(module).modules() if isinstance(part, nn.Embedding))
-    lengths = [part.num_embeddings for part in tables if part is not module.get_input_embeddings()]
-    # OPT keeps two rows for padding
-    return limit if limit is not None and any(limit <= length <= limit + 2 for length in lengths) else None
 
 
 def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:

@@ -78,7 +78,7 @@ class Rank:
             dtype=dtype,
             num_blocks=num_blocks,
             bytes_per_token=self._model.bytes_per_token,
-            position_limit=self._model.position_limit,
+            rotary=self._model.rotary,
         )
 
     def join(self, join: Join) -> Ready:
@@ -174,6 +174,7 @@ class Rank:
     def _forward(
         self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
+        self._model.ropes.rows = inputs.ropes
         arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
 

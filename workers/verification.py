@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longleaf.config import EngineConfig
-from longleaf.step import Comparison, Row
+from longleaf.step import Comparison, Rope, Row
 from workers import hook
 from workers.cache import Segments
 from workers.model import Model
@@ -64,7 +64,7 @@ class Verifier:
     def _compare(self, row: Row, answer: Answer) -> Comparison:
         began = time.monotonic()
         try:
-            plain_NV = plain_logits(self._model, answer.token_ids[:-1], len(answer.logits))
+            plain_NV = plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
         except Exception as error:  # a family without eager attention, or no memory for its scores
             return Comparison(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
@@ -90,9 +90,10 @@ class Verifier:
             self._answers.pop(sequence, None)
 
 
-def plain_logits(model: Model, token_ids: Sequence[int], num_last: int) -> Tensor:
+def plain_logits(model: Model, token_ids: Sequence[int], num_last: int, rope: Rope) -> Tensor:
     """Logits [num_last, V], float32, after each of the last tokens, from transformers' own attention."""
     ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
+    model.ropes.rows = {rope: None}
     with plain_attention(model.module):
         logits_1TV = model.module(input_ids=ids, use_cache=False, logits_to_keep=num_last).logits
     return logits_1TV[0, -num_last:].float()

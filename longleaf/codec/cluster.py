@@ -11,7 +11,11 @@ from longleaf.v1 import cluster_service_pb2 as cluster_pb
 DEFAULT_INTERVAL = 1.0
 MIN_INTERVAL, MAX_INTERVAL = 0.01, 3600.0
 
-_MODEL_NAMES = {"max_context_token_count": "max_context_tokens"}
+_MODEL_NAMES = {
+    "max_context_token_count": "max_context_tokens",
+    "rope_type": "rope",
+    "long_allowed": "is_long_allowed",
+}
 _WORKER_NAMES = {"token_count": "tokens", "max_token_count": "max_tokens"}
 _VERIFICATION_NAMES = {
     "max_logit_difference": "max_difference",

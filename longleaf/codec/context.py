@@ -6,6 +6,7 @@ from typing import get_args
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
@@ -18,6 +19,7 @@ from longleaf.messages import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
+    PositionInfo,
     RankShare,
 )
 from longleaf.v1 import context_pb2 as context_pb
@@ -46,6 +48,18 @@ def encode_context(context: Context) -> context_pb.Context:
         display_name=context.display_name,
         expire_time=None if context.expires is None else _timestamp(context.expires),
         pinned=context.is_pinned,
+        position_info=_encode_positions(context.positions),
+    )
+
+
+def _encode_positions(positions: PositionInfo) -> context_pb.PositionInfo:
+    return context_pb.PositionInfo(
+        capacity_token_count=positions.capacity,
+        rope_type=positions.rope,
+        precision=positions.precision,
+        scaled_token_count=positions.scaled_for,
+        phase_error=positions.phase_error,
+        beyond_trained_length=positions.is_beyond_trained,
     )
 
 
@@ -70,6 +84,18 @@ def decode_context(message: context_pb.Context) -> Context:
         display_name=message.display_name,
         expires=_seconds(message.expire_time) if message.HasField("expire_time") else None,
         is_pinned=message.pinned,
+        positions=_decode_positions(message.position_info),
+    )
+
+
+def _decode_positions(message: context_pb.PositionInfo) -> PositionInfo:
+    return PositionInfo(
+        capacity=message.capacity_token_count,
+        rope=message.rope_type,
+        precision="float64" if message.precision == "float64" else "float32",
+        scaled_for=message.scaled_token_count,
+        phase_error=message.phase_error,
+        is_beyond_trained=message.beyond_trained_length,
     )
 
 
@@ -98,6 +124,8 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
 
 def encode_update(context: str, settings: ContextSettings) -> ingest_pb.UpdateContextRequest:
     """Raises InvalidArgument when a value does not fit its field."""
+    if settings.capacity is not UNSET:
+        raise InvalidArgument("capacity", "is fixed when a context is created")
     message = ingest_pb.UpdateContextRequest()
     message.context.name = context_name(context)
     message.update_mask.paths.extend(_encode_settings(settings, message.context))
@@ -117,6 +145,8 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
         if settings.ttl is not UNSET:
             message.ttl.CopyFrom(_duration(settings.ttl))
             paths.append("ttl")
+        if settings.capacity is not UNSET and isinstance(message, ingest_pb.IngestConfig):
+            message.capacity_token_count = settings.capacity
         if settings.expires is not UNSET:
             if settings.expires is not None:
                 message.expire_time.CopyFrom(_timestamp(settings.expires))
@@ -216,7 +246,8 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
 
 
 def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
-    given = _given(config)
+    capacity = config.capacity_token_count if config.HasField("capacity_token_count") else UNSET
+    given = [*_given(config), *(["capacity_token_count"] if capacity is not UNSET else [])]
     if config.append and given:
         raise InvalidArgument(f"config.{given[0]}", "is for new contexts: UpdateContext changes those that exist")
     if len(config.upload_id) > MAX_UPLOAD_ID:
@@ -224,12 +255,14 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
             "config.upload_id", f"has {len(config.upload_id)} characters, at most {MAX_UPLOAD_ID} are allowed"
         )
     priority, client = decode_claim(config, "config.")
+    if capacity is not UNSET and capacity < 1:
+        raise InvalidArgument("config.capacity_token_count", f"{capacity} is not positive")
     return IngestHeader(
         context=context_id(config.name, "config.name"),
         append=config.append,
         total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
         upload_id=config.upload_id,
-        settings=_decode_settings(config, given, "config"),
+        settings=replace(_decode_settings(config, given, "config"), capacity=capacity),
         priority=priority,
         client=client,
     )

@@ -132,6 +132,7 @@ def _encode_started(event: Started) -> generation_pb.Started:
         cached_token_count=event.cached_tokens,
         queue_position=event.queue_position,
         request_id=event.request_id,
+        beyond_trained_length=event.is_beyond_trained,
     )
 
 
@@ -184,7 +185,7 @@ def decode_event(message: service_pb.GenerateResponse) -> Event:
         case "started":
             started = message.started
             counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            return Started(*counts, started.request_id)
+            return Started(*counts, started.request_id, started.beyond_trained_length)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
-from longleaf.messages import Cluster
+from longleaf.messages import Cluster, ModelInfo
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
@@ -53,11 +53,21 @@ def headlines(found: Cluster) -> list[str]:
     """The model, the group and the load."""
     model = found.model
     return [
-        f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context",
+        f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context"
+        + (" and more, by --allow-long" if model.is_long_allowed else ""),
+        *position_lines(model),
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         f"{found.running} running, {found.waiting} waiting",
     ]
+
+
+def position_lines(model: ModelInfo) -> list[str]:
+    """Which rotary positions the model has, and how exact they are."""
+    if not model.rope:
+        return []
+    errors = f"{model.float32_phase_error:.2g} rad in float32, {model.float64_phase_error:.2g} in float64"
+    return [f"{model.rope} rotary positions, phases off by at most {errors}"]
 
 
 def merge_lines(found: Cluster) -> list[str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Context, ContextOptions
+from longleaf.messages import Context, ContextOptions, PositionInfo
 
 app = typer.Typer(no_args_is_help=True, help="List, show, fork, change and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
@@ -51,6 +51,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
         return
     print(summary(context))
     print(lifetime(context))
+    print(positions(context.positions))
     Console().print(shares_table(context))
 
 
@@ -117,6 +118,15 @@ def lifetime(context: Context) -> str:
     end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
     pin = ", pinned" if context.is_pinned else ""
     return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
+
+
+def positions(info: PositionInfo) -> str:
+    """How far a context may grow, and how its positions are told to the model."""
+    scaling = f" scaled for {info.scaled_for:,}" if info.scaled_for else ""
+    rope = f"{info.rope} rotary positions{scaling}" if info.rope else "no rotary positions"
+    error = f", phases in {info.precision}, off by at most {info.phase_error:.2g} rad" if info.rope else ""
+    beyond = "; beyond the length that the model was trained for" if info.is_beyond_trained else ""
+    return f"up to {info.capacity:,} tokens, {rope}{error}{beyond}"
 
 
 @app.command("delete")

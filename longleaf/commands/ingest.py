@@ -50,13 +50,20 @@ def ingest(
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     client: Annotated[str, typer.Option(help="Whom a fair share is counted for.", show_default="this machine")] = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens that the context will ever have, with what is appended, asked and answered.",
+            show_default="131072, or all that the model can for long documents",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
 
     Example: longleaf ingest book.txt appendix.txt --name book
     """
-    given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None}
+    given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
     options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
     texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]

@@ -58,6 +58,9 @@ def serve(
     target_itl_ms: Annotated[
         float, typer.Option(help="Milliseconds between tokens that running streams should keep while prompts are read.")
     ] = _DEFAULTS.target_itl_ms,
+    allow_long: Annotated[
+        bool, typer.Option("--allow-long", help="Take what goes beyond the positions that the model was trained for.")
+    ] = _DEFAULTS.allow_long,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model until interrupted.
@@ -79,6 +82,7 @@ def serve(
         threads_per_rank=threads,
         step_timeout=step_timeout,
         target_itl_ms=target_itl_ms,
+        allow_long=allow_long,
     )
     command = coordinator_command(
         config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json

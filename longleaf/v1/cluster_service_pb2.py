@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\x93\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\"\x97\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x10 \x01(\x03\"\xa7\x02\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\x19\n\x11\x62lock_token_count\x18\x13 \x01(\x05\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x14VerifyClusterRequest\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12prompt_token_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1c\n\x0fmax_token_count\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05_textB\x07\n\x05_seedB\x15\n\x13_prompt_token_countB\x12\n\x10_max_token_count\"\xde\x02\n\x15VerifyClusterResponse\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x1c\n\x14max_logit_difference\x18\x02 \x01(\x01\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x11\n\tmax_logit\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11worst_token_index\x18\x06 \x01(\x05\x12\x1a\n\x12prompt_token_count\x18\x07 \x01(\x05\x12\x1c\n\x14\x63ompared_token_count\x18\x08 \x01(\x05\x12\x19\n\x11\x65qual_token_count\x18\t \x01(\x05\x12\x1a\n\x12holding_rank_count\x18\n \x01(\x05\x12\x12\n\nworld_size\x18\x0b \x01(\x05\x12\x31\n\x0eplain_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t2\x83\x02\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x12V\n\rVerifyCluster\x12!.longleaf.v1.VerifyClusterRequest\x1a\".longleaf.v1.VerifyClusterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\xf6\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x11\n\trope_type\x18\x07 \x01(\t\x12\x14\n\x0clong_allowed\x18\x08 \x01(\x08\x12\x1b\n\x13\x66loat32_phase_error\x18\t \x01(\x01\x12\x1b\n\x13\x66loat64_phase_error\x18\n \x01(\x01\"\x97\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\x12\x14\n\x0cmax_kv_bytes\x18\x10 \x01(\x03\"\xa7\x02\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\x19\n\x11\x62lock_token_count\x18\x13 \x01(\x05\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb8\x01\n\x14VerifyClusterRequest\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1f\n\x12prompt_token_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1c\n\x0fmax_token_count\x18\x04 \x01(\x05H\x03\x88\x01\x01\x42\x07\n\x05_textB\x07\n\x05_seedB\x15\n\x13_prompt_token_countB\x12\n\x10_max_token_count\"\xde\x02\n\x15VerifyClusterResponse\x12\x0e\n\x06passed\x18\x01 \x01(\x08\x12\x1c\n\x14max_logit_difference\x18\x02 \x01(\x01\x12\x11\n\ttolerance\x18\x03 \x01(\x01\x12\x11\n\tmax_logit\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11worst_token_index\x18\x06 \x01(\x05\x12\x1a\n\x12prompt_token_count\x18\x07 \x01(\x05\x12\x1c\n\x14\x63ompared_token_count\x18\x08 \x01(\x05\x12\x19\n\x11\x65qual_token_count\x18\t \x01(\x05\x12\x1a\n\x12holding_rank_count\x18\n \x01(\x05\x12\x12\n\nworld_size\x18\x0b \x01(\x05\x12\x31\n\x0eplain_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t2\x83\x02\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x12V\n\rVerifyCluster\x12!.longleaf.v1.VerifyClusterRequest\x1a\".longleaf.v1.VerifyClusterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHCLUSTERRESPONSE']._serialized_start=184
   _globals['_WATCHCLUSTERRESPONSE']._serialized_end=245
   _globals['_MODELINFO']._serialized_start=248
-  _globals['_MODELINFO']._serialized_end=395
-  _globals['_WORKER']._serialized_start=398
-  _globals['_WORKER']._serialized_end=549
-  _globals['_CLUSTER']._serialized_start=552
-  _globals['_CLUSTER']._serialized_end=847
-  _globals['_MERGETIMING']._serialized_start=850
-  _globals['_MERGETIMING']._serialized_end=1008
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=960
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=1008
-  _globals['_VERIFYCLUSTERREQUEST']._serialized_start=1011
-  _globals['_VERIFYCLUSTERREQUEST']._serialized_end=1195
-  _globals['_VERIFYCLUSTERRESPONSE']._serialized_start=1198
-  _globals['_VERIFYCLUSTERRESPONSE']._serialized_end=1548
-  _globals['_CLUSTERSERVICE']._serialized_start=1551
-  _globals['_CLUSTERSERVICE']._serialized_end=1810
+  _globals['_MODELINFO']._serialized_end=494
+  _globals['_WORKER']._serialized_start=497
+  _globals['_WORKER']._serialized_end=648
+  _globals['_CLUSTER']._serialized_start=651
+  _globals['_CLUSTER']._serialized_end=946
+  _globals['_MERGETIMING']._serialized_start=949
+  _globals['_MERGETIMING']._serialized_end=1107
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=1059
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=1107
+  _globals['_VERIFYCLUSTERREQUEST']._serialized_start=1110
+  _globals['_VERIFYCLUSTERREQUEST']._serialized_end=1294
+  _globals['_VERIFYCLUSTERRESPONSE']._serialized_start=1297
+  _globals['_VERIFYCLUSTERRESPONSE']._serialized_end=1647
+  _globals['_CLUSTERSERVICE']._serialized_start=1650
+  _globals['_CLUSTERSERVICE']._serialized_end=1909
 # @@protoc_insertion_point(module_scope)

@@ -26,20 +26,28 @@ class WatchClusterResponse(_message.Message):
     def __init__(self, cluster: _Optional[_Union[Cluster, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "architecture", "dtype", "max_context_token_count", "vocabulary_size", "has_chat_template")
+    __slots__ = ("name", "architecture", "dtype", "max_context_token_count", "vocabulary_size", "has_chat_template", "rope_type", "long_allowed", "float32_phase_error", "float64_phase_error")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    ROPE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    LONG_ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    FLOAT32_PHASE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    FLOAT64_PHASE_ERROR_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     dtype: str
     max_context_token_count: int
     vocabulary_size: int
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    rope_type: str
+    long_allowed: bool
+    float32_phase_error: float
+    float64_phase_error: float
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., rope_type: _Optional[str] = ..., long_allowed: _Optional[bool] = ..., float32_phase_error: _Optional[float] = ..., float64_phase_error: _Optional[float] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes")

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl")
+    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Context(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    POSITION_INFO_FIELD_NUMBER: _ClassVar[int]
     name: str
     token_count: int
     kv_bytes: int
@@ -32,7 +33,24 @@ class Context(_message.Message):
     expire_time: _timestamp_pb2.Timestamp
     pinned: bool
     ttl: _duration_pb2.Duration
-    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    position_info: PositionInfo
+    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ...) -> None: ...
+
+class PositionInfo(_message.Message):
+    __slots__ = ("capacity_token_count", "rope_type", "precision", "scaled_token_count", "phase_error", "beyond_trained_length")
+    CAPACITY_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROPE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    SCALED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_TRAINED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    capacity_token_count: int
+    rope_type: str
+    precision: str
+    scaled_token_count: int
+    phase_error: float
+    beyond_trained_length: bool
+    def __init__(self, capacity_token_count: _Optional[int] = ..., rope_type: _Optional[str] = ..., precision: _Optional[str] = ..., scaled_token_count: _Optional[int] = ..., phase_error: _Optional[float] = ..., beyond_trained_length: _Optional[bool] = ...) -> None: ...
 
 class RankShare(_message.Message):
     __slots__ = ("rank", "token_count", "kv_bytes")

@@ -29,7 +29,7 @@ INGEST_PHASE_PREFILLING: IngestPhase
 INGEST_PHASE_READY: IngestPhase
 
 class IngestConfig(_message.Message):
-    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned")
+    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned", "capacity_token_count")
     NAME_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class IngestConfig(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     name: str
     append: bool
     total_size_bytes: int
@@ -50,7 +51,8 @@ class IngestConfig(_message.Message):
     expire_time: _timestamp_pb2.Timestamp
     ttl: _duration_pb2.Duration
     pinned: bool
-    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    capacity_token_count: int
+    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., capacity_token_count: _Optional[int] = ...) -> None: ...
 
 class IngestContextRequest(_message.Message):
     __slots__ = ("config", "text", "token_ids")

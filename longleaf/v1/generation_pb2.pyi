@@ -91,16 +91,18 @@ class Timings(_message.Message):
     def __init__(self, queue_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id")
+    __slots__ = ("prompt_token_count", "cached_token_count", "queue_position", "request_id", "beyond_trained_length")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_TRAINED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
     queue_position: int
     request_id: str
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    beyond_trained_length: bool
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., queue_position: _Optional[int] = ..., request_id: _Optional[str] = ..., beyond_trained_length: _Optional[bool] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("processed_token_count", "total_token_count")

@@ -10,11 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.blocks import Placer
 from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
 from coordinator.jobs import Claim
+from coordinator.positions import Positions
 from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, StepPlan, StepResult
+from longleaf.step import Decode, Rotary, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -66,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=4,
         )
         self.placer = Placer(blocks, block_size)
-        self.scheduler = Scheduler(config, self.placer, max_positions=150, epoch=1)
+        self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
         self.ledger = Ledger(block_size)
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0

@@ -251,12 +251,17 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
     (tmp_path / "config.json").touch()
     with pytest.raises(SystemExit):
         cli.main(
-            ["serve", "--model", str(tmp_path), *"--world-size 3 --threads 2 --merge paper --prefill keys".split()]
+            [
+                "serve",
+                "--model",
+                str(tmp_path),
+                *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
+            ]
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
-    wanted |= {"--prefill=keys"}
+    wanted |= {"--prefill=keys", "--allow-long=True"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 

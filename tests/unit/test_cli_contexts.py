@@ -32,9 +32,9 @@ async def test_a_context_is_updated(terminal: Terminal) -> None:
 
 
 async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
-    options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one")
+    options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one", "--capacity", "500")
     [context] = await terminal.json("ingest", book, "--name", "moby", *options)
-    wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True)
+    wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True, capacity=500)
     assert (context["tokens"], terminal.engine.settings["moby"]) == (172, wanted)
     await terminal.json("ingest", book, "--name", "dick", "--priority", "-4", "--client", "me", "--timeout", "60")
     claim = terminal.engine.claims[-1]

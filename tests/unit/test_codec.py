@@ -33,6 +33,7 @@ from longleaf.messages import (
     IngestPiece,
     IngestProgress,
     ModelInfo,
+    PositionInfo,
     Progress,
     RankShare,
     Resume,
@@ -51,6 +52,9 @@ from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)), "The whale", 4.5, True)
+FAR = PositionInfo(
+    capacity=1 << 40, rope="yarn", precision="float64", scaled_for=5, phase_error=1e-9, is_beyond_trained=True
+)
 SETTINGS = [
     ContextSettings(),
     ContextSettings(display_name="", is_pinned=False, expires=None),
@@ -64,6 +68,7 @@ SETTINGS = [
     [
         Started(5, 3),
         Started(5, 3, 2, "a.B-c_9"),
+        Started(5, 3, 2, "a.B-c_9", True),
         Progress(3, 5),
         Delta(7, (1, 2), "Grüße 🦙"),
         Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf)), 3),
@@ -115,6 +120,7 @@ def test_wrong_forks_name_the_field() -> None:
         IngestHeader("moby", True, 0),
         IngestHeader("a", False, 5, "id", SETTINGS[3]),
         IngestHeader("a", True, None, "", SETTINGS[0], -100, "a client"),
+        IngestHeader("a", settings=ContextSettings(capacity=1 << 40)),
         b"\xff\x00",
         (1, 2),
     ],
@@ -123,6 +129,29 @@ def test_ingest_pieces_survive(piece: IngestPiece) -> None:
     data = codec.encode_ingest_piece(piece).SerializeToString()
     decoded = codec.decode_ingest_piece(ingest_pb.IngestContextRequest.FromString(data))
     assert (tuple(decoded) if isinstance(decoded, array) else decoded) == piece
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is for new contexts")]
+)
+def test_a_wrong_capacity_is_named(fields: dict[str, Any], words: str) -> None:
+    config = {"name": "contexts/a", "capacity_token_count": 5} | fields
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        codec.decode_ingest_piece(ingest_pb.IngestContextRequest(config=config))
+    assert caught.value.field == "config.capacity_token_count"
+
+
+def test_a_capacity_cannot_be_changed_or_exceed_its_field() -> None:
+    with pytest.raises(InvalidArgument, match="fixed when a context is created"):
+        codec.encode_update("moby", ContextSettings(capacity=5))
+    with pytest.raises(InvalidArgument, match="out of range"):
+        codec.encode_ingest_piece(IngestHeader("a", settings=ContextSettings(capacity=2**63)))
+
+
+def test_positions_survive() -> None:
+    context = msgspec.structs.replace(CONTEXT, positions=FAR)
+    data = codec.encode_context(context).SerializeToString()
+    assert codec.decode_context(context_pb.Context.FromString(data)) == context
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -146,7 +175,7 @@ def test_clusters_survive() -> None:
         Worker(rank=rank, node="here", pid=7, device="cpu", tokens=1, max_tokens=2, kv_bytes=3) for rank in (0, 1)
     )
     cluster = Cluster(
-        model=ModelInfo(name="m", architecture="A", dtype="f", max_context_tokens=4, vocabulary_size=5),
+        model=ModelInfo(name="m", architecture="A", dtype="f", max_context_tokens=4, vocabulary_size=5, rope="yarn"),
         workers=workers,
         world_size=2,
         epoch=1,

@@ -7,13 +7,14 @@ from coordinator.budget import Budget
 from coordinator.events import Ended, Prompt, Started, Tokens
 from coordinator.jobs import Claim, Ingest
 from coordinator.paths import Path
+from coordinator.positions import Positions
 from coordinator.queue import AGEING
 from coordinator.scheduler import Scheduler
 from coordinator.speeds import UNKNOWN_RETRY_SECONDS, Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, StepPlan, StepResult
+from longleaf.step import Decode, Prefill, Rotary, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
 
@@ -23,7 +24,7 @@ class Bench:
     def __init__(self, *, blocks: tuple[int, ...] = (64, 64), per_token: float = 0.001, **changes: object) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.config, Placer(blocks, 4), 2000, epoch=1)
+        self.scheduler = Scheduler(self.config, Placer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
         self.ledger = Ledger(4)
         self.per_token = per_token
         self.now = 0.0

@@ -104,7 +104,6 @@ def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
 def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
     assert [spec.reach for spec in loaded.layers.values()] == reaches
-    assert loaded.position_limit is None
 
 
 def test_of_a_model_that_sees_images_the_text_is_served(tmp_path):

@@ -4,12 +4,13 @@ import pytest
 
 from coordinator.blocks import Placer
 from coordinator.events import Acknowledged, Ended, Event, Progress, Prompt, Started, Tokens
+from coordinator.positions import Positions
 from coordinator.queue import MAX_PASSED
 from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, Seen, StepPlan, StepResult
+from longleaf.step import Decode, Prefill, Rotary, Seen, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
 
@@ -20,7 +21,7 @@ class Bench:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.placer = Placer(blocks, self.config.block_size)
-        self.scheduler = Scheduler(self.config, self.placer, max_positions, epoch=1)
+        self.scheduler = Scheduler(self.config, self.placer, Positions(Rotary(), max_positions), epoch=1)
         self.ledger = Ledger(self.config.block_size)
         self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0

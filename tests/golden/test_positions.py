@@ -1,0 +1,194 @@
+"""Scaled and far positions: greedy text equals transformers' `generate`; what has another rope is not shared."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.checkpoints import make_checkpoint
+from coordinator.events import Ended, Prompt, Tokens
+from longleaf.errors import InvalidArgument
+from longleaf.messages import ContextSettings
+from longleaf.sampling import Sampling
+from longleaf.step import FLOAT32_POSITIONS, Rope
+from tests.golden.test_generate import running
+from tests.threads import config_for
+from workers.rotary import replace_rotary
+
+NEW_TOKENS = 32
+ORIGINAL = 512
+KINDS: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL},
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    """A checkpoint by kind of rope, made at first use. `dynamic` was trained for ORIGINAL positions."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            make_checkpoint(folder, "llama", seed=2, max_positions=ORIGINAL if kind == "dynamic" else 8192)
+            config = AutoConfig.from_pretrained(folder)
+            config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, **KINDS[kind]}
+            config.save_pretrained(folder)
+            made[kind] = folder
+        return made[kind]
+
+    return get
+
+
+def ids_of(count, seed=7):
+    return tuple(torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def generate(folder, prompt, longest=None):
+    """What transformers says, after it has seen the position `longest`, if given: dynamic keeps that scaling."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if longest:
+        model(torch.tensor([[3]]), position_ids=torch.tensor([[longest - 1]]))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+    found = tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+    assert len(set(found)) >= NEW_TOKENS // 2, "the fixture repeats itself"
+    return found
+
+
+async def ask(engine, prompt, context=None):
+    """The answer, and how many tokens of the prompt were held."""
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
+    found, cached = (), 0
+    async for event in stream:
+        if isinstance(event, Tokens):
+            found += event.token_ids
+        if isinstance(event, Ended):
+            cached = event.cached_tokens
+    return found, cached
+
+
+async def ingest(engine, context, token_ids, **options):
+    _ = [event async for event in engine.ingest(context, token_ids, **{"append": False, **options})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "world_size"),
+    [
+        ("llama3", 1200, 2),
+        ("linear", 1200, 1),
+        ("yarn", 1200, 3),
+        ("longrope", 300, 1),
+        ("longrope", 1200, 2),
+        ("dynamic", 300, 2),
+        ("dynamic", 1200, 3),
+    ],
+)
+async def test_scaled_positions_answer_like_generate(scaled, kind, length, world_size):
+    prompt = ids_of(length)
+    total = length + NEW_TOKENS
+    expected = generate(scaled(kind), prompt, total if kind == "dynamic" and total > ORIGINAL else None)
+    config = config_for(scaled(kind), world_size=world_size, chunk_size=500, allow_long=True)
+    async with running(config) as engine:
+        assert (await ask(engine, prompt))[0] == expected
+        _ = [
+            event
+            async for event in engine.ingest(
+                "book", prompt[:-40], append=False, settings=ContextSettings(capacity=total)
+            )
+        ]
+        engine.fork_context("book", "fork", length - 50)
+        assert (await ask(engine, prompt[-40:], "book"))[0] == expected
+        assert (await ask(engine, prompt[-50:], "fork"))[0] == expected
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scaled, kind):
+    """The same tokens below and beyond the original length: transformers would rotate all by the longest."""
+    near, far = ids_of(300), ids_of(300) + ids_of(900, seed=8)
+    total = len(far) + NEW_TOKENS
+    wanted = [generate(scaled(kind), near), generate(scaled(kind), far, total if kind == "dynamic" else None)]
+    async with running(config_for(scaled(kind), world_size=2, chunk_size=500, allow_long=True)) as engine:
+        for _ in range(2):
+            answers = await asyncio.gather(ask(engine, near), ask(engine, far))
+            assert [tokens for tokens, _ in answers] == wanted
+        assert [cached for _, cached in answers] == [len(near) - 1, len(far) - 1], "each found what was held of it"
+        assert (await ask(engine, far[:400]))[1] == 299, "shorter prompts share what has the short scaling"
+
+
+async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
+    prompt = ids_of(1200)
+    async with running(config_for(scaled("longrope"), chunk_size=500)) as engine:
+        await ingest(engine, "short", prompt[:400])
+        await ingest(engine, "long", prompt[:400], settings=ContextSettings(capacity=2000))
+        short, long = (engine.get_context(name).positions for name in ("short", "long"))
+        assert (short.capacity, short.scaled_for, long.capacity, long.scaled_for) == (512, 0, 2000, 513)
+        assert (short.rope, short.precision) == ("longrope", "float32")
+        with pytest.raises(InvalidArgument, match="make 1000; the context was created for 512 positions"):
+            engine.ingest("short", prompt[400:1000], append=True)
+        with pytest.raises(InvalidArgument, match="make 513; the context was created for 512 positions"):
+            await ask(engine, prompt[400 : 513 - NEW_TOKENS], "short")
+        asked = [(await ask(engine, prompt[400:450], name))[0] for name in ("short", "long")]
+        assert asked[0] == generate(scaled("longrope"), prompt[:450]) != asked[1], "the scaling changes the text"
+        await ingest(engine, "long", prompt[400:-20], append=True)
+        assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
+        assert engine.fork_context("long", "twig", 300).positions.scaled_for == 513
+
+
+async def test_beyond_the_trained_length_needs_permission(scaled):
+    prompt = ids_of(600)
+    async with running(config_for(scaled("dynamic"))) as engine:
+        with pytest.raises(InvalidArgument, match=f"make 601; the model's limit is {ORIGINAL} .*--allow-long"):
+            await ask(engine, prompt)
+        with pytest.raises(InvalidArgument, match=f"make 600; the model's limit is {ORIGINAL} .*--allow-long"):
+            engine.ingest("book", prompt, append=False)
+        assert engine.max_positions == ORIGINAL
+
+
+async def test_float64_is_for_what_is_declared_long(scaled):
+    """And gives the same text where float32 is good enough."""
+    prompt = ids_of(1200)
+    async with running(config_for(scaled("llama3"), world_size=2, allow_long=True)) as engine:
+        await ingest(engine, "far", prompt[:-20], settings=ContextSettings(capacity=FLOAT32_POSITIONS + 1))
+        await ingest(engine, "near", prompt[:-20])
+        far, near = (engine.get_context(name).positions for name in ("far", "near"))
+        assert (far.precision, near.precision) == ("float64", "float32")
+        assert far.phase_error < 1e-11 < 1e-5 < near.phase_error
+        asked = await asyncio.gather(*(ask(engine, prompt[-20:], name) for name in ("far", "near", "far")))
+        assert [tokens for tokens, _ in asked] == [generate(scaled("llama3"), prompt)] * 3
+        assert (await ask(engine, prompt))[1] == len(prompt) - 20, "prompts that are short share what has their rope"
+        engine.delete_context("near")
+
+
+@torch.inference_mode()
+def test_far_queries_meet_their_neighbours_only_in_float64(scaled):
+    """A rotation is relative: the scores of a query and the keys just before it are the same wherever they lie."""
+    model = AutoModelForCausalLM.from_pretrained(scaled("llama3"), dtype=torch.float32)
+    ids = torch.tensor([ids_of(64)])
+    ropes, _ = replace_rotary(model.base_model, model.config)
+    found = {}
+    for start in (0, 1_000_000, 8_000_000, 20_000_000):
+        for is_double in (True, False):
+            ropes.rows = {Rope(is_double=is_double): None}
+            logits_TV = model(ids, position_ids=torch.arange(start, start + 64)[None]).logits[0]
+            found[start, is_double] = logits_TV[-1]
+    for start in (1_000_000, 8_000_000, 20_000_000):
+        error, own_error = ((found[start, d] - found[0, True]).abs().max() for d in (True, False))
+        assert error < 1e-3
+        assert own_error > 10 * error
