@@ -188,7 +188,8 @@ def _parts(answer: Tensor | Parts) -> Parts:
 @torch.inference_mode()
 def replace_rotary(decoder: nn.Module, config: PreTrainedConfig) -> tuple[Ropes, Rotary]:
     """Replaces the rotary modules of a decoder of text. Gives what chooses their ropes in each step, and what is known
-    of the model's positions. Raises ModelRefused when transformers would scale by the batch, and that cannot be replaced."""
+    of the model's positions. Raises ModelRefused when transformers would scale by the batch, and that cannot be
+    replaced."""
     names = [name for name, part in decoder.named_modules() if _is_rotary(part)]
     ropes, made, reason = Ropes(), list[LongRotary](), "" if names else "it has no rotary positions"
     for name in names:
