@@ -26,6 +26,8 @@ WAYS = {
     "state": tuple(STATES),
     "prefill": ("auto", "queries", "keys"),
 }
+LOGIT_TOLERANCE = 1e-4
+"""Of the largest difference of a logit in float32, in standard deviations of the logits."""
 LIVELY = ("llama", "mistral", "llama4", "gemma2", "gpt_oss")
 """Families that differ in who sees whom, for tests that need not run on all of them."""
 
@@ -63,7 +65,8 @@ async def check_row(golden, world_size, merge, chunk_size, state, prefill):
     async with running(config, logits.watch) as engine:
         answers = await STATES[state](engine, golden.prompt)
     assert answers == [golden.tokens] * len(answers)
-    torch.testing.assert_close(logits.first(NEW_TOKENS), golden.logits_TV, atol=1e-4, rtol=1e-4)
+    difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
+    assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
 
 
 @pytest.mark.parametrize(("family", "way"), COVER)
@@ -172,7 +175,9 @@ async def test_concurrent_generations_do_not_touch_each_other(goldens):
 
 
 HALF_TOLERANCE = 0.1
-"""Of bfloat16 logits, in standard deviations of the logits, root mean square."""
+ROUTED_TOLERANCE = 0.5
+"""Of bfloat16 logits, root mean square, in standard deviations of the logits. Where experts are chosen, a rounding may
+choose another one."""
 
 
 async def check_half_precision(golden):
@@ -180,22 +185,13 @@ async def check_half_precision(golden):
     config = config_for(golden.folder, world_size=2, dtype="bfloat16", chunk_size=300)
     async with running(config, logits.watch) as engine:
         await answer(engine, golden.prompt)
+    plain = load_plain(golden.folder, torch.bfloat16)
     with torch.inference_mode():
-        plain_V = load_plain(golden.folder, torch.bfloat16)(torch.tensor([golden.prompt]), logits_to_keep=1).logits[
-            0, 0
-        ]
-    exact_V, found_V = golden.logits_TV[0], logits.first(1)[0]
-    error, plain_error = ((found.float() - exact_V).square().mean().sqrt() for found in (found_V, plain_V))
-    print(
-        "BF16",
-        golden.folder.name,
-        float(error),
-        float(plain_error),
-        float(error / plain_error),
-        float(error / exact_V.std()),
-    )
+        plain_V = plain(torch.tensor([golden.prompt]), logits_to_keep=1).logits[0, 0].float()
+    exact_V, is_routed = golden.logits_TV[0], any("experts" in name for name, _ in plain.named_modules())
+    error, plain_error = ((found - exact_V).square().mean().sqrt() for found in (logits.first(1)[0], plain_V))
     assert error <= 2 * plain_error
-    assert error <= HALF_TOLERANCE * exact_V.std()
+    assert error <= (ROUTED_TOLERANCE if is_routed else HALF_TOLERANCE) * exact_V.std()
 
 
 @pytest.mark.parametrize("family", LIVELY)

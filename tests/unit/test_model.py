@@ -109,7 +109,8 @@ def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
 def test_of_a_model_that_sees_images_the_text_is_served(tmp_path):
     text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 64}
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    config = Gemma3Config(text, {**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4)
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     assert len(model.load(str(tmp_path), "float32", "cpu").layers) == 2
 
