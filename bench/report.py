@@ -2,18 +2,23 @@
 
 What `bench.needle` measured (it takes hours, and goes on where it stopped) is shown on the page as well. Usage:
 
-python -m bench.report              # runs and writes
-python -m bench.report --page       # writes the page from the rows that are there
+    python -m bench.report                       # runs all and writes
+    python -m bench.report --only shared fair    # runs some; of the others the page shows the rows that are there
+    python -m bench.report --page                # runs nothing, writes the page
 """
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from bench import users_page
+
 RESULTS = Path(__file__).parent / "results"
-BENCHES = ("decode", "ingest")
+SPEED = ("decode", "ingest")
+BENCHES = (*SPEED, *users_page.SECTIONS)
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,
     ("decode", 8000, 8, 8): 3.0,
@@ -37,11 +42,19 @@ Row = dict[str, Any]
 
 def main() -> None:
     RESULTS.mkdir(exist_ok=True)
-    if "--page" not in sys.argv[1:]:
-        for name in BENCHES:
-            run(name)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=BENCHES, help="what to run")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    for name in () if options.page else options.only:
+        run(name)
     found = {name: json.loads(file(name).read_text()) for name in BENCHES if file(name).is_file()}
-    lines = page(found)
+    lines = page({name: found[name] for name in SPEED if name in found})
+    for name, section in users_page.SECTIONS.items():
+        if name in found:
+            rows = found[name] if isinstance(found[name], list) else [found[name]]
+            lines += [f"## {name}", "", f"`python -m bench.{name}`", "", *section(found[name]), ""]
+            lines += [f"- {text}" for text in sorted({machine(row["machine"]) for row in rows})] + [""]
     if file("needle").is_file():
         lines += needles(json.loads(file("needle").read_text()))
     (RESULTS / "README.md").write_text("\n".join(lines))

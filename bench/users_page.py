@@ -1,0 +1,97 @@
+"""What was measured of many users at once, as lines of markdown: one section per measurement."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+STREAMS = (("alone", "alone_ms"), ("beside an ingest", "beside_ms"))
+
+
+def shared(found: Row) -> list[str]:
+    """All together against one after another."""
+    read = found["kv_bytes_per_step"]
+    table = [[count, f"{size / 2**20:.2f}"] for count, size in read.items()]
+    told = (
+        f"{found['generations']} generations over one context of {found['context_tokens']:,} tokens on "
+        f"{found['world_size']} ranks: together {found['service_tokens_per_s']} tokens/s, one after another "
+        f"{found['baseline_tokens_per_s']}; **{found['ratio']} times** as many (wanted: {found['target']:g})."
+    )
+    return [told, "", *_table(["generations at once", "MiB of keys and values that rank 0 reads in a step"], table)]
+
+
+def overhead(found: Row) -> list[str]:
+    """The gap between steps."""
+    table = [[r["batch"], r["us_per_step"], r["us_median"], r["step_us"], f"{r['share']:.1%}"] for r in found["rows"]]
+    told = (
+        f"From the end of a step on the rank that is last to the start of its next one, after "
+        f"{found['context_tokens']:,} tokens on {found['world_size']} ranks (wanted: at most {found['target']:.0%})."
+    )
+    return [told, "", *_table(["streams", "us per step, mean", "median", "a step takes, us", "share"], table)]
+
+
+def fair(found: Row) -> list[str]:
+    """A stream with and without an ingest beside it."""
+    names = ("p50", "p95", "p99", "max")
+    table = [[who, *(found[key][name] for name in names)] for who, key in STREAMS]
+    told = (
+        f"Milliseconds between two tokens of a stream, alone and while {found['ingest']['tokens']:,} tokens are "
+        f"ingested at {found['ingest']['tokens_per_s']:,} tokens/s, with `--target-itl-ms {found['target_itl_ms']:g}`."
+    )
+    return [told, "", *_table(["", *names], table)]
+
+
+def scaling(rows: Sequence[Row]) -> list[str]:
+    """Ranks against one."""
+    heads = ["work", "ranks, tokens/s", "one rank, tokens/s", "ratio", "from - to", "wanted", "ceiling"]
+    names = ("work", "service_tokens_per_s", "baseline_tokens_per_s", "ratio")
+    table = [
+        [*(r[name] for name in names), f"{r['ratio_min']} - {r['ratio_max']}", r["target"], r["ceiling"]] for r in rows
+    ]
+    first = rows[0]
+    told = (
+        f"{first['world_size']} ranks against one over {first['context_tokens']:,} tokens, a thread each, on a machine "
+        f"of {first['physical_cores']} physical cores and {first['machine']['logical_cores']} logical ones. The "
+        "ceiling is what as many processes gain here that compute the same and have nothing to say to each other."
+    )
+    return [told, "", *_table(heads, table)]
+
+
+def serve(rows: Sequence[Row]) -> list[str]:
+    """Load as it arrives."""
+    names = ["rate", "requests", "completed", "refused", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99"]
+    names += ["output_tokens_per_s", "goodput"]
+    first = rows[0]
+    told = (
+        f"Open-loop arrivals over gRPC, questions to documents ({first['documents']}), {first['world_size']} ranks. "
+        f"Good is a request whose first token came within {first['max_ttft_ms']:g} ms and the others every "
+        f"{first['max_itl_ms']:g} ms."
+    )
+    return [told, "", *_table(names, [[row[name] for name in names] for row in rows])]
+
+
+def prefill(rows: Sequence[Row]) -> list[str]:
+    """Queries or keys."""
+    names = ["transport", "chunk_tokens", "past_tokens", "way", "bytes_sent_per_rank", "seconds_median"]
+    told = (
+        f"Reading a chunk after a past on {rows[0]['world_size']} ranks of this machine's cores; `auto` is the choice "
+        "by bytes ([why](../../docs/adr/0008-queries-or-keys-in-prefill.md))."
+    )
+    return [told, "", *_table(names, [[row[name] for name in names] for row in rows])]
+
+
+SECTIONS: dict[str, Callable[[Any], list[str]]] = {
+    "shared": shared,
+    "overhead": overhead,
+    "fair": fair,
+    "scaling": scaling,
+    "serve": serve,
+    "prefill": prefill,
+}
+
+
+def _table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:
+    return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
