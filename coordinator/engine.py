@@ -64,6 +64,11 @@ class Engine:
         return self._max_positions
 
     @property
+    def is_exact(self) -> bool:
+        """Whether answers are what the model alone would say."""
+        return self._config.is_exact
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the pools of all ranks can hold."""
         return sum(ready.num_blocks for ready in self._readies) * self._config.block_size
@@ -190,6 +195,7 @@ class Engine:
             display_name=context.display_name,
             expires=context.expires,
             is_pinned=context.is_pinned,
+            is_exact=self.is_exact,
         )
 
     def _new_stream(self, num_samples: int = 1) -> Stream:

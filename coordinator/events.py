@@ -99,6 +99,7 @@ class ContextView(msgspec.Struct, frozen=True):
     display_name: str = ""
     expires: float | None = None
     is_pinned: bool = False
+    is_exact: bool = False
 
 
 class WorkerView(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ def context_of(view: events.ContextView) -> Context:
         display_name=view.display_name,
         expires=view.expires,
         is_pinned=view.is_pinned,
+        is_exact=view.is_exact,
     )
 
 
@@ -39,16 +40,18 @@ def cluster_of(
         merge_timings=ready.merges,
         waiting=view.waiting,
         running=view.running,
+        is_exact=config.is_exact,
     )
 
 
-def finished_of(event: events.Ended) -> Finished:
+def finished_of(event: events.Ended, is_exact: bool) -> Finished:
     return Finished(
         event.reason,
         "",
         Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
         timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
         event.sample,
+        is_exact,
     )
 
 

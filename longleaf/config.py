@@ -67,6 +67,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
         return max(self.start_timeout, self.step_timeout + self.chunk_size * self.step_timeout_per_token)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether no key, value or partial is rounded more than the model itself rounds."""
+        return self.partials == "float32" or self.world_size == 1
+
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""
         limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}

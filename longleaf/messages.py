@@ -104,6 +104,8 @@ class Started(msgspec.Struct, frozen=True):
     cached_tokens: int
     queue_position: int = 0
     request_id: str = ""
+    is_exact: bool = False
+    """Whether the answer will be; see Finished."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -134,6 +136,8 @@ class Finished(msgspec.Struct, frozen=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     sample: int = 0
+    is_exact: bool = False
+    """No key, value or partial was rounded more than the model itself rounds."""
 
 
 Event = Started | Progress | Delta | Finished
@@ -159,6 +163,8 @@ class Context(msgspec.Struct, frozen=True):
     display_name: str = ""
     expires: float | None = None
     is_pinned: bool = False
+    is_exact: bool = False
+    """Its keys and values are those that the model alone would have computed."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,3 +269,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     merge_timings: tuple[MergeTiming, ...] = ()
     waiting: int = 0
     running: int = 0
+    is_exact: bool = False
+    """Whether answers are; see Finished."""

@@ -32,6 +32,7 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         ],
         waiting_count=cluster.waiting,
         running_count=cluster.running,
+        exact=cluster.is_exact,
     )
 
 
@@ -57,6 +58,7 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         merge_timings=tuple(MergeTiming(t.row_count, t.merge, dict(t.latency_us)) for t in message.merge_timings),
         waiting=message.waiting_count,
         running=message.running_count,
+        is_exact=message.exact,
     )
 
 

@@ -45,6 +45,7 @@ def encode_context(context: Context) -> context_pb.Context:
         display_name=context.display_name,
         expire_time=None if context.expires is None else _timestamp(context.expires),
         pinned=context.is_pinned,
+        exact=context.is_exact,
     )
 
 
@@ -69,6 +70,7 @@ def decode_context(message: context_pb.Context) -> Context:
         display_name=message.display_name,
         expires=_seconds(message.expire_time) if message.HasField("expire_time") else None,
         is_pinned=message.pinned,
+        is_exact=message.exact,
     )
 
 

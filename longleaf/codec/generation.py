@@ -132,6 +132,7 @@ def _encode_started(event: Started) -> generation_pb.Started:
         cached_token_count=event.cached_tokens,
         queue_position=event.queue_position,
         request_id=event.request_id,
+        exact=event.is_exact,
     )
 
 
@@ -170,6 +171,7 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
             prefill_duration=_duration(timings.prefill_seconds),
         ),
         sample_index=event.sample,
+        exact=event.is_exact,
     )
 
 
@@ -184,7 +186,7 @@ def decode_event(message: service_pb.GenerateResponse) -> Event:
         case "started":
             started = message.started
             counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            return Started(*counts, started.request_id)
+            return Started(*counts, started.request_id, started.exact)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":
@@ -215,4 +217,5 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
             timings.prefill_duration.ToTimedelta().total_seconds(),
         ),
         message.sample_index,
+        message.exact,
     )

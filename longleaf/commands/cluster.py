@@ -56,6 +56,7 @@ def headlines(found: Cluster) -> list[str]:
         f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context",
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
+        "answers are exact" if found.is_exact else "answers are not exact",
         f"{found.running} running, {found.waiting} waiting",
     ]
 

@@ -60,7 +60,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Cluster(_message.Message):
     RUNNING_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     MERGE_TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -81,7 +82,8 @@ class Cluster(_message.Message):
     running_count: int
     transport: str
     merge_timings: _containers.RepeatedCompositeFieldContainer[MergeTiming]
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ...) -> None: ...
+    exact: bool
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class MergeTiming(_message.Message):
     __slots__ = ("row_count", "merge", "latency_us")
