@@ -75,6 +75,7 @@ class Service:
             max_context_tokens=engine.max_positions,
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,
+            kv_dtype=readies[0].kv_dtype,
         )
         return Description(engine, model, self._config, readies[0])
 

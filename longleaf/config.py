@@ -14,6 +14,7 @@ MergeChoice = Literal["auto", MergeName]
 PartialDtype = Literal["float32", "bfloat16"]
 PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtypeName = Literal["auto", "int8"]
 
 DEFAULT_PORT = 50051
 MAX_SECONDS = 1e6
@@ -44,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the world size."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
+    kv_dtype: KvDtypeName = "auto"
+    """How keys and values are kept: auto in the type of the weights; int8 rounds them, and answers are not exact."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute."""
     threads_per_rank: int = 1
@@ -70,7 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_exact(self) -> bool:
         """Whether no key, value or partial is rounded more than the model itself rounds."""
-        return self.partials == "float32" or self.world_size == 1
+        return self.kv_dtype == "auto" and (self.partials == "float32" or self.world_size == 1)
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""

@@ -242,6 +242,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int = 0
     vocabulary_size: int = 0
     has_chat_template: bool = False
+    kv_dtype: str = ""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,17 +7,53 @@ coordinator; this module only remembers.
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from longleaf.attention import Partial
+from longleaf.attention.kernels import Kernel
+from longleaf.attention.masks import Read
 from longleaf.runs import Extent, Run, extents
 from workers.model import LayerSpec
 
 
+class Slots(Protocol):
+    """Keys and values of all layers by slot, however they are kept: here, or in 8 bits in `workers.quantized`."""
+
+    block_size: int
+    dtype: torch.dtype
+    """Of what is stored and taken."""
+    device: str
+    trash_slot: int
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Of a token's keys and values in a layer."""
+        ...
+
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of T tokens into their slots, and gives them as they are kept."""
+        ...
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, [L, 2, K, D], for `split`."""
+        ...
+
+    def split(self, layer: int, taken_S2KD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [K, S, D] of tokens that were taken, here or elsewhere."""
+        ...
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        ...
+
+
 class Pool:
-    """Keys and values of all layers. The slots of one more block, past the last, take what nobody needs (trash)."""
+    """Keys and values as they were computed. The slots of one more block, past the last, take what nobody needs
+    (trash)."""
 
     def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
         self.block_size = block_size
@@ -35,10 +71,27 @@ class Pool:
         num_heads, _, dim = self.keys[layer].shape
         return 2 * num_heads * dim * self.dtype.itemsize
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-        """Writes the keys and values of T tokens into their slots."""
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of T tokens into their slots, and gives them."""
         self.keys[layer].index_copy_(1, slots_T, k_KTD)
         self.values[layer].index_copy_(1, slots_T, v_KTD)
+        return k_KTD, v_KTD
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, [L, 2, K, D]."""
+        kept = (self.keys[layer], self.values[layer])
+        return torch.stack([t.index_select(1, slots_L).transpose(0, 1) for t in kept], dim=1)
+
+    def split(self, layer: int, taken_S2KD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [K, S, D] of tokens that were taken, here or elsewhere."""
+        k_KSD, v_KSD = (taken_S2KD[:, i].transpose(0, 1) for i in range(2))
+        return k_KSD, v_KSD
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        return kernel(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, window_reads
 from longleaf.runs import Run
 from longleaf.step import Decode, Prefill
-from workers.cache import Pool, Segments, stretches
+from workers.cache import Segments, Slots, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
 from workers.rows import Query, order, row_reads
@@ -44,7 +44,7 @@ class InputBuilder:
         self,
         rank: int,
         world_size: int,
-        pool: Pool,
+        pool: Slots,
         segments: Segments,
         layers: dict[int, LayerSpec],
         pasts: PastBuilder,

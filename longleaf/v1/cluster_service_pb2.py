@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\x93\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\"\x81\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\"\x9b\x02\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xab\x01\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/cluster_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\x13\n\x11GetClusterRequest\"O\n\x13WatchClusterRequest\x12\x38\n\x15min_interval_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x14WatchClusterResponse\x12%\n\x07\x63luster\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Cluster\"\xa5\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1f\n\x17max_context_token_count\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x10\n\x08kv_dtype\x18\x0b \x01(\t\"\x81\x01\n\x06Worker\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0btoken_count\x18\x05 \x01(\x03\x12\x17\n\x0fmax_token_count\x18\x06 \x01(\x03\x12\x10\n\x08kv_bytes\x18\x07 \x01(\x03\"\x9b\x02\n\x07\x43luster\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.longleaf.v1.ModelInfo\x12$\n\x07workers\x18\x02 \x03(\x0b\x32\x13.longleaf.v1.Worker\x12\x12\n\nworld_size\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x10\n\x08launcher\x18\x05 \x01(\t\x12\r\n\x05merge\x18\x06 \x01(\t\x12\x15\n\rwaiting_count\x18\x07 \x01(\x05\x12\x15\n\rrunning_count\x18\x08 \x01(\x05\x12\x11\n\ttransport\x18\t \x01(\t\x12/\n\rmerge_timings\x18\n \x03(\x0b\x32\x18.longleaf.v1.MergeTiming\x12\r\n\x05\x65xact\x18\x0f \x01(\x08\"\x9e\x01\n\x0bMergeTiming\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\r\n\x05merge\x18\x02 \x01(\t\x12;\n\nlatency_us\x18\x03 \x03(\x0b\x32\'.longleaf.v1.MergeTiming.LatencyUsEntry\x1a\x30\n\x0eLatencyUsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xab\x01\n\x0e\x43lusterService\x12\x42\n\nGetCluster\x12\x1e.longleaf.v1.GetClusterRequest\x1a\x14.longleaf.v1.Cluster\x12U\n\x0cWatchCluster\x12 .longleaf.v1.WatchClusterRequest\x1a!.longleaf.v1.WatchClusterResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,15 +41,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHCLUSTERRESPONSE']._serialized_start=184
   _globals['_WATCHCLUSTERRESPONSE']._serialized_end=245
   _globals['_MODELINFO']._serialized_start=248
-  _globals['_MODELINFO']._serialized_end=395
-  _globals['_WORKER']._serialized_start=398
-  _globals['_WORKER']._serialized_end=527
-  _globals['_CLUSTER']._serialized_start=530
-  _globals['_CLUSTER']._serialized_end=813
-  _globals['_MERGETIMING']._serialized_start=816
-  _globals['_MERGETIMING']._serialized_end=974
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=926
-  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=974
-  _globals['_CLUSTERSERVICE']._serialized_start=977
-  _globals['_CLUSTERSERVICE']._serialized_end=1148
+  _globals['_MODELINFO']._serialized_end=413
+  _globals['_WORKER']._serialized_start=416
+  _globals['_WORKER']._serialized_end=545
+  _globals['_CLUSTER']._serialized_start=548
+  _globals['_CLUSTER']._serialized_end=831
+  _globals['_MERGETIMING']._serialized_start=834
+  _globals['_MERGETIMING']._serialized_end=992
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_start=944
+  _globals['_MERGETIMING_LATENCYUSENTRY']._serialized_end=992
+  _globals['_CLUSTERSERVICE']._serialized_start=995
+  _globals['_CLUSTERSERVICE']._serialized_end=1166
 # @@protoc_insertion_point(module_scope)

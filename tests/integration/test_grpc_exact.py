@@ -49,6 +49,7 @@ async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
         ({"world_size": 2, "dtype": "bfloat16"}, True),
         ({"world_size": 2, "partials": "bfloat16"}, False),
         ({"world_size": 1, "partials": "bfloat16"}, True),
+        ({"world_size": 1, "kv_dtype": "int8"}, False),
     ],
 )
 async def test_every_response_says_whether_it_is_exact(
