@@ -29,12 +29,15 @@ class Answer:
         end_tokens: frozenset[int],
         num_samples: int,
         clock: Callable[[], float],
+        is_exact: bool,
     ) -> None:
         self._request_id = request_id
+        self._is_exact = is_exact
         self._times = Times(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
         self._samples = [
-            Sample(sample, TextStream(alphabet, sampling.stop), ends, self._times) for sample in range(num_samples)
+            Sample(sample, TextStream(alphabet, sampling.stop), ends, self._times, is_exact)
+            for sample in range(num_samples)
         ]
 
     @property
@@ -51,7 +54,7 @@ class Answer:
                 for sample in self._samples:
                     sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
                 counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
-                return [Started(*counts, self._request_id, event.is_beyond_trained)]
+                return [Started(*counts, self._request_id, event.is_beyond_trained, self._is_exact)]
             case events.Progress(processed, total):
                 return [Progress(processed, total)]
             case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:
@@ -65,11 +68,12 @@ class Answer:
 class Sample:
     """One answer: its text, the logprobs of ids whose text is not out yet, and its end."""
 
-    def __init__(self, index: int, text: TextStream, end_tokens: frozenset[int], times: Times) -> None:
+    def __init__(self, index: int, text: TextStream, end_tokens: frozenset[int], times: Times, is_exact: bool) -> None:
         self._index = index
         self._text = text
         self._end_tokens = end_tokens
         self._times = times
+        self._is_exact = is_exact
         self._first_token_at: float | None = None
         self._num_tokens = 0
         self._logprobs: list[Logprobs] = []
@@ -100,7 +104,7 @@ class Sample:
         if self._text.matched_stop:
             return [*delta, self._stop()]
         self.is_finished = True
-        return [*delta, finished_of(event)]
+        return [*delta, finished_of(event, self._is_exact)]
 
     def _stop(self) -> Finished:
         """The end that the engine does not know of, so the times are taken here too."""
@@ -110,7 +114,7 @@ class Sample:
         started = first if times.started is None else times.started
         usage = Usage(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
         timings = timings_of(started - times.arrived, first - times.arrived, now - first)
-        return Finished("stop", self._text.matched_stop, usage, timings, self._index)
+        return Finished("stop", self._text.matched_stop, usage, timings, self._index, self._is_exact)
 
     def _delta(self, pieces: list[Piece]) -> list[Event]:
         """The pieces of one event as one delta, with their logprobs; none when there is none."""

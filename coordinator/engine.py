@@ -68,6 +68,11 @@ class Engine:
         return self.positions.limit_name
 
     @property
+    def is_exact(self) -> bool:
+        """Whether answers are what the model alone would say."""
+        return self._config.is_exact
+
+    @property
     def total_tokens(self) -> int:
         """Tokens that the pools of all ranks can hold."""
         return sum(ready.num_blocks for ready in self._readies) * self._config.block_size
@@ -173,7 +178,7 @@ class Engine:
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
-        return view_context(context, self._readies, self.positions)
+        return view_context(context, self._readies, self.positions, self.is_exact)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples

@@ -108,6 +108,7 @@ class ContextView(msgspec.Struct, frozen=True):
     expires: float | None = None
     is_pinned: bool = False
     positions: PositionInfo = PositionInfo()
+    is_exact: bool = False
 
 
 class WorkerView(msgspec.Struct, frozen=True):

@@ -33,6 +33,11 @@ class EventStream(Protocol):
 class Submitter(Capacity, Protocol):
     """The engine, as generations see it."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether answers are what the model alone would say."""
+        ...
+
     def submit(self, prompt: events.Prompt) -> EventStream:
         """Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
         ...
@@ -119,7 +124,7 @@ class Generation:
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer
         wanted = (request.sampling, tokenizer.end_tokens, request.num_samples)
-        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock)
+        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact)
 
     async def _check(self, request: Generate) -> Sequence[int]:
         """The prompt's ids. Raises InvalidArgument or NotFound."""

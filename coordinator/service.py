@@ -78,6 +78,7 @@ class Service:
             dtype=readies[0].dtype,
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,
+            kv_dtype=readies[0].kv_dtype,
         )
         return Description(engine, engine.positions.describe_model(model), self._config, readies[0])
 

@@ -8,7 +8,7 @@ from coordinator.positions import Positions
 from longleaf.step import Hello, Ready
 
 
-def view_context(context: Context, readies: Sequence[Ready], positions: Positions) -> ContextView:
+def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> ContextView:
     shares = enumerate(context.shares(len(readies)))
     return ContextView(
         id=context.id,
@@ -21,6 +21,7 @@ def view_context(context: Context, readies: Sequence[Ready], positions: Position
         expires=context.expires,
         is_pinned=context.is_pinned,
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
+        is_exact=is_exact,
     )
 
 

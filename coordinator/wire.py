@@ -20,6 +20,7 @@ def context_of(view: events.ContextView) -> Context:
         expires=view.expires,
         is_pinned=view.is_pinned,
         positions=view.positions,
+        is_exact=view.is_exact,
     )
 
 
@@ -41,16 +42,18 @@ def cluster_of(
         waiting=view.waiting,
         running=view.running,
         block_size=config.block_size,
+        is_exact=config.is_exact,
     )
 
 
-def finished_of(event: events.Ended) -> Finished:
+def finished_of(event: events.Ended, is_exact: bool) -> Finished:
     return Finished(
         event.reason,
         "",
         Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
         timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
         event.sample,
+        is_exact,
     )
 
 

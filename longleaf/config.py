@@ -15,6 +15,7 @@ MergeChoice = Literal["auto", MergeName]
 PartialDtype = Literal["float32", "bfloat16"]
 PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtypeName = Literal["auto", "int8"]
 
 DEFAULT_PORT = 50051
 MAX_SECONDS = 1e6
@@ -46,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the world size."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
+    kv_dtype: KvDtypeName = "auto"
+    """How keys and values are kept: auto in the type of the weights; int8 rounds them, and answers are not exact."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute."""
     threads_per_rank: int = 1
@@ -70,6 +73,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def longest_wait(self) -> float:
         """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
         return max(self.start_timeout, self.step_timeout + self.chunk_size * self.step_timeout_per_token)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no key, value or partial is rounded more than the model itself rounds."""
+        return self.kv_dtype == "auto" and (self.partials == "float32" or self.world_size == 1)
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""

@@ -106,6 +106,8 @@ class Started(msgspec.Struct, frozen=True):
     request_id: str = ""
     is_beyond_trained: bool = False
     """Prompt and answer may go beyond the positions that the model was trained for."""
+    is_exact: bool = False
+    """Whether the answer will be; see Finished."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -136,6 +138,8 @@ class Finished(msgspec.Struct, frozen=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     sample: int = 0
+    is_exact: bool = False
+    """No key, value or partial was rounded more than the model itself rounds."""
 
 
 Event = Started | Progress | Delta | Finished
@@ -179,6 +183,8 @@ class Context(msgspec.Struct, frozen=True):
     expires: float | None = None
     is_pinned: bool = False
     positions: PositionInfo = PositionInfo()
+    is_exact: bool = False
+    """Its keys and values are those that the model alone would have computed."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +291,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Radians by which the model's own phases are off at the last position that has them, at most."""
     float64_phase_error: float = 0.0
     """The same of float64 at 2^24 positions."""
+    kv_dtype: str = ""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,3 +366,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     block_size: int = 0
     """Tokens per block of the ranks' pools."""
+    is_exact: bool = False
+    """Whether answers are; see Finished."""

@@ -179,6 +179,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Blocks of the pool that runs may use."""
     bytes_per_token: int
     """Bytes of keys and values per token, over all layers."""
+    kv_dtype: str = ""
+    """Type in which keys and values are kept."""
     transport: str = ""
     """What carries partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()

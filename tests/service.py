@@ -95,6 +95,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.max_positions = 4096
         self.limit_name = "those that it was trained for"
+        self.is_exact = True
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[events.Event, ...] = ()
@@ -182,6 +183,7 @@ class FakeEngine:
             display_name=given.display_name or "",
             expires=given.expires or None,
             is_pinned=bool(given.is_pinned),
+            is_exact=self.is_exact,
         )
 
     def list_contexts(self) -> list[events.ContextView]:

@@ -79,8 +79,8 @@ class ThreadRanks:
                 world.abort()
                 self._fail(error)
                 return
-            if result is not None:
-                self._results.get().set_result(result)
+            if result is not None and (waiting := self._results.get()).set_running_or_notify_cancel():
+                waiting.set_result(result)
 
     def _fail(self, error: Exception) -> None:
         """Gives up what is under way; of the ranks that fail together the first one tells why."""

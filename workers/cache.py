@@ -7,17 +7,53 @@ coordinator; this module only remembers.
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from longleaf.attention import Partial
+from longleaf.attention.kernels import Kernel
+from longleaf.attention.masks import Read
 from longleaf.runs import Extent, Run, extents
 from workers.model import LayerSpec
 
 
+class Slots(Protocol):
+    """Keys and values of all layers by slot, however they are kept: here, or in 8 bits in `workers.quantized`."""
+
+    block_size: int
+    dtype: torch.dtype
+    """Of what is stored and taken."""
+    device: str
+    trash_slot: int
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Of a token's keys and values in a layer."""
+        ...
+
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of T tokens into their slots, and gives them as they are kept."""
+        ...
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, [L, N, K, D] with N tensors, for `split`."""
+        ...
+
+    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken, here or elsewhere."""
+        ...
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        ...
+
+
 class Pool:
-    """Keys and values of all layers. The slots of one more block, past the last, take what nobody needs (trash).
+    """Keys and values as they were computed. The slots of one more block, past the last, take what nobody needs
+    (trash).
 
     In latent attention the values of a layer are a view of its keys.
     """
@@ -44,10 +80,12 @@ class Pool:
         """Of a token's keys and values in a layer."""
         return self._layers[layer].num_stored * self.dtype.itemsize
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of T tokens into their slots, and gives them; values that lie in the keys go with
+        them."""
         for pool, tokens in zip(self._stored[layer], (k_KTD, v_KTV), strict=False):
             pool.index_copy_(1, slots_T, tokens)
+        return k_KTD, v_KTV
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
         """What is stored of some tokens, [L, N, K, D] with N tensors, for `split`."""
@@ -57,6 +95,12 @@ class Pool:
         """The keys [K, S, D] and values [K, S, V] of tokens that were taken, here or elsewhere."""
         k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, -1))
         return k_KSD, v_KSD[..., : self._layers[layer].value_dim]
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        return kernel(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ from longleaf.attention import Partial, add_sink, merge
 from longleaf.attention.kernels import Kernel
 from longleaf.comm import Comm
 from longleaf.tree import Merge
-from workers.cache import Pool
+from workers.cache import Slots
 from workers.hook import LayerCall
 from workers.inputs import Inputs
 from workers.past import Past
@@ -34,7 +34,7 @@ class Peers:
 class LocalAttention:
     """Attention of queries over this rank's pool."""
 
-    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None) -> None:
+    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
         self.inputs = inputs
         self.pool = pool
         self.kernel = kernel
@@ -44,9 +44,9 @@ class LocalAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
         """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
-        keys, values, reads = self.pool.keys[layer], self.pool.values[layer], self.inputs.reads[layer]
+        reads = self.inputs.reads[layer]
         self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
-        partial = self.kernel(q_THD, keys, values, reads, call.scale, call.softcap)
+        partial = self.pool.attend(self.kernel, layer, q_THD, reads, call.scale, call.softcap)
         return with_sink(partial, call) if self._has_sink else partial
 
 
@@ -57,7 +57,7 @@ def with_sink(partial: Partial, call: LayerCall) -> Partial:
 class DecodeStep:
     """Replicated rows: every rank computes the same queries and gets the same merged output."""
 
-    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None) -> None:
+    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
         self._local = LocalAttention(inputs, pool, kernel, peers)
         self._peers = peers
 
@@ -77,14 +77,14 @@ class PrefillStep:
     """Own rows: each rank computes its piece. Queries are gathered and every row goes back to its owner, or the keys
     before the pieces are gathered and nothing goes back."""
 
-    def __init__(self, inputs: Inputs, pool: Pool, kernel: Kernel, peers: Peers | None, last_layer: int) -> None:
+    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None, last_layer: int) -> None:
         self._local = LocalAttention(inputs, pool, kernel, peers)
         self._peers = peers
         self._last_layer = last_layer
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local, peers = self._local, self._peers
-        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
+        k_KTD, v_KTV = local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         if layer == self._last_layer:
             self._finish()
         if peers is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Run
 from longleaf.step import OWN_ROPE, Decode, Prefill, Rope
-from workers.cache import Pool, Segments, stretches
+from workers.cache import Segments, Slots, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
 from workers.rotary import Rows, row_ropes
@@ -47,7 +47,7 @@ class InputBuilder:
         self,
         rank: int,
         world_size: int,
-        pool: Pool,
+        pool: Slots,
         segments: Segments,
         layers: dict[int, LayerSpec],
         pasts: PastBuilder,

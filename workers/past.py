@@ -24,7 +24,7 @@ from longleaf.config import PrefillName
 from longleaf.runs import Extent, Run
 from longleaf.step import Prefill
 from longleaf.tree import Wire
-from workers.cache import Pool, Segments
+from workers.cache import Segments, Slots
 from workers.model import LayerSpec
 
 MAX_GATHERED = 1 << 16
@@ -55,7 +55,7 @@ class PastBuilder:
         self,
         rank: int,
         world_size: int,
-        pool: Pool,
+        pool: Slots,
         segments: Segments,
         layers: dict[int, LayerSpec],
         way: PrefillName,

@@ -11,6 +11,7 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
+from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
@@ -21,6 +22,7 @@ from workers.cache import Pool, Segments
 from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
 from workers.past import PastBuilder
+from workers.quantized import QuantizedPool
 from workers.sampler import Sampler
 from workers.verification import Verifier
 
@@ -59,25 +61,22 @@ class Rank:
             torch.set_num_threads(self._config.threads_per_rank)
         config = self._config
         self._model = models.load(config.model, config.dtype, self._device)
-        num_blocks = self._num_blocks(config.kv_bytes or default_kv_bytes(self._device, config.world_size))
-        try:
-            pool = Pool(self._model.layers, num_blocks, config.block_size, self._model.dtype, self._device)
-        except RuntimeError as error:
-            raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
-        self._pool = pool
+        pool = self._pool = make_pool(self._model, config)
         self._segments = Segments(self._spec.rank, config.block_size)
         self._wire = Wire(getattr(torch, config.partials))
         place = (self._spec.rank, config.world_size, pool, self._segments, self._model.layers)
         self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
         dtype = str(self._model.dtype).removeprefix("torch.")
+        kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
         self._verifier = Verifier(self._model, self._segments, config)
         self._ready = Ready(
             rank=self._spec.rank,
             device=self._device,
             dtype=dtype,
-            num_blocks=num_blocks,
-            bytes_per_token=self._model.bytes_per_token,
+            num_blocks=pool.num_blocks,
+            bytes_per_token=-(-bytes_per_block(self._model, config) // config.block_size),
+            kv_dtype=kv_dtype,
             rotary=self._model.rotary,
         )
 
@@ -178,11 +177,26 @@ class Rank:
         arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
 
-    def _num_blocks(self, kv_bytes: int) -> int:
-        bytes_per_block = self._model.bytes_per_token * self._config.block_size
-        if kv_bytes < bytes_per_block:
-            raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {bytes_per_block} bytes")
-        return kv_bytes // bytes_per_block
+
+def make_pool(model: models.Model, config: EngineConfig) -> Pool | QuantizedPool:
+    """A pool of as many blocks as fit. Raises StartError when there is none, or no room for them."""
+    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
+    num_blocks = kv_bytes // bytes_per_block(model, config)
+    if not num_blocks:
+        needed = bytes_per_block(model, config)
+        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes")
+    kind = QuantizedPool if config.kv_dtype == "int8" else Pool
+    try:
+        return kind(model.layers, num_blocks, config.block_size, model.dtype, model.device)
+    except RuntimeError as error:
+        raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
+
+
+def bytes_per_block(model: models.Model, config: EngineConfig) -> int:
+    """Of keys and values, over all layers."""
+    if config.kv_dtype == "int8":
+        return QuantizedPool.bytes_per_block(model.layers, config.block_size)
+    return model.bytes_per_token * config.block_size
 
 
 def choose_device(wanted: str, rank: int) -> str:

@@ -1,5 +1,5 @@
-/* Attention of the query rows of a decode step over one rank's float32 keys: all reads of a layer in one call, online
-   softmax.
+/* Attention of the query rows of a decode step over one rank's keys, float32 or int8: all reads of a layer in one call,
+   online softmax.
 
    Torch's flash kernel splits this into thousands of tiny matrix products, whose overhead costs more than reading the
    keys, and each read costs a call and a merge. Here a block of keys and values is brought into the first-level cache
@@ -44,6 +44,17 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
    0 <= offset + i - j < window. */
 struct read {
     long first_row, end_row, first_slot, end_slot, offset, window;
+};
+
+/* The keys and values of one key head: float32, or int8 with an exponent per block of slots and column of the keys and a
+   scale per slot of the values, as longleaf/attention/quantized.py writes them. */
+struct store {
+    const float *keys, *values;                   /* [slots, dim] */
+    const signed char *small_keys, *small_values; /* [slots, dim] */
+    const signed char *exponents;                 /* [slots / block_size, dim]; NULL for float32 */
+    const float *scales;                          /* [slots] */
+    float *room;                                  /* a block of keys, one of values, and the steps of the columns */
+    long block_size, dim;
 };
 
 /* The rows of one key head, a token and a head of its group each, and what they have seen so far. */
@@ -275,18 +286,49 @@ static void add_many(const struct rows *rows, const struct block *block)
         add_values(score, r, fade, block->values, rows->out + row * dim, dim, block->num_keys, 1);
 }
 
-static void add_read(const struct rows *rows, const struct read *read, const float *keys, const float *values)
+/* Brings some int8 keys and values of one block of slots to float32: n of a key stands for (n + 1/2) 2^exponent. */
+static void expand(const struct store *store, long slot, struct block *block)
+{
+    const long dim = store->dim;
+    const signed char *exponents = store->exponents + slot / store->block_size * dim;
+    const signed char *small_keys = store->small_keys + slot * dim, *small_values = store->small_values + slot * dim;
+    float *restrict keys = store->room, *restrict values = keys + BLOCK * dim, *restrict steps = values + BLOCK * dim;
+    for (long d = 0; d < dim; d++) {
+        const int bits = (exponents[d] + 127) << 23; /* of a float32: no sign, the exponent, no fraction */
+        memcpy(steps + d, &bits, sizeof bits);
+    }
+    for (long j = 0; j < block->num_keys; j++) {
+        const float scale = store->scales[slot + j];
+        for (long d = 0; d < dim; d++) {
+            keys[j * dim + d] = (small_keys[j * dim + d] + 0.5f) * steps[d];
+            values[j * dim + d] = small_values[j * dim + d] * scale;
+        }
+    }
+    block->keys = keys;
+    block->values = values;
+}
+
+static void add_read(const struct rows *rows, const struct read *read, const struct store *store)
 {
     const long num_keys = read->end_slot - read->first_slot, group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
-    for (long key = 0; key < num_keys; key += BLOCK) {
-        const long place = (read->first_slot + key) * rows->dim, rest = num_keys - key;
-        struct block block = {.read = read, .keys = keys + place, .values = values + place, .key = key};
+    struct block block = {.read = read};
+    for (long key = 0; key < num_keys; key += block.num_keys) {
+        const long slot = read->first_slot + key, rest = num_keys - key;
+        block.key = key;
         block.num_keys = rest < BLOCK ? rest : BLOCK;
+        if (store->exponents) {
+            const long same_scales = store->block_size - slot % store->block_size;
+            block.num_keys = block.num_keys < same_scales ? block.num_keys : same_scales;
+            expand(store, slot, &block);
+        } else {
+            block.keys = store->keys + slot * rows->dim;
+            block.values = store->values + slot * rows->dim;
+        }
         block.is_masked = !sees(read, group, 0, key + block.num_keys - 1) || !sees(read, group, num_rows - 1, key);
         for (block.row = 0; block.row < num_rows; block.row += TILE) {
             block.num_rows = num_rows - block.row < TILE ? num_rows - block.row : TILE;
-            block.ahead = block.row == 0 && rest >= 2 * BLOCK ? BLOCK * rows->dim : 0;
+            block.ahead = !store->exponents && block.row == 0 && rest >= 2 * BLOCK ? BLOCK * rows->dim : 0;
             if (block.num_rows < LANES)
                 add_few_of_dim(rows, &block);
             else
@@ -326,24 +368,60 @@ static void finish(const struct rows *rows, float *out, float *lse, long tokens,
 /* Tiles look, but do not write, beyond the last row. */
 long longleaf_scratch_size(long num_rows, long dim)
 {
-    return 2 * num_rows * dim + (num_rows + TILE) * dim + 2 * num_rows;
+    return 2 * num_rows * dim + (num_rows + TILE) * dim + 2 * num_rows + (2 * BLOCK + 1) * dim;
+}
+
+static void go_to_next_head(struct store *store, long stride)
+{
+    if (store->exponents) {
+        store->small_keys += stride;
+        store->small_values += stride;
+        store->exponents += stride / store->block_size;
+        store->scales += stride / store->dim;
+    } else {
+        store->keys += stride;
+        store->values += stride;
+    }
+}
+
+static void decode(const float *q, struct store store, float *out, float *lse, float *scratch, const struct read *reads,
+                   long num_reads, long tokens, long heads, long group, long q_token_stride, long q_head_stride,
+                   long kv_head_stride, float scale, float cap)
+{
+    const long num_rows = tokens * group, dim = store.dim;
+    struct rows rows = {.q = scratch, .dim = dim, .stride = num_rows + TILE, .group = group, .cap = cap};
+    rows.q_by_dim = rows.q + num_rows * dim;
+    rows.out = rows.q_by_dim + rows.stride * dim;
+    rows.peak = rows.out + num_rows * dim;
+    rows.sum = rows.peak + num_rows;
+    store.room = rows.sum + num_rows;
+    memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
+    for (long h = 0; h < heads; h++) {
+        begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
+        for (long i = 0; i < num_reads; i++)
+            add_read(&rows, reads + i, &store);
+        finish(&rows, out + h * group * dim, lse + h * group, tokens, heads);
+        go_to_next_head(&store, kv_head_stride);
+    }
 }
 
 void longleaf_decode(const float *q, const float *keys, const float *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
                      long q_token_stride, long q_head_stride, long kv_head_stride, float scale, float cap)
 {
-    const long num_rows = tokens * group;
-    struct rows rows = {.q = scratch, .dim = dim, .stride = num_rows + TILE, .group = group, .cap = cap};
-    rows.q_by_dim = rows.q + num_rows * dim;
-    rows.out = rows.q_by_dim + rows.stride * dim;
-    rows.peak = rows.out + num_rows * dim;
-    rows.sum = rows.peak + num_rows;
-    memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
-    for (long h = 0; h < heads; h++) {
-        begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
-        for (long i = 0; i < num_reads; i++)
-            add_read(&rows, reads + i, keys + h * kv_head_stride, values + h * kv_head_stride);
-        finish(&rows, out + h * group * dim, lse + h * group, tokens, heads);
-    }
+    const struct store store = {.keys = keys, .values = values, .dim = dim};
+    decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
+           kv_head_stride, scale, cap);
+}
+
+void longleaf_decode_int8(const float *q, const signed char *keys, const signed char *values,
+                          const signed char *exponents, const float *scales, float *out, float *lse, float *scratch,
+                          const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
+                          long q_token_stride, long q_head_stride, long kv_head_stride, long block_size, float scale,
+                          float cap)
+{
+    const struct store store = {.small_keys = keys, .small_values = values, .exponents = exponents, .scales = scales,
+                                .block_size = block_size, .dim = dim};
+    decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
+           kv_head_stride, scale, cap);
 }

@@ -122,6 +122,8 @@ def cpu_flash(
     else:
         mask = band(num_rows, k_KSD.shape[1], read.offset, read.window, q_KTGD.dtype)
         out, lse = flash(q_GKTD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
+        # the lowest number of float16 is no lower than a score may be
+        lse = lse.masked_fill((mask != 0).all(dim=1), float("-inf"))
     return _sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0))
 
 

@@ -25,12 +25,15 @@ log = logging.getLogger(__name__)
 
 
 class NativeDecode:
-    """Reads of few query rows, in float32, on the calling thread."""
+    """Reads of few query rows over float32 or int8 keys, on the calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
         self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 8 + [ctypes.c_float] * 2
         self._run.restype = None
+        self._run_int8 = library.longleaf_decode_int8
+        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2
+        self._run_int8.restype = None
         self._scratch_size = library.longleaf_scratch_size
         self._scratch_size.argtypes = [ctypes.c_long] * 2
         self._scratch_size.restype = ctypes.c_long
@@ -63,13 +66,43 @@ class NativeDecode:
         softcap: float | None = None,
     ) -> Partial:
         """The partial over all reads; rows without a read give the identity."""
+        results, sizes = self._prepare(q_THD, k_KSD, reads)
+        tensors = (q_THD, k_KSD, v_KSD, *results)
+        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
+        return Partial(*results[:2])
+
+    def can_run_int8(self, q_THD: Tensor, num_kv_heads: int) -> bool:
+        """Whether rows are few, and columns as many as the kernel computes at once."""
+        num_tokens, num_heads, dim = q_THD.shape
+        rows = num_tokens * (num_heads // num_kv_heads)
+        return q_THD.is_cpu and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
+
+    def over_int8(
+        self,
+        q_THD: Tensor,
+        stored: tuple[Tensor, Tensor, Tensor, Tensor],
+        block_size: int,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        """The same over `stored` keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32,
+        all contiguous; see `longleaf.attention.quantized`. Queries may be of any floating type."""
+        q_THD = q_THD.float().contiguous()
+        results, sizes = self._prepare(q_THD, stored[0], reads)
+        tensors = (q_THD, *stored, *results)
+        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, block_size, scale, softcap or 0.0)
+        return Partial(*results[:2])
+
+    def _prepare(
+        self, q_THD: Tensor, k_KSD: Tensor, reads: Sequence[Read]
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
+        """Out, lse, room to compute in and the table of reads; then the sizes that the kernel is told."""
         (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
         group = num_heads // num_kv_heads
         table = reads.table if isinstance(reads, Reads) else Reads(reads).table
         out_THD = q_THD.new_empty(num_tokens, num_heads, dim)
         lse_TH = q_THD.new_empty(num_tokens, num_heads)
         scratch = q_THD.new_empty(self._scratch_size(num_tokens * group, dim))
-        tensors = (q_THD, k_KSD, v_KSD, out_THD, lse_TH, scratch, table)
         sizes = (len(table), num_tokens, num_kv_heads, group, dim, *q_THD.stride()[:2], k_KSD.stride(0))
-        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
-        return Partial(out_THD, lse_TH)
+        return (out_THD, lse_TH, scratch, table), sizes

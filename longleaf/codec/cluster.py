@@ -47,6 +47,7 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         waiting_count=cluster.waiting,
         running_count=cluster.running,
         block_token_count=cluster.block_size,
+        exact=cluster.is_exact,
     )
 
 
@@ -73,6 +74,7 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         waiting=message.waiting_count,
         running=message.running_count,
         block_size=message.block_token_count,
+        is_exact=message.exact,
     )
 
 

@@ -49,6 +49,7 @@ def encode_context(context: Context) -> context_pb.Context:
         expire_time=None if context.expires is None else _timestamp(context.expires),
         pinned=context.is_pinned,
         position_info=_encode_positions(context.positions),
+        exact=context.is_exact,
     )
 
 
@@ -85,6 +86,7 @@ def decode_context(message: context_pb.Context) -> Context:
         expires=_seconds(message.expire_time) if message.HasField("expire_time") else None,
         is_pinned=message.pinned,
         positions=_decode_positions(message.position_info),
+        is_exact=message.exact,
     )
 
 

@@ -133,6 +133,7 @@ def _encode_started(event: Started) -> generation_pb.Started:
         queue_position=event.queue_position,
         request_id=event.request_id,
         beyond_trained_length=event.is_beyond_trained,
+        exact=event.is_exact,
     )
 
 
@@ -171,6 +172,7 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
             prefill_duration=_duration(timings.prefill_seconds),
         ),
         sample_index=event.sample,
+        exact=event.is_exact,
     )
 
 
@@ -185,7 +187,7 @@ def decode_event(message: service_pb.GenerateResponse) -> Event:
         case "started":
             started = message.started
             counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            return Started(*counts, started.request_id, started.beyond_trained_length)
+            return Started(*counts, started.request_id, started.beyond_trained_length, started.exact)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":
@@ -216,4 +218,5 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
             timings.prefill_duration.ToTimedelta().total_seconds(),
         ),
         message.sample_index,
+        message.exact,
     )

@@ -52,12 +52,14 @@ def _watch(server: str, interval: float, as_json: bool) -> None:
 def headlines(found: Cluster) -> list[str]:
     """The model, the group and the load."""
     model = found.model
+    dtypes = model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
     return [
-        f"{model.name} ({model.architecture}, {model.dtype}), up to {model.max_context_tokens:,} tokens of context"
+        f"{model.name} ({model.architecture}, {dtypes}), up to {model.max_context_tokens:,} tokens of context"
         + (" and more, by --allow-long" if model.is_long_allowed else ""),
         *position_lines(model),
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
+        "answers are exact" if found.is_exact else "answers are not exact",
         f"{found.running} running, {found.waiting} waiting",
     ]
 

@@ -69,7 +69,7 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
                 told: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
                 told |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
-                told = {"finish_reason": event.reason, "usage": event.usage}
+                told = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
                 num_open -= 1
             case _:
                 continue
@@ -112,7 +112,8 @@ def footnote(event: Finished) -> str:
     rate = f", {speed:.1f} tokens/s" if speed else ""
     prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
     first = f"first after {timings.first_token_seconds:.2f} s"
-    return f"[{usage.completion_tokens} tokens ({event.reason}); {first}{rate}; {prompt}]"
+    kind = "exact" if event.is_exact else "not exact"
+    return f"[{usage.completion_tokens} tokens ({event.reason}); {first}{rate}; {prompt}; {kind}]"
 
 
 def decode_speed(event: Finished) -> float | None:

@@ -12,6 +12,7 @@ from longleaf.config import (
     DEFAULT_PORT,
     DtypeName,
     EngineConfig,
+    KvDtypeName,
     Launcher,
     MergeChoice,
     PartialDtype,
@@ -51,6 +52,10 @@ def serve(
         typer.Option(help="Bytes of keys and values per rank.", show_default="40 % of free memory over the ranks"),
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    kv_dtype: Annotated[
+        KvDtypeName,
+        typer.Option(help="Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."),
+    ] = _DEFAULTS.kv_dtype,
     threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")
@@ -79,6 +84,7 @@ def serve(
         block_size=block_size,
         kv_bytes=kv_bytes,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         threads_per_rank=threads,
         step_timeout=step_timeout,
         target_itl_ms=target_itl_ms,

@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Context(_message.Message):
-    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info")
+    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info", "exact")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Context(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     POSITION_INFO_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     name: str
     token_count: int
     kv_bytes: int
@@ -34,7 +35,8 @@ class Context(_message.Message):
     pinned: bool
     ttl: _duration_pb2.Duration
     position_info: PositionInfo
-    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ...) -> None: ...
+    exact: bool
+    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class PositionInfo(_message.Message):
     __slots__ = ("capacity_token_count", "rope_type", "precision", "scaled_token_count", "phase_error", "beyond_trained_length")

@@ -168,3 +168,25 @@ def test_a_document_beyond_the_limit_is_refused_with_the_limit(served: Served, t
     found = served.run("ingest", str(file), "--name", "long")
     assert found.returncode == 2
     assert "8192" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", "int8"), pytest.param("float16", "auto", marks=pytest.mark.slow)]
+)
+def test_the_embedded_model_finds_facts_in_every_numeric_type(dtype: str, kv_dtype: str, tmp_path: Path):
+    file = tmp_path / "stock.txt"
+    file.write_text("Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20)
+    options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
+    service = Served("--dtype", dtype, "--kv-dtype", kv_dtype, *options)
+    try:
+        made = service.json("ingest", str(file), "--name", "stock")
+        answer = service.run("ask", "stock", "What is the value of jade-7?", "--max-tokens", "40")
+        cluster = service.json("cluster")
+    finally:
+        assert service.stop() == 0
+    assert answer.stdout == "jade-7 is 0815\n"
+    kept = dtype if kv_dtype == "auto" else kv_dtype
+    assert (cluster["model"]["dtype"], cluster["model"]["kv_dtype"]) == (dtype, kept)
+    is_exact = kv_dtype == "auto"
+    assert made["is_exact"] is cluster["is_exact"] is is_exact
+    assert answer.stderr.rstrip().endswith("; exact]" if is_exact else "; not exact]")

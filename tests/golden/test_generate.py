@@ -174,37 +174,6 @@ async def test_concurrent_generations_do_not_touch_each_other(goldens):
     assert first == last == golden.tokens
 
 
-HALF_TOLERANCE = 0.1
-ROUTED_TOLERANCE = 0.5
-"""Of bfloat16 logits, root mean square, in standard deviations of the logits. Where experts are chosen, a rounding may
-choose another one."""
-
-
-async def check_half_precision(golden):
-    logits = Logits()
-    config = config_for(golden.folder, world_size=2, dtype="bfloat16", chunk_size=300)
-    async with running(config, logits.watch) as engine:
-        await answer(engine, golden.prompt)
-    plain = load_plain(golden.folder, torch.bfloat16)
-    with torch.inference_mode():
-        plain_V = plain(torch.tensor([golden.prompt]), logits_to_keep=1).logits[0, 0].float()
-    exact_V, is_routed = golden.logits_TV[0], any("experts" in name for name, _ in plain.named_modules())
-    error, plain_error = ((found - exact_V).square().mean().sqrt() for found in (logits.first(1)[0], plain_V))
-    assert error <= 2 * plain_error
-    assert error <= (ROUTED_TOLERANCE if is_routed else HALF_TOLERANCE) * exact_V.std()
-
-
-@pytest.mark.parametrize("family", LIVELY)
-async def test_half_precision_stays_close_to_the_plain_model(goldens, family):
-    await check_half_precision(goldens(family))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LIVELY])
-async def test_half_precision_of_every_family(goldens, family):
-    await check_half_precision(goldens(family))
-
-
 async def test_a_deleted_context_gives_its_blocks_back(goldens):
     golden = goldens("smollm3")
     async with running(config_for(golden.folder, world_size=3, chunk_size=500)) as engine:

@@ -133,9 +133,10 @@ class Perturbed:
         self._pool = pool
         self._store = pool.store
 
-    def __call__(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-        self._store(layer, slots_T, k_KTD, v_KTD)
+    def __call__(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self._store(layer, slots_T, k_KTD, v_KTD)
         self._pool.values[layer][:, 0] = torch.flip(self._pool.values[layer][:, 0], dims=(-1,))
+        return stored
 
 
 def forgetful_main(spec: RankSpec) -> None:

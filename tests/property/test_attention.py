@@ -226,8 +226,9 @@ def test_a_sink_is_one_more_key_without_a_value_whoever_adds_it(seed, cut, num_k
 
 
 @KERNELS
-def test_rows_that_see_nothing_are_the_identity(kernel):
-    q, k = torch.randn(3, 4, 8), torch.randn(2, 16, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_see_nothing_are_the_identity(kernel, dtype):
+    q, k = torch.randn(3, 4, 8).to(dtype), torch.randn(2, 16, 8).to(dtype)
     nothing = Partial.identity(3, 4, 8)
     assert_same(kernel(q, k, k, [], 1.0), nothing, atol=0)
     assert_same(kernel(q, k, k, [Read(0, 3, 5, 5), Read(1, 1, 0, 4)], 1.0), nothing, atol=0)

@@ -89,20 +89,21 @@ class Case:
             start += length
         return found
 
-    def expected(self):
-        """Out [T, H, D] of the new tokens."""
+    def expected(self, keys=None):
+        """Out [T, H, D] of the new tokens, over other keys and values [S, K, D] if they are given."""
         q, k, v = self.tensors()
+        k, v = keys or (k, v)
         mask = visible(range(self.start, self.end), range(self.end), self.spec.reach)
         options = {"softcap": self.softcap, "sink_H": self.call().sink_H}
         return reference.attend(q[self.start :], k, v, mask, SCALE, **options).out_THD
 
 
-def builder(case, rank, runs, way, dtype=torch.float32):
+def builder(case, rank, runs, way, dtype=torch.float32, kind=Pool):
     """One rank's inputs, and its pool with the keys and values before the new tokens; NaN is what nobody may read."""
     layers = {0: case.spec}
-    pool, segments = Pool(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Segments(rank, BLOCK)
+    pool, segments = kind(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Segments(rank, BLOCK)
     _, k, v = case.tensors(dtype)
-    for tensor in (pool.keys[0], pool.values[0]):
+    for tensor in (pool.keys[0], pool.values[0]) if kind is Pool else ():
         tensor.fill_(float("nan"))
     for segment, held in enumerate(runs[:-1]):
         segments.put(segment, held)
@@ -121,13 +122,13 @@ def on_ranks(case, work):
         return list(threads.map(work, range(case.world_size), groups))
 
 
-def prefill(case, way, merge="gather", dtype=torch.float32):
+def prefill(case, way, merge="gather", dtype=torch.float32, kind=Pool):
     """Out of the new tokens as a chunk, [T, H, D], and the bytes that each rank sent."""
     runs = case.runs(in_rows=False)
     chunk = Prefill(case.path, case.start, tuple(range(case.start, case.end)), runs[-1])
 
     def work(rank, groups):
-        make, pool = builder(case, rank, runs, way, dtype)
+        make, pool = builder(case, rank, runs, way, dtype, kind)
         inputs, comm = make.prefill(chunk), CountingComm(groups.world)
         counted = type(groups)(groups.topology, comm, comm, None)
         peers = Peers(comm, make_merge(merge, counted, Wire())) if case.world_size > 1 else None
@@ -138,14 +139,14 @@ def prefill(case, way, merge="gather", dtype=torch.float32):
     return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
 
 
-def decode(case, merge):
+def decode(case, merge, kind=Pool):
     """Out of the new tokens as rows, [T, H, D], from each rank."""
     runs = case.runs(in_rows=True)
     ids = tuple(range(case.start, case.end))
     rows = Decode((Row(0, case.path, case.start, ids, runs[-1], Sampling(max_tokens=1), 0),))
 
     def work(rank, groups):
-        make, pool = builder(case, rank, runs, "auto")
+        make, pool = builder(case, rank, runs, "auto", kind=kind)
         inputs = make.decode(rows, {})
         peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, KERNEL, peers)

@@ -29,7 +29,7 @@ class Ticks:
 
 
 def answer(num_samples: int = 1, **sampling: object) -> Answer:
-    return Answer("id", ALPHABET, Sampling(**sampling), frozenset({END}), num_samples, Ticks())  # type: ignore[arg-type]
+    return Answer("id", ALPHABET, Sampling(**sampling), frozenset({END}), num_samples, Ticks(), True)  # type: ignore[arg-type]
 
 
 def ended(sample: int = 0, reason: events.EndReason = "length") -> events.Ended:
@@ -128,4 +128,4 @@ def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token:
 
 
 def test_started_names_the_generation() -> None:
-    assert told(answer(), events.Started(5, 3, 7)) == [Started(5, 3, 7, "id")]
+    assert told(answer(), events.Started(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]

@@ -38,7 +38,7 @@ async def test_a_book_is_ingested_asked_listed_and_deleted(terminal: Terminal, b
     assert "100%" in err
     code, out, err = await terminal.run("ask", "moby", "who?")
     assert (code, out) == (0, "Grüße\n")
-    assert "7 tokens (length)" in err
+    assert "7 tokens (length)" in err and "; exact]" in err
     assert "moby" in (await terminal.run("contexts", "list"))[1]
     assert "172 tokens" in (await terminal.run("contexts", "show", "moby"))[1]
     assert (await terminal.run("contexts", "delete", "moby"))[0] == 0

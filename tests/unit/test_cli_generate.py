@@ -13,7 +13,7 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     *deltas, last = await terminal.json("generate", "--prompt", "x", "--seed", "5", "--stop", "q", "--stop", "z")
     assert all(delta.keys() == {"text", "token_ids"} for delta in deltas)
     assert "".join(delta["text"] for delta in deltas) == "Grüße"
-    assert last.keys() == {"finish_reason", "usage"}
+    assert last.keys() == {"finish_reason", "usage", "is_exact"}
     assert last["finish_reason"] == "length"
     assert last["usage"]["completion_tokens"] == len(ANSWER)
     sampling = terminal.engine.prompts[0].sampling

@@ -51,7 +51,9 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
-CONTEXT = Context("moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)), "The whale", 4.5, True)
+CONTEXT = Context(
+    "moby", 12, 768, 1.5, 2.25, (RankShare(0, 5, 320), RankShare(1, 7, 448)), "The whale", 4.5, True, is_exact=True
+)
 FAR = PositionInfo(
     capacity=1 << 40, rope="yarn", precision="float64", scaled_for=5, phase_error=1e-9, is_beyond_trained=True
 )
@@ -69,10 +71,11 @@ SETTINGS = [
         Started(5, 3),
         Started(5, 3, 2, "a.B-c_9"),
         Started(5, 3, 2, "a.B-c_9", True),
+        Started(5, 3, 2, "a.B-c_9", is_exact=True),
         Progress(3, 5),
         Delta(7, (1, 2), "Grüße 🦙"),
         Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf)), 3),
-        Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5, 0.75), 2),
+        Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5, 0.75), 2, True),
         Finished("end_token"),
         Finished("stop_token"),
         Finished("length"),
@@ -175,7 +178,9 @@ def test_clusters_survive() -> None:
         Worker(rank=rank, node="here", pid=7, device="cpu", tokens=1, max_tokens=2, kv_bytes=3) for rank in (0, 1)
     )
     cluster = Cluster(
-        model=ModelInfo(name="m", architecture="A", dtype="f", max_context_tokens=4, vocabulary_size=5, rope="yarn"),
+        model=ModelInfo(
+            name="m", architecture="A", dtype="f", max_context_tokens=4, vocabulary_size=5, rope="yarn", kv_dtype="g"
+        ),
         workers=workers,
         world_size=2,
         epoch=1,
@@ -188,6 +193,7 @@ def test_clusters_survive() -> None:
         ),
         waiting=8,
         running=9,
+        is_exact=True,
     )
     data = codec.encode_cluster(cluster).SerializeToString()
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster

@@ -1,0 +1,67 @@
+"""The pool of keys and values in 8 bits: `longleaf serve --kv-dtype int8`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.attention.kernels import Kernel
+from longleaf.attention.masks import Read
+from longleaf.attention.native import NativeDecode
+from longleaf.attention.quantized import QuantizedLayer
+from workers.model import LayerSpec
+
+
+class QuantizedPool:
+    """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
+
+    Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
+    computed, or on which way a prompt is read.
+    """
+
+    def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.dtype = dtype
+        self.device = device
+        self.trash_slot = num_blocks * block_size
+        native = NativeDecode.load() if device == "cpu" else None
+        self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
+        self._layers = {
+            i: QuantizedLayer(spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim, device, native)
+            for i, spec in layers.items()
+        }
+
+    @staticmethod
+    def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
+        """Of all layers."""
+        return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
+
+    @staticmethod
+    def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
+        return QuantizedLayer.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Of a token's keys and values in a layer."""
+        return -(-self._bytes[layer] // self.block_size)
+
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Rounds the keys and values of T tokens into their slots, and gives them as they are there."""
+        self._layers[layer].write(slots_T, k_KTD, v_KTD)
+        return self._layers[layer].read(slots_T, self.dtype)
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, [L, 2, K, D]."""
+        return torch.stack([t.transpose(0, 1) for t in self._layers[layer].read(slots_L, self.dtype)], dim=1)
+
+    def split(self, layer: int, taken_S2KD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [K, S, D] of tokens that were taken, here or elsewhere."""
+        k_KSD, v_KSD = (taken_S2KD[:, i].transpose(0, 1) for i in range(2))
+        return k_KSD, v_KSD
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        return self._layers[layer].attend(kernel, q_THD, reads, scale, softcap)
