@@ -10,6 +10,7 @@ from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.quantized import QuantizedLayer
+from longleaf.errors import ModelRefused
 from workers.model import LayerSpec
 
 
@@ -17,7 +18,7 @@ class QuantizedPool:
     """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
 
     Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
-    computed, or on which way a prompt is read.
+    computed, or on which way a prompt is read. Raises ModelRefused for layers whose values lie in their keys.
     """
 
     def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
@@ -35,11 +36,13 @@ class QuantizedPool:
 
     @staticmethod
     def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
-        """Of all layers."""
+        """Of all layers. Raises ModelRefused for those whose values lie in their keys."""
         return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
 
     @staticmethod
     def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
+        if spec.latent_dim is not None:
+            raise ModelRefused("kv_dtype: int8 rounds keys and values apart, and in latent attention they are the same")
         return QuantizedLayer.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
 
     def bytes_per_slot(self, layer: int) -> int:

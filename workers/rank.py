@@ -179,7 +179,8 @@ class Rank:
 
 
 def make_pool(model: models.Model, config: EngineConfig) -> Pool | QuantizedPool:
-    """A pool of as many blocks as fit. Raises StartError when there is none, or no room for them."""
+    """A pool of as many blocks as fit. Raises StartError when there is none, or no room for them, and ModelRefused when
+    they cannot be kept as asked."""
     kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
     num_blocks = kv_bytes // bytes_per_block(model, config)
     if not num_blocks:
@@ -193,7 +194,7 @@ def make_pool(model: models.Model, config: EngineConfig) -> Pool | QuantizedPool
 
 
 def bytes_per_block(model: models.Model, config: EngineConfig) -> int:
-    """Of keys and values, over all layers."""
+    """Of keys and values, over all layers. Raises ModelRefused when they cannot be kept as asked."""
     if config.kv_dtype == "int8":
         return QuantizedPool.bytes_per_block(model.layers, config.block_size)
     return model.bytes_per_token * config.block_size

@@ -9,9 +9,10 @@ from bench.checkpoints import make_checkpoint
 from bench.families import LATENT
 from longleaf.errors import ModelRefused
 from tests.golden.states import answer, ingest, running
-from tests.threads import config_for
+from tests.threads import config_for, make_spec
 from workers import hook, latent, model
 from workers.hook import LayerCall
+from workers.rank import Rank
 
 FAMILY = "deepseek_v3"
 LATENT_DIM, ROTARY_DIM = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
@@ -64,6 +65,12 @@ def test_keys_of_quantised_weights_are_refused(goldens):
     layer.kv_b_proj = Quantised(LATENT_DIM, layer.kv_b_proj.out_features, bias=False)
     with pytest.raises(ModelRefused, match="attention layer 2: kv_b_proj is Quantised"):
         latent.absorb(plain)
+
+
+def test_latents_are_not_kept_in_8_bits(goldens):
+    rank = Rank(make_spec(0, config_for(goldens(FAMILY).folder, kv_dtype="int8")))
+    with pytest.raises(ModelRefused, match="kv_dtype: int8 .* latent attention"):
+        rank.load()
 
 
 def test_under_another_attention_function_the_model_is_the_plain_one(goldens):
