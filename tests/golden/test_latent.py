@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from bench.checkpoints import make_checkpoint
 from bench.families import LATENT
 from longleaf.errors import ModelRefused
+from tests.golden.conftest import NEW_TOKENS
 from tests.golden.states import answer, ingest, running
 from tests.threads import config_for, make_spec
 from workers import hook, latent, model
@@ -50,7 +51,7 @@ async def test_a_layer_without_a_rank_for_queries_is_absorbed_too(tmp_path):
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     plain.save_pretrained(tmp_path)
     prompt = torch.arange(3, 90)[None]
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 64}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
     wanted = plain.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
     async with running(config_for(tmp_path, world_size=2)) as engine:
         assert list(await answer(engine, tuple(prompt[0].tolist()))) == wanted

@@ -3,6 +3,7 @@
 import math
 from copy import deepcopy
 from decimal import Decimal, getcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from longleaf.errors import ModelRefused
-from longleaf.step import FLOAT32_POSITIONS, OWN_ROPE, Rope
+from longleaf.step import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 from workers.rotary import LongRotary, Ropes, replace_rotary, row_ropes
 
 DOUBLE = Rope(is_double=True)
@@ -86,11 +87,16 @@ def exact_angle(position: int, base: float, exponent: Decimal) -> float:
     return float((position / Decimal(base) ** exponent) % turn)
 
 
+def replace(model: Any) -> tuple[Ropes, Rotary]:
+    """In the layers of a model, as a rank does."""
+    return replace_rotary(model.base_model, model.config)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_near_positions_have_the_model_s_own_numbers(family: str, dtype: torch.dtype) -> None:
     own, model = make(family)
-    _, facts = replace_rotary(model.base_model, model.config)
+    _, facts = replace(model)
     assert not facts.reason
     new = rotary_of(model)
     assert isinstance(new, LongRotary)
@@ -108,7 +114,7 @@ def test_near_positions_have_the_model_s_own_numbers(family: str, dtype: torch.d
 def test_far_phases_are_right_in_float64_and_not_in_float32(theta: float) -> None:
     special = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**COMMON, **special}))
-    ropes, facts = replace_rotary(model)
+    ropes, facts = replace(model)
     for last in FAR:
         positions = [last - 3, last - 2, last - 1]
         angles = [[exact_angle(p, theta, Decimal(2 * i) / 16) for i in range(8)] for p in positions]
@@ -127,7 +133,7 @@ def test_float32_errors_are_bounded_and_the_bound_is_close() -> None:
     """The bound that is shown holds, and is less than three times the error that is there."""
     special = {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**COMMON, **special}))
-    _, facts = replace_rotary(model)
+    _, facts = replace(model)
     new = rotary_of(model)
     single_N, double_N = new.frequencies(None)
     for last in (FLOAT32_POSITIONS, 1_000_000, 8_000_000):
@@ -139,7 +145,7 @@ def test_float32_errors_are_bounded_and_the_bound_is_close() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frequencies_in_float64_round_to_the_model_s_own(family: str) -> None:
     _, model = make(family)
-    replace_rotary(model)
+    replace(model)
     new = rotary_of(model)
     for layer in new.kinds:
         for scaled_for in (0, 1 << 20):
@@ -151,7 +157,7 @@ def test_frequencies_in_float64_round_to_the_model_s_own(family: str) -> None:
 
 def test_each_row_has_its_own_rope() -> None:
     _, model = make("longrope")
-    ropes, facts = replace_rotary(model)
+    ropes, facts = replace(model)
     new, positions = rotary_of(model), torch.tensor([[5, 5, 1_000_000, 1_000_000, 7]])
     wanted = (OWN_ROPE, Rope(scaled_for=513), Rope(scaled_for=513, is_double=True), Rope(scaled_for=513), OWN_ROPE)
     ropes.rows = row_ropes(wanted, "cpu")
@@ -168,7 +174,7 @@ def test_each_row_has_its_own_rope() -> None:
 @pytest.mark.parametrize("family", ["longrope", "dynamic"])
 def test_scalings_by_length_are_those_of_transformers(family: str) -> None:
     own, model = make(family)
-    ropes, facts = replace_rotary(model)
+    ropes, facts = replace(model)
     length = 3 * facts.scaled_from
     ropes.rows = {Rope(scaled_for=length if facts.is_graded else facts.scaled_from + 1): None}
     positions = torch.tensor([[0, 1, 17, length - 1]])
@@ -180,7 +186,7 @@ def test_scalings_by_length_are_those_of_transformers(family: str) -> None:
 def test_trained_length_is_what_yarn_stretches_to(original: int, trained: int) -> None:
     rope = {**YARN, "original_max_position_embeddings": original}
     config = transformers.Qwen3Config(**{**COMMON, "rope_parameters": rope})
-    assert replace_rotary(AutoModelForCausalLM.from_config(config))[1].trained == trained
+    assert replace(AutoModelForCausalLM.from_config(config))[1].trained == trained
 
 
 class Warped(nn.Module):
@@ -200,7 +206,7 @@ class Warped(nn.Module):
 def test_a_module_that_cannot_be_replaced_stays_and_ends_where_its_phases_do() -> None:
     own, model = make("llama")
     model.model.rotary_emb = Warped(own, "default")
-    _, facts = replace_rotary(model)
+    _, facts = replace(model)
     assert isinstance(rotary_of(model), Warped)
     assert facts.max_positions == FLOAT32_POSITIONS
     assert "Warped cannot be replaced: it lays" in facts.reason
@@ -210,12 +216,12 @@ def test_a_module_that_cannot_be_replaced_and_scales_by_the_batch_is_refused() -
     own, model = make("dynamic")
     model.model.rotary_emb = Warped(own, "dynamic")
     with pytest.raises(ModelRefused, match="depend on the longest position, and Warped cannot"):
-        replace_rotary(model)
+        replace(model)
 
 
 def test_learned_positions_end_where_the_model_s_do() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=128)
-    _, facts = replace_rotary(AutoModelForCausalLM.from_config(config))
+    _, facts = replace(AutoModelForCausalLM.from_config(config))
     assert (facts.kind, facts.trained, facts.max_positions) == ("", 128, 128)
 
 
