@@ -206,7 +206,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 0
     """Ranks that hold keys of the prompt or the answer."""
     dtype: str = ""
-    """Coarsest numeric type on the way: of the weights, keys and values, or of partials that travel."""
+    """Coarsest numeric type on the way: of the weights, of keys and values, or of partials that travel."""
     seconds: float = 0.0
     """How long plain attention took."""
     failure: str = ""

@@ -46,7 +46,8 @@ class Verifier:
         self._segments = segments
         self._world_size = config.world_size
         dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
-        self._dtype = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+        coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+        self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
         self._answers: dict[int, Answer] = {}
 
     def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:

@@ -34,7 +34,8 @@ def verify(
     A short prompt goes through all ranks: chunks, merges and decoded tokens, as any other. Then rank 0 computes it
     once more, alone, with the same weights and transformers' own attention. The largest difference between the logits
     must be within what rounding explains in the model's numeric type: 0.01 % of the largest logit in float32, 2 % in
-    float16, 12.5 % in bfloat16. So in bfloat16 only gross errors show; serve with --dtype float32 to see small ones.
+    float16, 12.5 % in bfloat16, 25 % with --kv-dtype int8. So in coarse types only gross errors show; serve with
+    --dtype float32 --kv-dtype auto to see small ones.
 
     Other streams go on meanwhile, but for the moment that rank 0 computes alone. Exit code 3: the check has failed.
 

@@ -31,10 +31,18 @@ async def test_right_ranks_pass(goldens, family):
     assert found.max_difference <= TOLERANCES["float32"] * found.max_logit
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-async def test_coarse_types_are_named_and_pass(goldens, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        ("bfloat16", {"dtype": "bfloat16"}),
+        ("float16", {"dtype": "float16"}),
+        ("int8", {"kv_dtype": "int8"}),
+        ("int8", {"kv_dtype": "int8", "dtype": "bfloat16"}),
+    ],
+)
+async def test_coarse_types_are_named_and_pass(goldens, dtype, settings):
     golden = goldens("qwen3")
-    async with running(config_for(golden.folder, world_size=2, dtype=dtype)) as engine:
+    async with running(config_for(golden.folder, world_size=2, **settings)) as engine:
         found = await compare(engine, golden.prompt[:300])
     assert found.dtype == dtype
     assert TOLERANCES["float32"] * found.max_logit < found.max_difference <= TOLERANCES[dtype] * found.max_logit
@@ -84,6 +92,16 @@ async def test_wrong_ranks_fail(goldens, family, spoil):
         found = await compare(engine, golden.prompt[:500])
     assert found.failure == ""
     assert found.max_difference > 10 * TOLERANCES["float32"] * found.max_logit
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+async def test_a_lost_rank_shows_beside_the_rounding_of_8_bits(goldens, family):
+    golden = goldens(family)
+    config = config_for(golden.folder, world_size=3, merge="gather", kv_dtype="int8")
+    async with running(config, deaf) as engine:
+        found = await compare(engine, golden.prompt[:500])
+    assert (found.failure, found.dtype) == ("", "int8")
+    assert found.max_difference > TOLERANCES["int8"] * found.max_logit
 
 
 async def test_what_cannot_be_compared_is_told_and_the_ranks_live_on(goldens):

@@ -50,6 +50,8 @@ async def test_what_the_ranks_found_arrives(service: Served) -> None:
         ({"max_difference": 1.3, "dtype": "bfloat16"}, False),
         ({"max_difference": 0.19, "dtype": "float16"}, True),
         ({"max_difference": 0.21, "dtype": "float16"}, False),
+        ({"max_difference": 2.4, "dtype": "int8"}, True),
+        ({"max_difference": 2.6, "dtype": "int8"}, False),
         ({"max_difference": 0.0, "failure": "no memory"}, False),
     ],
 )
