@@ -34,9 +34,11 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why it is refused; empty when it is not."""
     dtype: str = ""
+    kv_dtype: str = ""
+    """Type in which keys and values are kept."""
     kinds: tuple[AttentionKind, ...] = ()
     bytes_per_token: int = 0
-    """Keys and values of one token, over all layers."""
+    """Keys and values of one token as they are kept, over all layers, rounded up."""
     weight_bytes: int = 0
     """Of each rank: all hold the whole model."""
     kv_bytes: int = 0

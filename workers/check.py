@@ -23,7 +23,7 @@ from longleaf.model_report import AttentionKind, AttentionReport
 from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
-from workers.rank import FREE_MEMORY_SHARE, choose_device
+from workers.rank import FREE_MEMORY_SHARE, choose_device, kv_bytes_per_token, kv_dtype, name_of
 
 WEIGHT = 2.0**-10
 """Not 0: what mixes rows outside of attention must show."""
@@ -33,13 +33,15 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
     """`has_weights`: loads them, as a rank does."""
     try:
         model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
+        bytes_per_token = kv_bytes_per_token(model, config)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
     return AttentionReport(
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=name_of(model.dtype),
+        kv_dtype=kv_dtype(model, config),
         kinds=kinds(model.layers),
-        bytes_per_token=model.bytes_per_token,
+        bytes_per_token=bytes_per_token,
         weight_bytes=weight_bytes,
         kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
     )

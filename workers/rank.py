@@ -67,16 +67,14 @@ class Rank:
         place = (self._spec.rank, config.world_size, pool, self._segments, self._model.layers)
         self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
         self._kernel = kernel_for(torch.device(self._device).type)
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
         self._verifier = Verifier(self._model, self._segments, config)
         self._ready = Ready(
             rank=self._spec.rank,
             device=self._device,
-            dtype=dtype,
+            dtype=name_of(self._model.dtype),
             num_blocks=pool.num_blocks,
-            bytes_per_token=-(-bytes_per_block(self._model, config) // config.block_size),
-            kv_dtype=kv_dtype,
+            bytes_per_token=kv_bytes_per_token(self._model, config),
+            kv_dtype=kv_dtype(self._model, config),
             rotary=self._model.rotary,
         )
 
@@ -198,6 +196,20 @@ def bytes_per_block(model: models.Model, config: EngineConfig) -> int:
     if config.kv_dtype == "int8":
         return QuantizedPool.bytes_per_block(model.layers, config.block_size)
     return model.bytes_per_token * config.block_size
+
+
+def kv_bytes_per_token(model: models.Model, config: EngineConfig) -> int:
+    """The same of one token, rounded up."""
+    return -(-bytes_per_block(model, config) // config.block_size)
+
+
+def kv_dtype(model: models.Model, config: EngineConfig) -> str:
+    """Type in which keys and values are kept."""
+    return name_of(model.dtype) if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def choose_device(wanted: str, rank: int) -> str:

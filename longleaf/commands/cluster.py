@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, dtypes_told, human_bytes, print_json
 from longleaf.messages import Cluster, ModelInfo
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
@@ -52,7 +52,7 @@ def _watch(server: str, interval: float, as_json: bool) -> None:
 def headlines(found: Cluster) -> list[str]:
     """The model, the group and the load."""
     model = found.model
-    dtypes = model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
+    dtypes = dtypes_told(model)
     return [
         f"{model.name} ({model.architecture}, {dtypes}), up to {model.max_context_tokens:,} tokens of context"
         + (" and more, by --allow-long" if model.is_long_allowed else ""),

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.commands.options import AsJson, connect, human_bytes, print_json
+from longleaf.commands.options import AsJson, KvDtype, connect, dtypes_told, human_bytes, print_json
 from longleaf.config import DtypeName, EngineConfig
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster
@@ -43,6 +43,7 @@ def check(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    kv_dtype: KvDtype = _DEFAULTS.kv_dtype,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running fleet.", show_default="none"),
@@ -59,12 +60,19 @@ def check(
     Example: longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
     config = EngineConfig(
-        model=str(folder), world_size=world_size, kv_bytes=kv_bytes, block_size=block_size, dtype=dtype
+        model=str(folder),
+        world_size=world_size,
+        kv_bytes=kv_bytes,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     config.check()
     if not folder.is_dir():
         raise InvalidArgument("DIR", f"{folder} is not a folder")
     fleet = _fleet(server) if server is not None else None
+    if fleet is not None:
+        config = msgspec.structs.replace(config, block_size=fleet.block_size)
     found = report(config, fleet, has_weights=load)
     if as_json:
         print_json(found)
@@ -110,8 +118,8 @@ def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
 
 
 def _rooms(config: EngineConfig, attention: AttentionReport, fleet: Cluster | None) -> tuple[Room, ...]:
-    block_size = config.block_size if fleet is None else fleet.block_size
     pools = [attention.kv_bytes] * config.world_size if fleet is None else [w.max_kv_bytes for w in fleet.workers]
+    block_size = config.block_size
     bytes_per_block = block_size * attention.bytes_per_token
     return tuple(
         Room(rank=rank, kv_bytes=size, tokens=size // bytes_per_block * block_size) for rank, size in enumerate(pools)
@@ -125,7 +133,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
             print(f"{found.model} is not supported: {reason}")
         return
     text, attention = found.text, found.attention
-    print(f"{found.model} is supported ({text.architecture}, {attention.dtype})")
+    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)})")
     console = Console(highlight=False)
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)

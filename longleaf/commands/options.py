@@ -7,8 +7,10 @@ import msgspec
 import typer
 
 from longleaf.client import Client, Retry
-from longleaf.config import default_server
+from longleaf.config import KvDtypeName, default_server
 from longleaf.errors import InvalidArgument
+from longleaf.messages import ModelInfo
+from longleaf.model_report import AttentionReport
 
 Server = Annotated[
     str,
@@ -19,6 +21,10 @@ Server = Annotated[
         help="The service to talk to.",
         show_default="LONGLEAF_SERVER, else localhost:50051",
     ),
+]
+KvDtype = Annotated[
+    KvDtypeName,
+    typer.Option(help="Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 
@@ -49,6 +55,11 @@ def read_input(given: str, field: str) -> str:
 def print_json(value: object) -> None:
     """One object on one line, at once."""
     print(msgspec.json.encode(value).decode(), flush=True)
+
+
+def dtypes_told(model: ModelInfo | AttentionReport) -> str:
+    """The numeric type of the weights, and that of keys and values where it is another."""
+    return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
 
 
 def human_bytes(size: float) -> str:

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands.options import AsJson
+from longleaf.commands.options import AsJson, KvDtype
 from longleaf.config import (
     DEFAULT_PORT,
     DtypeName,
     EngineConfig,
-    KvDtypeName,
     Launcher,
     MergeChoice,
     PartialDtype,
@@ -52,10 +51,7 @@ def serve(
         typer.Option(help="Bytes of keys and values per rank.", show_default="40 % of free memory over the ranks"),
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
-    kv_dtype: Annotated[
-        KvDtypeName,
-        typer.Option(help="Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."),
-    ] = _DEFAULTS.kv_dtype,
+    kv_dtype: KvDtype = _DEFAULTS.kv_dtype,
     threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
     step_timeout: Annotated[
         float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")

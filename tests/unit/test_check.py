@@ -1,6 +1,7 @@
 """`longleaf models check`: what the two roles say of a checkpoint, and what people are told."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from bench.checkpoints import make_checkpoint
 from coordinator.check import check as check_text
 from longleaf.commands.models import spans
+from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
 from longleaf.model_report import AttentionKind
 from tests.unit.conftest import Terminal
@@ -52,6 +54,20 @@ def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
     windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
     assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
     assert full == AttentionKind(layers=(1, 3), num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> None:
+    """4 layers of 2 key heads of 16, with 4 bytes of scale per token and 16 exponents per block."""
+    found = check(config(make_checkpoint(tmp_path, "llama"), kv_dtype="int8", block_size=60), has_weights=False)
+    assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
+    assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
+    assert dtypes_told(found) == "float32, keys in int8"
+
+
+def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:
+    found = check(config(make_checkpoint(tmp_path, "deepseek_v3"), kv_dtype="int8"), has_weights=False)
+    assert found.reason.startswith("kv_dtype: int8 ")
+    assert found.kinds == ()
 
 
 def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
@@ -112,9 +128,9 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert code == 0
     assert "small is supported (Gemma2ForCausalLM, float32)" in out
     assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
-    code, out, _ = await terminal.run("models", "check", str(folder), "--json")
+    code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)
-    pool = terminal.engine.cluster().workers[0].max_kv_bytes
+    pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128
     assert (code, found["is_supported"], found["attention"]["bytes_per_token"]) == (0, True, per_token)
     assert found["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
     (folder / "tokenizer.json").unlink()
