@@ -49,18 +49,18 @@ class QuantizedPool:
         """Of a token's keys and values in a layer."""
         return -(-self._bytes[layer] // self.block_size)
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """Rounds the keys and values of T tokens into their slots, and gives them as they are there."""
-        self._layers[layer].write(slots_T, k_KTD, v_KTD)
+        self._layers[layer].write(slots_T, k_KTD, v_KTV)
         return self._layers[layer].read(slots_T, self.dtype)
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is kept of some tokens, [L, 2, K, D]."""
+        """What is kept of some tokens, [L, 2, K, D], for `split`."""
         return torch.stack([t.transpose(0, 1) for t in self._layers[layer].read(slots_L, self.dtype)], dim=1)
 
-    def split(self, layer: int, taken_S2KD: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [K, S, D] of tokens that were taken, here or elsewhere."""
-        k_KSD, v_KSD = (taken_S2KD[:, i].transpose(0, 1) for i in range(2))
+        k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, 1))
         return k_KSD, v_KSD
 
     def attend(
