@@ -180,7 +180,7 @@ def _special(
         "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
         "gpt2": (GPT2Config, {"initializer_range": 0.4}),
         "deepseek_v3": (DeepseekV3Config, LATENT),
-        "phi3_long": (Phi3Config, {"rope_parameters": _longrope(), "original_max_position_embeddings": 512}),
+        "phi3_long": (Phi3Config, {"rope_parameters": _longrope(), "original_max_position_embeddings": 256}),
         "diffllama": (DiffLlamaConfig, {}),
         "doge": (DogeConfig, {}),
         "bloom": (BloomConfig, {}),
@@ -196,7 +196,7 @@ def _special(
 def _longrope() -> dict[str, Any]:
     """As in Phi-3 with 128k positions: other factors once the text is longer than the model was trained on before."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512, **factors}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
 
 
 def _llama3_rope() -> dict[str, Any]:
