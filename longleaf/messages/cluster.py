@@ -1,0 +1,101 @@
+"""The fleet: the model, the ranks, and whether they are exact."""
+
+import msgspec
+
+from longleaf.step import MergeTiming
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model being served."""
+
+    name: str
+    architecture: str = ""
+    dtype: str = ""
+    max_context_tokens: int = 0
+    vocabulary_size: int = 0
+    has_chat_template: bool = False
+    rope: str = ""
+    """Kind of the rotary positions, as transformers names it; empty when the model has none."""
+    is_long_allowed: bool = False
+    """Whether the service takes more than `max_context_tokens`, those that the model was trained for."""
+    float32_phase_error: float = 0.0
+    """Radians by which the model's own phases are off at the last position that has them, at most."""
+    float64_phase_error: float = 0.0
+    """The same of float64 at 2^24 positions."""
+    kv_dtype: str = ""
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: where it runs, and what its pool holds."""
+
+    rank: int
+    node: str
+    pid: int
+    device: str
+    tokens: int
+    max_tokens: int
+    kv_bytes: int
+    max_kv_bytes: int = 0
+    """Size of the pool."""
+
+
+class Verify(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to hold the fleet against plain attention, over a text or over token ids drawn at random."""
+
+    text: str | None = None
+    """Read as it is, without chat template; None draws ids."""
+    seed: int = 0
+    """Of the ids that are drawn."""
+    num_tokens: int | None = None
+    """How many are drawn; None takes enough for keys on every rank."""
+    max_tokens: int | None = None
+    """Tokens to decode after the prompt; None takes a few."""
+    client: str = ""
+    """Whom fair share counts."""
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """The logits of an answer from attention spread over the ranks, beside those of plain attention on rank 0."""
+
+    passed: bool
+    """There is no failure, and the largest difference is within the tolerance."""
+    max_difference: float
+    """Largest absolute difference between two logits, over all compared tokens and the vocabulary."""
+    tolerance: float
+    max_logit: float
+    """Largest absolute logit of plain attention; the tolerance is a share of it, by numeric type."""
+    dtype: str
+    """Coarsest numeric type on the way."""
+    worst_index: int
+    """Index in the answer of the token at which they differ most."""
+    prompt_tokens: int
+    compared_tokens: int
+    """Tokens of the answer, the first of which follows the prompt."""
+    equal_tokens: int
+    """Those for which both would choose the same token greedily; within the tolerance others are near ties."""
+    holding_ranks: int
+    """Ranks that held keys of prompt or answer; the keys of others were not tried."""
+    world_size: int
+    plain_seconds: float
+    """How long plain attention took, while all streams waited."""
+    failure: str = ""
+    """Why there was nothing to compare with."""
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the ranks and the load."""
+
+    model: ModelInfo
+    workers: tuple[Worker, ...]
+    world_size: int
+    epoch: int
+    launcher: str
+    merge: str
+    transport: str = ""
+    merge_timings: tuple[MergeTiming, ...] = ()
+    waiting: int = 0
+    running: int = 0
+    block_size: int = 0
+    """Tokens per block of the ranks' pools."""
+    is_exact: bool = False
+    """Whether answers are; see Finished."""

@@ -1,0 +1,138 @@
+"""Contexts, what makes and changes them, and the tokens of a text."""
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
+
+
+class RankShare(msgspec.Struct, frozen=True):
+    """What one rank holds of a context."""
+
+    rank: int
+    tokens: int
+    kv_bytes: int
+
+
+class PositionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How the positions of a context are told to the model; fixed when it is created, for its keys carry it."""
+
+    capacity: int = 0
+    """Most tokens that the context, what is asked and what is answered may have together."""
+    rope: str = ""
+    """Kind of the rotary positions, as transformers names it, such as `yarn`; empty when the model has none."""
+    precision: Literal["float32", "float64"] = "float32"
+    """Numeric type of the phases; float32 are the model's own."""
+    scaled_for: int = 0
+    """Positions for which the scaling was chosen; 0: as the model begins."""
+    phase_error: float = 0.0
+    """Radians by which the phases of the tokens held are off, at most."""
+    is_beyond_trained: bool = False
+    """It holds more tokens than the model was trained for."""
+
+
+class Context(msgspec.Struct, frozen=True):
+    """A context. `created`, `updated` and `expires` (None: never) are seconds since the epoch."""
+
+    id: str
+    tokens: int
+    kv_bytes: int
+    created: float
+    updated: float
+    shares: tuple[RankShare, ...] = ()
+    display_name: str = ""
+    expires: float | None = None
+    is_pinned: bool = False
+    positions: PositionInfo = PositionInfo()
+    is_exact: bool = False
+    """Its keys and values are those that the model alone would have computed."""
+
+
+class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client decides about a context. What is unset stays as it is: at first no name, no expiry, no pin."""
+
+    display_name: str | UnsetType = UNSET
+    is_pinned: bool | UnsetType = UNSET
+    expires: float | UnsetType | None = UNSET
+    """Seconds since the epoch; None means never."""
+    ttl: float | UnsetType = UNSET
+    """Seconds until it expires, from now or from the acknowledgement of its ingest; instead of `expires`."""
+    capacity: int | UnsetType = UNSET
+    """Most tokens that it will have with what is asked and answered; of a new context, and never changed."""
+
+
+UNCHANGED = ContextSettings()
+
+
+class ContextOptions(TypedDict, total=False):
+    """ContextSettings as a caller gives them."""
+
+    display_name: str
+    is_pinned: bool
+    expires: float | None
+    ttl: float
+    capacity: int
+
+
+class IngestOptions(ContextOptions, total=False):
+    """All that a caller may say about an ingest besides its document."""
+
+    append: bool
+    """To an existing context."""
+    upload_id: str
+    """Names the ingest, so that it can be resumed."""
+    priority: int
+    """Higher goes first."""
+    client: str
+    """Whom fair share counts; the address of the peer when empty."""
+    timeout: float | None
+    """Seconds for the whole call."""
+
+
+class ForkContext(msgspec.Struct, frozen=True):
+    """A request for a context of the first `tokens` tokens of another one; None takes all."""
+
+    source: str
+    context: str
+    tokens: int | None = None
+
+
+class IngestHeader(msgspec.Struct, frozen=True):
+    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
+    makes the ingest resumable."""
+
+    context: str
+    append: bool = False
+    total_bytes: int | None = None
+    upload_id: str = ""
+    settings: ContextSettings = UNCHANGED
+    priority: int = 0
+    client: str = ""
+    """Whom fair share counts; the address of the peer when empty."""
+
+
+IngestPiece = IngestHeader | bytes | Sequence[int]
+
+
+class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known.
+
+    Of the first one, `received_bytes` and `received_tokens` (for token ids) tell where to send from."""
+
+    phase: IngestPhase
+    received_bytes: int = 0
+    received_tokens: int = 0
+    processed: int = 0
+    total: int = 0
+    tokens_per_second: float = 0.0
+    context: Context | None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The tokens of a text. `spans`, if asked for: each token's first character, and the one after its last."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] | None = None

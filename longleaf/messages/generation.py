@@ -1,0 +1,138 @@
+"""Generations: what is asked, and the events that answer it."""
+
+from typing import Literal, TypedDict
+
+import msgspec
+
+from longleaf.sampling import Logprobs, Sampling
+
+FinishReason = Literal["end_token", "stop", "length", "stop_token"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Sampling as a caller gives it: what is left out is chosen by the service (greedy, 128 tokens, a random seed)."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: tuple[str, ...] | list[str] | None
+    ignore_end_token: bool | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: dict[int, float] | None
+    stop_tokens: tuple[int, ...] | list[int] | None
+    num_logprobs: int | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """All that a caller may say about a generation besides its input."""
+
+    use_chat_template: bool | None
+    """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    num_samples: int
+    """Answers to the same prompt, which is read once."""
+    priority: int
+    """Higher goes first."""
+    client: str
+    """Whom fair share counts; the address of the peer when empty."""
+    request_id: str
+    """Names the generation, so that it never runs twice."""
+    resumable: bool
+    """When the stream breaks, the client goes on with it where it broke."""
+    timeout: float | None
+    """Seconds for the whole call."""
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to generate; `input` is text, or token ids that are used as they are."""
+
+    input: str | tuple[int, ...]
+    context: str | None = None
+    """Id of the context to ask, without the `contexts/` prefix."""
+    use_chat_template: bool | None = None
+    sampling: Sampling
+    num_samples: int = 1
+    request_id: str = ""
+    """Names the generation; the service makes one when empty."""
+    resume_seconds: float = 0.0
+    """How long the generation is held when nobody reads it."""
+    priority: int = 0
+    client: str = ""
+    """Whom fair share counts; the address of the peer when empty."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """A request to go on with a generation, after `token_index` tokens of all its samples together."""
+
+    request_id: str
+    token_index: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one generation; the cached ones are part of the prompt's."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Queue and first token count from arrival, prefill from the end of the queue to the first token; decode from
+    there to the last."""
+
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The request was admitted; comes again when its place in the queue changes: 1 is next, 0 has begun."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    queue_position: int = 0
+    request_id: str = ""
+    is_beyond_trained: bool = False
+    """Prompt and answer may go beyond the positions that the model was trained for."""
+    is_exact: bool = False
+    """Whether the answer will be; see Finished."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The prompt is being read."""
+
+    processed: int
+    total: int
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token.
+
+    `logprobs` has one entry for each token, or none when they were not asked for.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprobs, ...] = ()
+    sample: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """The end of the answer. `matched_stop` is empty unless the reason is `stop`."""
+
+    reason: FinishReason
+    matched_stop: str = ""
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    sample: int = 0
+    is_exact: bool = False
+    """No key, value or partial was rounded more than the model itself rounds."""
+
+
+Event = Started | Progress | Delta | Finished
