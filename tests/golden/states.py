@@ -9,6 +9,7 @@ import torch
 from coordinator.engine import Engine
 from coordinator.events import Prompt, Tokens
 from longleaf.config import EngineConfig
+from longleaf.messages import ContextSettings
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import Row
 from tests.golden.conftest import NEW_TOKENS
@@ -19,6 +20,8 @@ Ids = tuple[int, ...]
 State = Callable[[Engine, Ids], Awaitable[list[Ids]]]
 """Brings a prompt into its state and asks it; each of the answers must be the golden one."""
 
+CAPACITY = 4096
+"""Of contexts: what is scaled by its length is scaled as `generate` scales a whole prompt."""
 KEPT = 900
 """Tokens of the prompt that a context holds; the rest is asked."""
 
@@ -43,9 +46,10 @@ async def answer(engine: Engine, prompt: Ids, context: str | None = None) -> Ids
 
 
 async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
-    """Into a new context, or on the end of one."""
+    """Into a new context that may become long, or on the end of one."""
     is_new = context not in [view.id for view in engine.list_contexts()]
-    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new)]
+    settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
+    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new, settings=settings)]
 
 
 class Logits:
