@@ -10,9 +10,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from coordinator.server import SERVICES
 from longleaf.client import Client
 from longleaf.errors import (
+    InvalidArgument,
     LongleafError,
     NotFound,
-    ResourceExhausted,
 )
 from longleaf.messages import Delta
 from tests.service import TEXT, Served, collect, ids
@@ -44,7 +44,7 @@ async def test_tokens_are_counted_and_messages_may_be_large(service: Served) -> 
     many = [200] * (3 << 20)  # two bytes each: over the library's own limit of 4 MiB
     _, finished = await collect(service.client.generate(many))
     assert finished.usage.prompt_tokens == len(many)
-    with pytest.raises(ResourceExhausted):
+    with pytest.raises(InvalidArgument, match="at most 67108864 fit in one message"):
         await service.client.count_tokens("a" * (65 << 20))
 
 
