@@ -16,6 +16,7 @@ PartialDtype = Literal["float32", "bfloat16"]
 PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeName = Literal["auto", "int8"]
+WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
 MAX_SECONDS = 1e6
@@ -49,6 +50,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
     kv_dtype: KvDtypeName = "auto"
     """How keys and values are kept: auto in the type of the weights; int8 rounds them, and answers are not exact."""
+    window_keys: WindowKeys = "sharded"
+    """Where keys of windowed layers lie: sharded, all of them, each on its rank like any other; replicated, only the
+    last ones that can still be seen, on every rank, so that these layers need no exchange in decode."""
+    window_bytes: int | None = None
+    """Part of kv_bytes that replicated keys of windowed layers take; None: enough for max_sequences generations and as
+    many contexts, but no more than half."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute."""
     threads_per_rank: int = 1
@@ -92,6 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(name, f"{value} is not between {low} and {high}")
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise InvalidArgument("kv_bytes", f"{self.kv_bytes} is not a positive number of bytes")
+        if self.window_bytes is not None and self.window_bytes < 1:
+            raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
 
 
 def default_server() -> str:

@@ -47,6 +47,39 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     float64_error: float = 0.0
 
 
+class Windows(msgspec.Struct, frozen=True, kw_only=True):
+    """What is held of layers that see only the last keys, when each rank holds these keys itself.
+
+    They lie in a pool of their own, in the same blocks on every rank. A segment has them before its end alone, so only
+    from there can it be continued.
+    """
+
+    windows: tuple[int, ...] = ()
+    """Keys that a query sees, itself included, for each kind of layer that has such a window."""
+    sections: tuple[int, ...] = ()
+    """Size of the sections that positions are cut into, for each kind of layer that sees its own section alone."""
+    num_blocks: int = 0
+    """Blocks of the pool."""
+    bytes_per_token: int = 0
+    """Bytes of keys and values per token on each rank, over these layers."""
+
+    def first(self, position: int) -> int:
+        """The first position that a query at `position` sees in any of these layers; never falls when the position
+        grows."""
+        starts = [position - window + 1 for window in self.windows]
+        starts += [position - position % section for section in self.sections]
+        return max(0, min(starts))
+
+    @property
+    def span(self) -> int:
+        """Keys that a query sees at most, itself included."""
+        return max(*self.windows, *self.sections, 0)
+
+
+EVERY_RANK = -1
+"""Instead of the rank of a run that lies in the same blocks on every rank."""
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
 
@@ -58,6 +91,10 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     pieces: tuple[Run, ...]
     """Consecutive, covering the chunk, at most one per rank."""
     rope: Rope = OWN_ROPE
+    window_runs: tuple[Run, ...] = ()
+    """With replicated windows, all runs of EVERY_RANK that the last segment has in this step, in order, in the windows'
+    pool: tokens before the chunk that it sees, and those of the chunk that the token after it will see. They replace
+    what earlier plans told of this segment."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -90,6 +127,8 @@ class Row(msgspec.Struct, frozen=True):
     """With every row of a sequence whose logits rank 0 shall compare with those of plain attention: the ids before its
     answer. It does so once, when the answer is complete."""
     rope: Rope = OWN_ROPE
+    window_runs: tuple[Run, ...] = ()
+    """As of a chunk, but with all tokens of the row."""
 
     @property
     def num_tokens(self) -> int:
@@ -188,6 +227,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     notes: tuple[str, ...] = ()
     """What the rank logged while it started, for people."""
     rotary: Rotary = Rotary()
+    windows: Windows | None = None
+    """With replicated windows, if the model has windowed layers; `num_blocks` and `bytes_per_token` are then of the
+    other layers alone."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
