@@ -17,6 +17,9 @@
 
 /* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
 #define BLOCK 32
+/* floats of a block that fewer rows than a vector read: with so little to compute, memory is what takes time, and it is
+   fastest when keys and values come by turns, a page of each */
+#define PAGE 1024
 #define LANES 8
 /* rows that are computed together, one per lane of two vectors; fewer than one vector are computed one by one */
 #define TILE (2 * LANES)
@@ -25,7 +28,7 @@
 /* floats that memory brings at once */
 #define LINE 16
 /* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
-   Left alone they would reach the exponential's slow path, and denormal numbers, a hundred times slower than others. */
+   Left alone they would become denormal numbers, a hundred times slower than others. */
 #define NEGLIGIBLE -60.0f
 /* fast-math knows no infinities: a finite score below all others */
 #define HIDDEN -1e38f
@@ -77,6 +80,25 @@ struct block {
     int is_masked;
 };
 
+/* e to the x for x from NEGLIGIBLE to 0: two to the nearest whole number, times the Taylor polynomial of two to the rest,
+   right to one part in a million. Inlined, for a call of the library would empty the registers of the loops around. */
+INLINE float exp_below(float x)
+{
+    const int whole = (int)(x * 1.44269504f - 0.5f);
+    const float rest = x * 1.44269504f - whole;
+    float power = 1.5403530e-4f * rest + 1.3333558e-3f;
+    power = power * rest + 9.6181291e-3f;
+    power = power * rest + 5.5504109e-2f;
+    power = power * rest + 2.4022651e-1f;
+    power = power * rest + 6.9314718e-1f;
+    power = power * rest + 1.0f;
+    int bits;
+    memcpy(&bits, &power, sizeof bits);
+    bits += whole * (1 << 23); /* to the exponent */
+    memcpy(&power, &bits, sizeof bits);
+    return power;
+}
+
 INLINE int sees(const struct read *read, long group, long row, long key)
 {
     const long distance = read->offset + row / group - key;
@@ -108,7 +130,7 @@ INLINE void add_few(const struct block *block, const float *restrict q, const fl
             top = score[r][j] > top ? score[r][j] : top;
         for (long j = 0; j < num_keys; j++) {
             const float below = score[r][j] - top;
-            score[r][j] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
+            score[r][j] = exp_below(below < NEGLIGIBLE ? NEGLIGIBLE : below);
         }
         if (block->is_masked)
             for (long j = 0; j < num_keys; j++)
@@ -215,7 +237,7 @@ INLINE void weigh(const struct block *block, long group, float cap, float score[
     for (long j = 0; j < block->num_keys; j++)
         for (int r = 0; r < width; r++) {
             const float below = score[j][r] - top[r];
-            score[j][r] = expf(below < NEGLIGIBLE ? NEGLIGIBLE : below);
+            score[j][r] = exp_below(below < NEGLIGIBLE ? NEGLIGIBLE : below);
         }
     if (block->is_masked)
         hide(block, group, score, 0.0f);
@@ -312,11 +334,12 @@ static void add_read(const struct rows *rows, const struct read *read, const str
 {
     const long num_keys = read->end_slot - read->first_slot, group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
+    const long most = num_rows < LANES && PAGE < BLOCK * rows->dim ? (PAGE + rows->dim - 1) / rows->dim : BLOCK;
     struct block block = {.read = read};
     for (long key = 0; key < num_keys; key += block.num_keys) {
         const long slot = read->first_slot + key, rest = num_keys - key;
         block.key = key;
-        block.num_keys = rest < BLOCK ? rest : BLOCK;
+        block.num_keys = rest < most ? rest : most;
         if (store->exponents) {
             const long same_scales = store->block_size - slot % store->block_size;
             block.num_keys = block.num_keys < same_scales ? block.num_keys : same_scales;

@@ -333,6 +333,19 @@ def test_the_compiled_kernel_is_exact_where_almost_all_weights_vanish():
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_the_compiled_kernel_weighs_keys_of_any_score_right(num_rows):
+    below = torch.linspace(0, 50, 1001)  # one pair of keys each: the second is worth exp(-below) of the first
+    q = torch.zeros(num_rows, 1, 8)
+    q[..., 0] = 1
+    k, v = torch.zeros(1, 2, 8), torch.eye(2, 8)[None]
+    for distance in below.tolist():
+        k[0, 1, 0] = -distance
+        out = native_kernel()(q, k, v, [Read(0, num_rows, 0, 2)], 1.0).out_THD[:, 0]
+        expected = torch.tensor(distance).double().neg().exp()
+        torch.testing.assert_close((out[:, 1] / out[:, 0]).double(), expected.expand(num_rows), rtol=1e-6, atol=0)
+
+
 def test_without_a_compiler_torchs_kernel_serves(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
