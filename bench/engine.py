@@ -47,6 +47,11 @@ class Generations:
         self._engine = engine
         self._control = control
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the pools of all ranks hold."""
+        return self._engine.total_tokens
+
     async def ingest(self, context: str, ids: Sequence[int]) -> float:
         """Seconds of reading a document."""
         begin = time.perf_counter()

@@ -13,6 +13,7 @@ from longleaf.config import embedded_model
 
 RANDOM_LLAMA = "random-llama"
 EMBEDDED = "embedded"
+RANDOM_GEMMA3 = "random-gemma3"
 NAMES = (RANDOM_LLAMA, EMBEDDED)
 
 
@@ -36,8 +37,9 @@ def subject(name: str) -> Iterator[Subject]:
     if name == EMBEDDED:
         yield _read(name, embedded_model())
         return
+    make = _make_random_gemma3 if name == RANDOM_GEMMA3 else _make_random_llama
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-        yield _read(name, _make_random_llama(Path(folder)))
+        yield _read(name, make(Path(folder)))
 
 
 def is_there(name: str) -> bool:
@@ -50,6 +52,27 @@ def _make_random_llama(folder: Path) -> Path:
     return make_checkpoint(
         folder, "llama", num_layers=8, hidden=512, num_heads=8, num_kv_heads=2, ffn=1408, max_positions=131072
     )
+
+
+def _make_random_gemma3(folder: Path) -> Path:
+    """6 layers of 512, 4 query heads and 1 key head of 256, float32; as in Gemma 3 1B five layers with a window of 512
+    before one without."""
+    make_checkpoint(
+        folder,
+        "gemma3",
+        num_layers=6,
+        hidden=512,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        ffn=1408,
+        max_positions=131072,
+    )
+    file = folder / "config.json"
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    changed = json.loads(file.read_text()) | {"sliding_window": 512, "layer_types": kinds}
+    file.write_text(json.dumps(changed, indent=2))
+    return folder
 
 
 def _read(name: str, folder: Path) -> Subject:

@@ -79,6 +79,28 @@ def prefill(rows: Sequence[Row]) -> list[str]:
     return [told, "", *_table(names, [[row[name] for name in names] for row in rows])]
 
 
+def windows(rows: Sequence[Row]) -> list[str]:
+    """Windowed layers on every rank or sharded."""
+    heads = ["model", "work", "generations", "replicated, tokens/s", "sharded, tokens/s", "ratio", "from - to"]
+    heads += ["room replicated", "room sharded"]
+    names = ("model", "work", "generations", "service_tokens_per_s", "baseline_tokens_per_s", "ratio")
+    table = [
+        [
+            *(row[name] for name in names),
+            f"{row['ratio_min']} - {row['ratio_max']}",
+            *(f"{row['max_tokens_held'][way]:,}" for way in ("replicated", "sharded")),
+        ]
+        for row in rows
+    ]
+    first = rows[0]
+    told = (
+        f"`--window-keys replicated` against `sharded` over {first['context_tokens']:,} tokens on {first['world_size']} "
+        f"ranks of this machine's cores. Room is what {first['kv_bytes_per_rank'] / 2**20:,.0f} MiB per rank hold of "
+        "long contexts."
+    )
+    return [told, "", *_table(heads, table)]
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "shared": shared,
     "overhead": overhead,
@@ -86,6 +108,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "scaling": scaling,
     "serve": serve,
     "prefill": prefill,
+    "windows": windows,
 }
 
 
