@@ -80,7 +80,8 @@ class Engine:
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
         self._readies = await self._ranks.start()
-        placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
+        num_blocks, size = [ready.num_blocks for ready in self._readies], self._config.block_size
+        placer = Placer(num_blocks, size, self._readies[0].windows)
         self.positions = self.positions.told(self._readies[0].rotary)
         self._scheduler = Scheduler(self._config, placer, self.positions, EPOCH)
         self._failure = None
