@@ -1,7 +1,17 @@
 """What a rank's windows' pool holds, from the plans alone."""
 
+from hypothesis import strategies as st
+
 from longleaf.runs import Run
 from longleaf.step import EVERY_RANK, Prefill, Row, StepPlan, Windows
+
+SIZES = st.lists(st.integers(1, 10), max_size=2).map(tuple)
+
+
+def windows_of(least: int, most: int) -> st.SearchStrategy[Windows]:
+    """Windows and sections, at least one, in a pool of `least` to `most` blocks."""
+    windows = st.builds(Windows, windows=SIZES, sections=SIZES, num_blocks=st.integers(least, most))
+    return windows.filter(lambda windows: windows.windows or windows.sections)
 
 
 class WindowLedger:

@@ -16,7 +16,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Rotary, StepPlan, StepResult, Windows
-from tests.window_ledger import WindowLedger
+from tests.window_ledger import WindowLedger, windows_of
 from workers.fakes import Ledger, echo_token
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -27,12 +27,6 @@ CLAIMS = st.builds(
     priority=st.integers(0, 3),
     client=st.sampled_from(["", "x", "y"]),
     deadline=st.none() | st.none() | st.none() | st.floats(0, 2),
-)
-
-
-SIZES = st.lists(st.integers(1, 12), max_size=2).map(tuple)
-WINDOWS = st.builds(Windows, windows=SIZES, sections=SIZES, num_blocks=st.integers(4, 40)).filter(
-    lambda windows: windows.windows or windows.sections
 )
 
 
@@ -63,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 6),
         replicate_below=st.integers(0, 9),
         max_sequences=st.integers(1, 3),
-        windows=st.none() | WINDOWS,
+        windows=st.none() | windows_of(4, 40),
     )
     def begin(
         self,
