@@ -41,6 +41,11 @@ class Path:
         assert end <= self.end
         return Path(tuple(segment for segment in self.segments if segment.start < end), end)
 
+    @property
+    def num_window_tokens(self) -> int:
+        """Tokens that lie in the windows' pool."""
+        return sum(end - start for start, end in self._held_windows())
+
     def seams(self, position: int, windows: Windows | None) -> tuple[int, int]:
         """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
         which all that the next token sees is held. With `windows` None, any."""

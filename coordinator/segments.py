@@ -77,10 +77,17 @@ class Segments:
     def tokens_by_rank(self) -> list[int]:
         """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
         held = [0] * len(self._placer.pools)
-        needed = (segment for segment in self if segment.num_references > segment.num_kept)
-        for run in (run for segment in needed for run in segment.runs):
+        for run in (run for segment in self._needed() for run in segment.runs):
             held[run.rank] += len(run)
         return held
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Of these tokens, those that lie in the windows' pool."""
+        return sum(len(run) for segment in self._needed() for run in segment.window_runs)
+
+    def _needed(self) -> Iterator[Segment]:
+        return (segment for segment in self if segment.num_references > segment.num_kept)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Ids for the next plan's release_segments; each is given once."""
