@@ -7,6 +7,7 @@ from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.runs import Run
 from longleaf.step import EVERY_RANK, Decode, Prefill, StepPlan, Windows
 from tests.unit.test_prompts import Asker
+from tests.unit.test_scheduler import kinds
 
 WINDOW = Windows(windows=(8,), num_blocks=40)
 
@@ -148,6 +149,22 @@ def test_what_only_chunks_needed_lets_others_begin() -> None:
         seen.append(bench.scheduler.num_running)
     assert 2 in seen
     assert bench.scheduler.segments.make_room(bench.placer.num_blocks)
+
+
+def test_a_pool_has_room_for_what_is_read_again() -> None:
+    """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
+    with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
+        Asker(windows=Windows(windows=(8,), num_blocks=9)).ask(3, max_tokens=40)
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=10), max_sequences=1)
+    low = bench.ask(3, max_tokens=40)
+    for _ in range(20):
+        plan = bench.schedule()
+        assert plan is not None
+        bench.commit(plan)
+    high = bench.ask(5, max_tokens=40, priority=3)
+    assert kinds(bench.run()) == "D" * 40 + "P" + "D" * 20
+    assert bench.tokens(high) == bench.alone(5, 40)
+    assert bench.tokens(low) == bench.alone(3, 40)
 
 
 def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
