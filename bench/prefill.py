@@ -27,7 +27,8 @@ import torch.multiprocessing as mp
 from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.subjects import RANDOM_LLAMA, subject
-from coordinator.blocks import Placer, ceil_div
+from coordinator.blocks import Placer
+from coordinator.pool import ceil_div
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm

@@ -85,7 +85,7 @@ class Admission:
         declared = None if settings.capacity is UNSET else settings.capacity
         job.capacity = known.capacity if known else self._limits.positions.capacity(len(token_ids), declared)
         job.rope = known.rope if known else self._limits.positions.rope(job.capacity)
-        job.num_blocks = self._limits.check(job, "text", 0)
+        job.num_blocks = self._limits.check(job, "text", 0, num_tails=0)
         return job
 
     def check(self, job: Job, waiting: Collection[Job], running: Collection[Job], now: float) -> None:

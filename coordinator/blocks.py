@@ -1,144 +1,93 @@
-"""Blocks: which are free on each rank, and which runs new tokens go to. Integers only; nothing is stored here."""
+"""Blocks: how many are promised to whom, and which runs new tokens go to. Integers only; nothing is stored here."""
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from coordinator.pool import BlockPool, ceil_div
+from coordinator.windows import WindowPool
 from longleaf.errors import ResourceExhausted
 from longleaf.runs import Run, cut_chunk, serpentine
+from longleaf.step import EVERY_RANK, Windows
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Numbers of blocks of both kinds."""
+
+    sharded: int = 0
+    """Over the pools of all ranks."""
+    windows: int = 0
+    """Of the windows' pool, which is the same on every rank."""
+
+    def __add__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded + other.sharded, self.windows + other.windows)
+
+    def __sub__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded - other.sharded, self.windows - other.windows)
+
+    def fits(self, room: "Blocks") -> bool:
+        """Whether `room` has as many of either kind."""
+        return self.sharded <= room.sharded and self.windows <= room.windows
 
 
-class BlockPool:
-    """The free blocks of one rank, as sorted stretches of neighbouring ids.
-
-    Neighbouring blocks are one stretch of memory, which a kernel reads without a copy, so allocations look for one.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.num_used = 0
-        self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []
-
-    @property
-    def num_free(self) -> int:
-        return self.num_blocks - self.num_used
-
-    def allocate(self, count: int) -> tuple[int, ...]:
-        """Takes `count` blocks: the smallest stretch that holds them all, else the longest ones in turn.
-
-        Raises ResourceExhausted, and takes nothing, when there are fewer.
-        """
-        if count > self.num_free:
-            raise ResourceExhausted("blocks", f"{count} are needed, {self.num_free} are free")
-        self.num_used += count
-        taken: list[int] = []
-        while len(taken) < count:
-            taken.extend(self._take(count - len(taken)))
-        return tuple(taken)
-
-    def _take(self, wanted: int) -> range:
-        """Takes up to `wanted` blocks from one stretch."""
-        fitting = [i for i, (_, length) in enumerate(self._free) if length >= wanted]
-        by_length = [length for _, length in self._free]
-        index = min(fitting, key=by_length.__getitem__) if fitting else by_length.index(max(by_length))
-        first, length = self._free[index]
-        count = min(wanted, length)
-        self._free[index : index + 1] = [(first + count, length - count)] if count < length else []
-        return range(first, first + count)
-
-    def free(self, ids: Iterable[int]) -> None:
-        """Gives blocks back. Raises ValueError when one is not in use."""
-        for first, length in _stretches(sorted(ids)):
-            self._insert(first, length)
-            self.num_used -= length
-
-    def _insert(self, first: int, length: int) -> None:
-        index = bisect_left(self._free, (first, 0))
-        before = self._free[index - 1] if index else (0, 0)
-        after = self._free[index] if index < len(self._free) else (self.num_blocks, 0)
-        if sum(before) > first or first + length > after[0]:
-            raise ValueError(f"blocks {first} to {first + length - 1} are not all in use")
-        low, high = index, index
-        if index and sum(before) == first:
-            low, first, length = index - 1, before[0], length + before[1]
-        if after[1] and first + length == after[0]:
-            high, length = index + 1, length + after[1]
-        self._free[low:high] = [(first, length)]
-
-    def check(self) -> None:
-        """Free plus used is total; stretches are sorted, apart and inside the pool."""
-        assert sum(length for _, length in self._free) + self.num_used == self.num_blocks
-        ends = [first + length for first, length in self._free]
-        assert all(end < first for end, (first, _) in zip(ends, self._free[1:], strict=False))
-        assert all(length > 0 for _, length in self._free)
-        assert not ends or ends[-1] <= self.num_blocks
-
-
-def _stretches(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted ids as (first, length) of neighbours. A repeated id starts a stretch of its own."""
-    stretches: list[tuple[int, int]] = []
-    for block in ids:
-        if stretches and sum(stretches[-1]) == block:
-            stretches[-1] = (stretches[-1][0], stretches[-1][1] + 1)
-        else:
-            stretches.append((block, 1))
-    return stretches
+def count_blocks(runs: Iterable[Run]) -> int:
+    return sum(len(run.blocks) for run in runs)
 
 
 class Reservation:
     """Blocks promised to one job, on no rank in particular. `left` of them are not taken yet."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.left = num_blocks
+    def __init__(self, blocks: Blocks) -> None:
+        self.left = blocks
 
-    def split(self, num_blocks: int) -> "Reservation":
+    def split(self, blocks: Blocks) -> "Reservation":
         """Hands a part of the promise over."""
-        assert num_blocks <= self.left
-        self.left -= num_blocks
-        return Reservation(num_blocks)
+        assert blocks.fits(self.left)
+        self.left -= blocks
+        return Reservation(blocks)
 
 
 class Placer:
     """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
 
     Room is counted over all ranks: a job that holds a reservation can always be placed, though perhaps not evenly.
+    `windows` is None unless each rank holds the keys of windowed layers itself.
     """
 
-    def __init__(self, num_blocks: Sequence[int], block_size: int) -> None:
+    def __init__(self, num_blocks: Sequence[int], block_size: int, windows: Windows | None = None) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.pools = tuple(BlockPool(n) for n in num_blocks)
-        self.num_reserved = 0
+        self.window_pool = WindowPool(windows, block_size)
+        self.num_reserved = Blocks()
 
     @property
-    def num_blocks(self) -> int:
-        return sum(pool.num_blocks for pool in self.pools)
+    def num_blocks(self) -> Blocks:
+        return Blocks(sum(pool.num_blocks for pool in self.pools), self.window_pool.num_blocks)
 
     @property
-    def num_free(self) -> int:
+    def num_free(self) -> Blocks:
         """Blocks that are neither in use nor promised."""
-        return sum(pool.num_free for pool in self.pools) - self.num_reserved
+        return Blocks(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
 
-    def reserve(self, num_blocks: int) -> Reservation | None:
+    def reserve(self, blocks: Blocks) -> Reservation | None:
         """Promises blocks, or gives None when there are too few."""
-        if num_blocks > self.num_free:
+        if not blocks.fits(self.num_free):
             return None
-        self.num_reserved += num_blocks
-        return Reservation(num_blocks)
+        self.num_reserved += blocks
+        return Reservation(blocks)
 
     def release(self, reservation: Reservation) -> None:
         """Gives back what is left of a promise."""
         self.num_reserved -= reservation.left
-        reservation.left = 0
+        reservation.left = Blocks()
 
     def place_chunk(self, start: int, end: int, turn: int, reservation: Reservation) -> tuple[Run, ...]:
         """Runs that cover positions [start, end), at most one per rank, in the serpentine order of chunk `turn`.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
-        self._spend(reservation, ceil_div(end - start, self.block_size))
+        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
         runs: list[Run] = []
         for rank, count in self._deal(start, end, turn):
             stop = min(start + count * self.block_size, end)
@@ -173,36 +122,55 @@ class Placer:
             start = min(last.end + spare, end)
             runs.append(Run(last.rank, last.start, start, last.blocks))
         while start < end:
-            self._spend(reservation, 1)
+            self._spend(reservation, Blocks(1))
             rank = max(range(len(self.pools)), key=lambda r: self.pools[r].num_free)
             stop = min(start + self.block_size, end)
             runs.append(Run(rank, start, stop, self.pools[rank].allocate(1)))
             start = stop
         return tuple(runs)
 
-    def _spend(self, reservation: Reservation, count: int) -> None:
-        if count > reservation.left:
-            raise ResourceExhausted("blocks", f"{count} are needed, {reservation.left} are reserved")
-        reservation.left -= count
-        self.num_reserved -= count
+    def roll(
+        self, runs: tuple[Run, ...], start: int, end: int, reservation: Reservation, *, is_chunk: bool
+    ) -> tuple[Run, ...]:
+        """The window runs of a segment when tokens [start, end) come: without what they do not see any more, and with
+        those tokens; of a chunk only with what the token after it will see.
+
+        Raises ResourceExhausted when the reservation has too few blocks left; what is freed goes back to it.
+        """
+        if self.windows is None:
+            return ()
+        stored_from = max(start, self.windows.first(end)) if is_chunk else start
+        rolled = self.window_pool.grow(self.window_pool.trim(runs, start), stored_from, end)
+        self._spend(reservation, Blocks(windows=count_blocks(rolled) - count_blocks(runs)))
+        return rolled
+
+    def _spend(self, reservation: Reservation, blocks: Blocks) -> None:
+        if not blocks.fits(reservation.left):
+            raise ResourceExhausted("blocks", f"{blocks} are needed, {reservation.left} are reserved")
+        reservation.left -= blocks
+        self.num_reserved -= blocks
 
     def free(self, runs: Iterable[Run]) -> None:
         for run in runs:
-            self.pools[run.rank].free(run.blocks)
+            pool = self.window_pool if run.rank == EVERY_RANK else self.pools[run.rank]
+            pool.free(run.blocks)
 
-    def blocks_needed(self, num_prefill: int, num_rows: int) -> int:
-        """Blocks that `num_prefill` tokens in chunks and `num_rows` in rows, in another segment, take, exactly.
+    def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> Blocks:
+        """Blocks that `num_prefill` tokens in chunks take, and `num_rows` in rows, up to `num_at_once` of them in one,
+        in each of `num_tails` other segments: exactly, but for windows at most.
 
         Chunks but the last are whole blocks, however long they are.
         """
-        return ceil_div(num_prefill, self.block_size) + ceil_div(num_rows, self.block_size)
+        sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
+        in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
+        return Blocks(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
 
     def check(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
         held = [(run.rank, block) for run in runs for block in run.blocks]
         assert len(held) == len(set(held)), "a block is in two runs"
-        for rank, pool in enumerate(self.pools):
+        for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
             pool.check()
             assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
-        assert self.num_reserved >= 0
-        assert self.num_free >= 0
+        assert Blocks().fits(self.num_reserved)
+        assert Blocks().fits(self.num_free)

@@ -7,7 +7,7 @@ from coordinator.positions import UNLIMITED
 from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import UNCHANGED, ContextSettings
-from longleaf.step import Rope
+from longleaf.step import Rope, Windows
 
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
@@ -55,9 +55,9 @@ class Context:
                 held[run.rank] += max(0, min(run.end, end) - run.start)
         return held
 
-    def check(self) -> None:
-        """There are tokens, all of them in sealed segments."""
-        self.path.check()
+    def check(self, windows: Windows | None) -> None:
+        """There are tokens, all of them in sealed segments, and it can be continued."""
+        self.path.check(windows)
         assert self.path.segments
         assert self.num_tokens <= self.capacity
         assert all(segment.is_sealed for segment in self.path.segments)
@@ -141,10 +141,21 @@ class Contexts:
         if not 1 <= num_tokens <= path.end:
             limit = f"between 1 and {path.end}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens} is not {limit}")
+        self._check_seam(path, num_tokens)
         context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
         self._segments.retain(context.path.segments)
         self._by_id[context_id] = context
         return context
+
+    def _check_seam(self, path: Path, position: int) -> None:
+        """Raises InvalidArgument where windowed layers lack the keys to go on."""
+        below, above = path.seams(position, self._segments.windows)
+        if below == above:
+            return
+        nearest = f"{below} or {above}" if below else f"{above}"
+        why = "where every rank holds only the last keys of windowed layers, a context can be forked where a document"
+        remedy = "with --window-keys sharded it could be forked anywhere"
+        raise InvalidArgument("token_count", f"{position}: {why} ended, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
@@ -155,4 +166,4 @@ class Contexts:
 
     def check(self) -> None:
         for context in self._by_id.values():
-            context.check()
+            context.check(self._segments.windows)

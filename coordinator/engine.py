@@ -15,7 +15,7 @@ from coordinator.positions import Positions
 from coordinator.readers import Readers
 from coordinator.scheduler import Scheduler
 from coordinator.stream import Stream
-from coordinator.views import view_context, view_worker
+from coordinator.views import max_window_tokens, view_context, view_worker
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.messages import UNCHANGED, ContextSettings
@@ -80,7 +80,8 @@ class Engine:
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
         self._readies = await self._ranks.start()
-        placer = Placer([ready.num_blocks for ready in self._readies], self._config.block_size)
+        num_blocks, size = [ready.num_blocks for ready in self._readies], self._config.block_size
+        placer = Placer(num_blocks, size, self._readies[0].windows)
         self.positions = self.positions.told(self._readies[0].rotary)
         self._scheduler = Scheduler(self._config, placer, self.positions, EPOCH)
         self._failure = None
@@ -158,10 +159,11 @@ class Engine:
 
     def cluster(self) -> ClusterView:
         scheduler = self._open()
-        held, size = scheduler.segments.tokens_by_rank(), self._config.block_size
-        pairs = zip(self._ranks.hellos, self._readies, strict=True)
-        workers = tuple(view_worker(hello, ready, held[ready.rank], size) for hello, ready in pairs)
-        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running)
+        held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
+        pairs, size = zip(self._ranks.hellos, self._readies, strict=True), self._config.block_size
+        workers = tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs)
+        windows = (windowed, max_window_tokens(self._readies[0], size))
+        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running, *windows)
 
     def check(self) -> None:
         """The scheduler adds up, and every open stream belongs to a job."""

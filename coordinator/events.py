@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import LongleafError
-from longleaf.messages import PositionInfo
+from longleaf.messages import PositionInfo, RankShare
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import Comparison
 
@@ -88,13 +88,6 @@ Outcome = tuple[int, Event | Acknowledged | LongleafError]
 """Job id, and what its stream gets. An error, the last Ended and Acknowledged are the last one of a job."""
 
 
-class RankShare(msgspec.Struct, frozen=True):
-    """What one rank holds of a context, in tokens."""
-
-    rank: int
-    tokens: int
-
-
 class ContextView(msgspec.Struct, frozen=True):
     """A context as clients see it. Times in seconds since the epoch."""
 
@@ -131,3 +124,6 @@ class ClusterView(msgspec.Struct, frozen=True):
     epoch: int
     waiting: int
     running: int
+    window_tokens: int = 0
+    """Tokens whose keys of windowed layers lie on every rank."""
+    max_window_tokens: int = 0

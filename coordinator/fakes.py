@@ -4,7 +4,7 @@ import asyncio
 
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.sampling import Logprobs
-from longleaf.step import Comparison, Decode, Hello, Ready, Rotary, Row, StepPlan, StepResult
+from longleaf.step import Comparison, Decode, Hello, Ready, Rotary, Row, StepPlan, StepResult, Windows
 
 
 def echo_token(last: int, token_index: int, vocab: int) -> int:
@@ -20,7 +20,7 @@ def equal(row: Row) -> Comparison:
 
 class FakeRanks:
     """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
-    number `lose_at`, if given. The model's positions are as `rotary` says."""
+    number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class FakeRanks:
         lose_at: int = 0,
         lost_rank: int = 0,
         rotary: Rotary | None = None,
+        windows: Windows | None = None,
     ) -> None:
         self.world_size = world_size
         self.num_blocks = num_blocks
@@ -37,6 +38,7 @@ class FakeRanks:
         self.lose_at = lose_at
         self.lost_rank = lost_rank
         self.rotary = rotary or Rotary()
+        self.windows = windows
         self.plans: list[StepPlan] = []
         self.is_closed = False
         self._last: dict[int, int] = {}
@@ -48,7 +50,7 @@ class FakeRanks:
 
     async def start(self) -> tuple[Ready, ...]:
         facts = ("cpu", "float32", self.num_blocks, 64)
-        return tuple(Ready(rank, *facts, rotary=self.rotary) for rank in range(self.world_size))
+        return tuple(Ready(rank, *facts, rotary=self.rotary, windows=self.windows) for rank in range(self.world_size))
 
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

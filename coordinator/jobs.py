@@ -5,7 +5,7 @@ from collections.abc import Sequence as TokenIds
 
 import msgspec
 
-from coordinator.blocks import Placer, Reservation
+from coordinator.blocks import Blocks, Placer, Reservation
 from coordinator.events import Prompt, Started
 from coordinator.paths import Path, Segment
 from coordinator.positions import UNLIMITED
@@ -50,8 +50,9 @@ class Job:
         """How the tokens are rotated: as those of the path."""
         self.capacity = UNLIMITED
         """Positions that the rope of a context was chosen for."""
-        self.num_blocks = 0
-        """Blocks that the job takes by its end, without those of its path, if nothing else is held of its tokens."""
+        self.num_blocks = Blocks()
+        """Blocks that the job takes at most at a time, without those of its path, if nothing else is held of its
+        tokens, and even if it is preempted."""
         self.num_tails = 0
         """Answers that the job will have at a time, each in a segment of its own."""
         self.num_placed = 0
@@ -75,9 +76,14 @@ class Job:
         self._path_ids: tuple[int, ...] = ()
 
     @property
+    def num_answer_left(self) -> int:
+        """Tokens that each of its answers may still have."""
+        return 0
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens that ranks may still have to compute."""
-        return len(self.token_ids) - self.num_read
+        return len(self.token_ids) - self.num_read + self.num_tails * self.num_answer_left
 
     def may_preempt(self, other: "Job") -> bool:
         return other.is_paused or (other.claim.priority < self.claim.priority and not other.is_spared)
@@ -106,16 +112,19 @@ class Job:
         segment, reservation = self._active()
         stop = min(self.num_placed + chunk_size, self.num_prefill)
         token_ids = tuple(self.token_ids[self.num_placed : stop])
-        start = segment.end
-        pieces = placer.place_chunk(start, start + len(token_ids), self.num_chunks, reservation)
+        start, end = segment.end, segment.end + len(token_ids)
+        pieces = placer.place_chunk(start, end, self.num_chunks, reservation)
+        segment.window_runs = placer.roll(segment.window_runs, start, end, reservation, is_chunk=True)
         segment.extend(token_ids, pieces)
         self.num_placed, self.num_chunks = stop, self.num_chunks + 1
-        return Prefill(self._path_ids, start, token_ids, pieces, self.rope)
+        return Prefill(self._path_ids, start, token_ids, pieces, self.rope, segment.window_runs)
 
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
         segment, reservation = self._active()
         last = segment.runs[-1] if segment.runs else None
-        runs = placer.grow(last, segment.end, len(token_ids), reservation)
+        start, end = segment.end, segment.end + len(token_ids)
+        runs = placer.grow(last, start, len(token_ids), reservation)
+        segment.window_runs = placer.roll(segment.window_runs, start, end, reservation, is_chunk=False)
         segment.extend(token_ids, runs)
         self.num_placed += len(token_ids)
         return runs
@@ -183,10 +192,11 @@ class Sequence(Job):
         self.path = segment.before
         self.begin(segment, self.reservation)
 
-    def fan_out(self) -> list["Sequence"]:
-        """The other samples, which share what was read. Their reservations are theirs; segments they lack."""
+    def fan_out(self, each: Blocks) -> list["Sequence"]:
+        """The other samples, which share what was read. Their reservations, of `each`, are theirs; segments they
+        lack."""
         assert self.reservation is not None
-        num_blocks, num_tails, self.num_tails = self.reservation.left // self.num_tails, self.num_tails, 1
+        num_tails, self.num_tails = self.num_tails, 1
         self.is_answering = True
         samples: list[Sequence] = []
         for i in range(1, num_tails):
@@ -197,7 +207,7 @@ class Sequence(Job):
             other.num_begins, other.is_spared, other.is_paused = 1, self.is_spared, self.is_paused
             other.num_blocks, other.rope, other.capacity = self.num_blocks, self.rope, self.capacity
             other.sampling = self.sampling.of_sample(i)
-            other.reservation = self.reservation.split(num_blocks)
+            other.reservation = self.reservation.split(each)
             samples.append(other)
         return samples
 
@@ -217,12 +227,7 @@ class Sequence(Job):
 
     @property
     def num_answer_left(self) -> int:
-        """Tokens that the answer may still have."""
         return self.sampling.max_tokens - self.num_generated
-
-    @property
-    def num_tokens_left(self) -> int:
-        return super().num_tokens_left + self.num_tails * self.num_answer_left
 
     @property
     def can_end_early(self) -> bool:
@@ -259,7 +264,8 @@ class Sequence(Job):
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
         reference = tuple(self.token_ids) if self.prompt.is_compared else ()
-        return Row(self.id, self._path_ids, start, sent, runs, self.sampling, index, seen, reference, self.rope)
+        told = (self.sampling, index, seen, reference, self.rope, segment.window_runs)
+        return Row(self.id, self._path_ids, start, sent, runs, *told)
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""

@@ -1,6 +1,6 @@
 """How large a job may be, and how many blocks it takes."""
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Blocks, Placer
 from coordinator.jobs import Job
 from coordinator.positions import Positions
 from longleaf.config import EngineConfig
@@ -25,7 +25,7 @@ class Limits:
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
-    def check(self, job: Job, field: str, max_tokens: int, num_tails: int = 1) -> int:
+    def check(self, job: Job, field: str, max_tokens: int, num_tails: int = 1) -> Blocks:
         """The blocks that the job takes, generating `max_tokens` in each of its tails. Raises InvalidArgument naming
         `field`."""
         total = job.start + len(job.token_ids) + max_tokens
@@ -35,19 +35,37 @@ class Limits:
         if total > job.capacity:
             limit = f"the context was created for {job.capacity} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
-        blocks = self.num_blocks(job, max_tokens, num_tails)
-        if job.path.num_blocks + blocks > self._placer.num_blocks:
-            size = self._placer.block_size
-            limit = f"the pool of all ranks holds {self._placer.num_blocks * size}, in blocks of {size}"
+        blocks = self.most_blocks(job, max_tokens, num_tails)
+        if limit := self._too_small(job.path.num_blocks + blocks):
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, num_tails)}; {limit}")
         return blocks
 
-    def num_blocks(self, job: Job, max_tokens: int, num_tails: int) -> int:
-        """The blocks that the job takes for what it has not read yet and for answers of `max_tokens`, exactly."""
+    def _too_small(self, needed: Blocks) -> str:
+        """What cannot hold so many blocks, if anything."""
+        total, size = self._placer.num_blocks, self._placer.block_size
+        if needed.sharded > total.sharded:
+            return f"the pool of all ranks holds {total.sharded * size}, in blocks of {size}"
+        if needed.windows > total.windows:
+            held = f"the windows' pool holds {total.windows * size} tokens, in blocks of {size}"
+            return f"{held}, and {needed.windows * size} are needed: --window-bytes sets its size"
+        return ""
+
+    def num_blocks(self, job: Job, max_tokens: int, num_tails: int) -> Blocks:
+        """The blocks that the job takes for what it has not read yet and for answers of `max_tokens`."""
+        num_rest = len(job.token_ids) - job.num_prefill
         # The token that is sampled last is never fed back, so it needs no slot.
-        rows = len(job.token_ids) - job.num_prefill + max(0, max_tokens - 1)
-        prefill = self._placer.blocks_needed(job.num_prefill - job.num_read, 0)
-        return prefill + num_tails * self._placer.blocks_needed(0, rows)
+        num_rows = num_rest + max(0, max_tokens - 1)
+        num_prefill = job.num_prefill - job.num_read
+        return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
+
+    def most_blocks(self, job: Job, max_tokens: int, num_tails: int) -> Blocks:
+        """The same, whenever the job may be preempted: then it reads its answer in chunks, and other rows at once."""
+        num_tokens = len(job.token_ids) + max(0, max_tokens - 1)
+        num_prefill = max(job.num_prefill, self.num_prefill(num_tokens, num_tails))
+        at_once = max(self._config.replicate_below, self._placer.block_size)
+        num_rows = min(num_tokens, at_once + max_tokens)
+        most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
+        return Blocks(self.num_blocks(job, max_tokens, num_tails).sharded, most.windows)
 
 
 def _sum(job: Job, field: str, max_tokens: int, num_tails: int) -> str:

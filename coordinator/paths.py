@@ -1,11 +1,13 @@
 """Segments, and the paths that lead through them: contexts, forks and sequences together are a tree."""
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from coordinator.blocks import Blocks, count_blocks
 from longleaf.runs import Run
-from longleaf.step import OWN_ROPE, Rope
+from longleaf.step import OWN_ROPE, Rope, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,9 @@ class Path:
         return tuple(segment.id for segment in self.segments)
 
     @property
-    def num_blocks(self) -> int:
+    def num_blocks(self) -> Blocks:
         """Blocks of the segments, used or not."""
-        return sum(segment.num_blocks for segment in self.segments)
+        return sum((segment.num_blocks for segment in self.segments), Blocks())
 
     def parts(self) -> Iterator[tuple["Segment", int, int]]:
         """The segments, and the positions [start, end) for which each is used."""
@@ -38,6 +40,37 @@ class Path:
         """The beginning of the path, up to position `end`."""
         assert end <= self.end
         return Path(tuple(segment for segment in self.segments if segment.start < end), end)
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Tokens that lie in the windows' pool."""
+        return sum(end - start for start, end in self._held_windows())
+
+    def seams(self, position: int, windows: Windows | None) -> tuple[int, int]:
+        """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
+        which all that the next token sees is held. With `windows` None, any."""
+        if windows is None:
+            return position, position
+        below, above = 0, self.end
+        for start, end in self._held_windows():
+            low = start + bisect_left(range(start, end + 1), start, key=windows.first)
+            if low <= min(position, end):
+                below = min(position, end)
+            if max(position, low) <= end:
+                return below, max(position, low)
+        return below, above
+
+    def _held_windows(self) -> list[tuple[int, int]]:
+        """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
+        held = [(0, 0)]
+        for segment, _, part_end in self.parts():
+            runs = [(run.start, min(run.end, part_end)) for run in segment.window_runs if run.start < part_end]
+            for start, end in (*runs, (part_end, part_end)):
+                if held[-1][1] == start:
+                    held[-1] = (held[-1][0], end)
+                else:
+                    held.append((start, end))
+        return held
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> "array[int]":
         """The tokens from position `start` on, up to `stop` if it is given."""
@@ -55,12 +88,17 @@ class Path:
                 return start + count
         return self.end
 
-    def check(self) -> None:
-        """Every part has positions, and continues the path before it."""
+    def check(self, windows: Windows | None = None) -> None:
+        """Every part has positions, and continues the path before it; what the next token sees is held."""
         assert self.segments or self.end == 0
         for i, (segment, start, end) in enumerate(self.parts()):
             assert start < end <= segment.end
             assert segment.before == Path(self.segments[:i], start)
+        if windows is not None:
+            parts = list(self.parts())
+            runs = [(run, end) for segment, _, end in parts for run in segment.window_runs]
+            held = {position for run, end in runs for position in range(run.start, min(run.end, end))}
+            assert held.issuperset(range(windows.first(self.end), self.end))
 
 
 def _num_common(a: "array[int]", b: "array[int]") -> int:
@@ -84,6 +122,8 @@ class Segment:
         """How the keys are rotated, here and in all of the path."""
         self.token_ids = array("I")
         self.runs: list[Run] = []
+        self.window_runs: tuple[Run, ...] = ()
+        """Runs in the windows' pool: what the token after the segment's end sees of it, and little more."""
         self.num_references = 1
         self.num_kept = 0
         """References that only keep the segment for prompts to come."""
@@ -103,8 +143,8 @@ class Segment:
         return Path((*self.before.segments, self), self.end)
 
     @property
-    def num_blocks(self) -> int:
-        return sum(len(run.blocks) for run in self.runs)
+    def num_blocks(self) -> Blocks:
+        return Blocks(count_blocks(self.runs), count_blocks(self.window_runs))
 
     def fill(self, position: int, token_id: int) -> None:
         """Tells the id of a token that was placed before it was known."""

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from coordinator.paths import Path, Segment
-from longleaf.step import OWN_ROPE, Rope
+from longleaf.step import OWN_ROPE, Rope, Windows
 
 BLOCKS_AT_ONCE = 512
 """Blocks whose ids are copied at once: a segment may be long."""
@@ -18,8 +18,9 @@ class Prefixes:
     where to look: what is found is compared id by id. A beginning shorter than a block is not found.
     """
 
-    def __init__(self, block_size: int, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
+    def __init__(self, block_size: int, blocks_at_once: int = BLOCKS_AT_ONCE, windows: Windows | None = None) -> None:
         self._block_size = block_size
+        self._windows = windows
         self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
         """By segment: the links at the ends of the blocks that end in it."""
@@ -45,16 +46,25 @@ class Prefixes:
                 del self._segments[link]
 
     def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
-        """The longest path found that `token_ids`, rotated by `rope`, begin with; empty when there is none."""
-        found: list[Segment] = []
+        """The longest path found that `token_ids`, rotated by `rope`, begin with and that can be continued; empty when
+        there is none."""
+        found: list[list[Segment]] = []
         for link in self._chain(hash(rope), token_ids):
             if link not in self._segments:
                 break
-            found = self._segments[link]
-        paths = [segment.path for segment in found if segment.rope == rope]
-        cuts = [path.cut(path.num_common(token_ids)) for path in paths]
-        best = max(cuts, key=lambda path: path.end, default=Path())
-        return best if best.end >= self._block_size else Path()
+            found.append(self._segments[link])
+        best, size, tried = Path(), self._block_size, set[int]()
+        while found and best.end < (len(found) + 1) * size:  # who has fewer blocks in common has no longer beginning
+            for segment in found.pop():
+                if segment.rope == rope and segment.id not in tried:
+                    tried.add(segment.id)
+                    best = max(best, self._beginning(segment.path, token_ids), key=lambda path: path.end)
+        return best if best.end >= size else Path()
+
+    def _beginning(self, path: Path, token_ids: "array[int]") -> Path:
+        """What `token_ids` have in common with a path, as far as it can be continued."""
+        end, _ = path.seams(path.num_common(token_ids), self._windows)
+        return path.cut(end)
 
     def _link(self, continued: Segment, num_blocks: int) -> int:
         """The link after so many blocks of the path before a segment, whose segments are all entered."""

@@ -25,20 +25,21 @@ class Prompts:
             if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1], job.rope)):
                 return reservation
             self._reuse(job, Path())
-        return self._reserve(job.num_blocks)
+        return self._reserve(job)
 
     def _reserve_rest(self, job: Sequence, path: Path) -> Reservation | None:
         if not path.end:
             return None
         self._segments.retain(path.segments)
         self._reuse(job, path)
-        reservation = self._reserve(self._limits.num_blocks(job, job.num_answer_left, job.num_tails))
+        reservation = self._reserve(job)
         if reservation is None:
             self._segments.release(path.segments)
         return reservation
 
-    def _reserve(self, num_blocks: int) -> Reservation | None:
-        return self._placer.reserve(num_blocks) if self._segments.make_room(num_blocks) else None
+    def _reserve(self, job: Job) -> Reservation | None:
+        blocks = self._limits.num_blocks(job, job.num_answer_left, job.num_tails)
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
     def _reuse(self, job: Sequence, path: Path) -> None:
         job.reuse(path, path.end + self._num_prefill(job, path.end))
@@ -52,18 +53,21 @@ class Prompts:
         self._segments.release(job.path.segments[len(job.origin.segments) :])
         job.preempt()
         job.num_prefill = self._num_prefill(job, 0)
-        job.num_blocks = self._limits.num_blocks(job, job.num_answer_left, job.num_tails)
+        job.num_blocks = self._limits.most_blocks(job, job.num_answer_left, job.num_tails)
 
     def share(self, job: Sequence) -> list[Sequence]:
         """The samples of a job whose chunks are read, itself first. From here on each has a segment of its own."""
         assert job.segment is not None
+        assert job.reservation is not None
         if job.segment.runs:
             if job.is_sharing:
                 self._segments.keep(job.segment)
             else:
-                job.segment.is_sealed = True
+                self._segments.close(job.segment)
             job.answer(self._segments.create(job.segment.path, job.rope))
-        others = job.fan_out()
+        each = self._limits.num_blocks(job, job.num_answer_left, num_tails=1)
+        others = job.fan_out(each)
+        self._placer.release(job.reservation.split(job.reservation.left - each))
         for other in others:
             assert other.reservation is not None
             self._segments.retain(other.path.segments)

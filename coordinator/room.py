@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Blocks, Placer
 from coordinator.contexts import Contexts
 from coordinator.jobs import Ingest, Job, Sequence
 from coordinator.paths import Segment
@@ -34,21 +34,30 @@ class Room:
         kept: dict[int, Segment] = {s.id: s for context in self._contexts.list() for s in context.path.segments}
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for other in answers for s in other.origin.segments if s.id not in kept}
-        coming = sum(other.num_blocks for other in jobs if isinstance(other, Ingest))
-        num_kept = _num_blocks(kept) + coming
-        if num_kept + job.num_blocks > self._placer.num_blocks:
-            raise self._no_room(job, num_kept)
-        largest = max((other.num_blocks for other in answers), default=0) if isinstance(job, Ingest) else 0
-        if num_kept + job.num_blocks + _num_blocks(leaving) + largest > self._placer.num_blocks:
-            raise self._no_room(job, num_kept + _num_blocks(leaving), self._speeds.retry_seconds(len(jobs)))
+        coming = sum((other.num_blocks for other in jobs if isinstance(other, Ingest)), Blocks())
+        held = _num_blocks(kept) + coming
+        self._check_room(job, held, None)
+        held += _num_blocks(leaving)
+        if isinstance(job, Ingest):
+            needs = [other.num_blocks for other in answers]
+            held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
+        self._check_room(job, held, self._speeds.retry_seconds(len(jobs)))
 
-    def _no_room(self, job: Job, num_held: int, retry_seconds: float | None = None) -> ResourceExhausted:
-        size = self._placer.block_size
-        needed, total, held = job.num_blocks * size, self._placer.num_blocks * size, num_held * size
-        text = f"{needed} tokens are needed, and of {total} the contexts keep {held}; delete a context"
-        if retry_seconds is not None:
-            text = f"{needed} tokens are needed, and of {total} contexts and generations under way need too many"
-        return ResourceExhausted("pool", text, retry_seconds)
+    def _check_room(self, job: Job, held: Blocks, retry_seconds: float | None) -> None:
+        """Raises ResourceExhausted unless the job fits beside what is held; without a time it never will."""
+        size, total = self._placer.block_size, self._placer.num_blocks
+        pools = {
+            "pool": (job.num_blocks.sharded, total.sharded, held.sharded),
+            "window pool": (job.num_blocks.windows, total.windows, held.windows),
+        }
+        for pool, counts in pools.items():
+            needed, room, taken = (count * size for count in counts)
+            if needed + taken <= room:
+                continue
+            text = f"{needed} tokens are needed, and of {room} the contexts keep {taken}; delete a context"
+            if retry_seconds is not None:
+                text = f"{needed} tokens are needed, and of {room} contexts and generations under way need too many"
+            raise ResourceExhausted(pool, text, retry_seconds)
 
     def has_places(self, job: Job, running: Iterable[Job]) -> bool:
         """Whether so many answers may run at once."""
@@ -66,19 +75,19 @@ class Room:
         running = list(running)
         candidates = [other for other in running if isinstance(other, Sequence) and job.may_preempt(other)]
         places = self._num_places_lacking(job, running)
-        blocks = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
+        lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
         for other in sorted(candidates, key=lambda other: other.rank_as_victim):
-            if blocks <= 0 and places <= 0:
+            if lacking.fits(Blocks()) and places <= 0:
                 break
             chosen.append(other)
             places -= other.num_tails
-            blocks -= _num_freed(other, dropped)
-        return chosen if blocks <= 0 and places <= 0 else None
+            lacking -= _num_freed(other, dropped)
+        return chosen if lacking.fits(Blocks()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int]) -> int:
+def _num_freed(job: Sequence, dropped: Counter[int]) -> Blocks:
     """Blocks that are free, or as good as free, when a running job is preempted after those that `dropped` counts."""
     assert job.segment is not None
     assert job.reservation is not None
@@ -90,5 +99,5 @@ def _num_freed(job: Sequence, dropped: Counter[int]) -> int:
     return num_blocks
 
 
-def _num_blocks(segments: dict[int, Segment]) -> int:
-    return sum(segment.num_blocks for segment in segments.values())
+def _num_blocks(segments: dict[int, Segment]) -> Blocks:
+    return sum((segment.num_blocks for segment in segments.values()), Blocks())

@@ -171,6 +171,7 @@ class Scheduler:
         """Lets the samples of a job answer, once its chunks are read."""
         if job.num_read >= job.num_prefill:
             self._running |= {sample.id: sample for sample in self._prompts.share(job)}
+            self._may_begin |= self._placer.windows is not None  # blocks of windows that were needed to read are free
 
     # --- commit ---
 

@@ -4,7 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Blocks, Placer
 from coordinator.paths import Path, Segment
 from coordinator.prefixes import Prefixes
 from longleaf.step import OWN_ROPE, Rope
@@ -20,12 +20,14 @@ class Segments:
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
-        self._prefixes = Prefixes(placer.block_size)
+        self.windows = placer.windows
+        """What is held of windowed layers, if each rank holds their keys itself."""
+        self._prefixes = Prefixes(placer.block_size, windows=placer.windows)
         self._by_id: dict[int, Segment] = {}
         self._kept: OrderedDict[int, Segment] = OrderedDict()
         self._next_id = 0
         self._forgotten: list[int] = []
-        self.num_reclaimable = 0
+        self.num_reclaimable = Blocks()
         """Blocks that `make_room` can free."""
 
     def __iter__(self) -> Iterator[Segment]:
@@ -38,9 +40,14 @@ class Segments:
         self._next_id += 1
         return segment
 
-    def seal(self, segment: Segment) -> None:
-        """Ends a segment's growth, and lets prompts find it."""
+    def close(self, segment: Segment) -> None:
+        """Ends a segment's growth; what the token after its end does not see of its windows is freed."""
         segment.is_sealed = True
+        segment.window_runs = self._placer.window_pool.trim(segment.window_runs, segment.end)
+
+    def seal(self, segment: Segment) -> None:
+        """Closes a segment, and lets prompts find it."""
+        self.close(segment)
         self._prefixes.add(segment)
 
     def retain(self, segments: Iterable[Segment]) -> None:
@@ -63,17 +70,24 @@ class Segments:
     def _free(self, segment: Segment) -> None:
         del self._by_id[segment.id]
         self._prefixes.remove(segment)
-        self._placer.free(segment.runs)
+        self._placer.free((*segment.runs, *segment.window_runs))
         # A segment without runs was never in a plan, so no rank knows it.
         self._forgotten += [segment.id] if segment.runs else []
 
     def tokens_by_rank(self) -> list[int]:
         """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
         held = [0] * len(self._placer.pools)
-        needed = (segment for segment in self if segment.num_references > segment.num_kept)
-        for run in (run for segment in needed for run in segment.runs):
+        for run in (run for segment in self._needed() for run in segment.runs):
             held[run.rank] += len(run)
         return held
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Of these tokens, those that lie in the windows' pool."""
+        return sum(len(run) for segment in self._needed() for run in segment.window_runs)
+
+    def _needed(self) -> Iterator[Segment]:
+        return (segment for segment in self if segment.num_references > segment.num_kept)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Ids for the next plan's release_segments; each is given once."""
@@ -83,15 +97,15 @@ class Segments:
     # --- prompts ---
 
     def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
-        """The longest path found that `token_ids`, rotated by `rope`, begin with, which counts as used; empty when
-        there is none."""
+        """The longest path found that `token_ids`, rotated by `rope`, begin with and that can be continued, which
+        counts as used; empty when there is none."""
         path = self._prefixes.match(token_ids, rope)
         self._touch(path)
         return path
 
     def keep(self, segment: Segment) -> None:
-        """Seals the segment of a prompt, and keeps it for prompts to come unless they could not find anything new."""
-        segment.is_sealed = True
+        """Closes the segment of a prompt, and keeps it for prompts to come unless they could not find anything new."""
+        self.close(segment)
         size = self._placer.block_size
         is_short = segment.start // size == segment.end // size
         if is_short or self._prefixes.match(segment.path.token_ids(), segment.rope).end == segment.end:
@@ -108,12 +122,12 @@ class Segments:
             if segment.id in self._kept:
                 self._kept.move_to_end(segment.id)
 
-    def make_room(self, num_blocks: int) -> bool:
+    def make_room(self, blocks: Blocks) -> bool:
         """Sees to it that so many blocks are free, or says that this cannot be, and then frees none."""
-        if self._placer.num_free + self.num_reclaimable < num_blocks:
+        if not blocks.fits(self._placer.num_free + self.num_reclaimable):
             return False
-        while self._placer.num_free < num_blocks:
-            segment = next(segment for segment in self._kept.values() if _num_reclaimable(segment))
+        while not blocks.fits(self._placer.num_free):
+            segment = next(segment for segment in self._kept.values() if segment.num_kept == segment.num_references)
             del self._kept[segment.id]
             for part in segment.path.segments:
                 self._refer(part, -1, -1)
@@ -123,13 +137,14 @@ class Segments:
         """Segments are sound, and what is kept is counted."""
         for segment in self._by_id.values():
             segment.check()
+            (segment.path if segment.token_ids else segment.before).check(self.windows)
         self._prefixes.check(self._by_id.values())
         kept = [part.id for segment in self._kept.values() for part in segment.path.segments]
         assert all(segment.num_kept == kept.count(segment.id) for segment in self._by_id.values())
         assert set(kept) <= set(self._by_id)
-        assert self.num_reclaimable == sum(map(_num_reclaimable, self._by_id.values()))
+        assert self.num_reclaimable == sum(map(_num_reclaimable, self._by_id.values()), Blocks())
 
 
-def _num_reclaimable(segment: Segment) -> int:
+def _num_reclaimable(segment: Segment) -> Blocks:
     """The blocks of a segment that is kept for prompts to come, and for nothing else."""
-    return segment.num_blocks if segment.num_kept and segment.num_kept == segment.num_references else 0
+    return segment.num_blocks if segment.num_kept and segment.num_kept == segment.num_references else Blocks()

@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 
 from coordinator.contexts import Context
-from coordinator.events import ContextView, RankShare, WorkerView
+from coordinator.events import ContextView, WorkerView
 from coordinator.positions import Positions
+from longleaf.messages import RankShare
 from longleaf.step import Hello, Ready
 
 
 def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> ContextView:
-    shares = enumerate(context.shares(len(readies)))
+    ready, num_windowed = readies[0], context.path.num_window_tokens
+    held = enumerate(context.shares(len(readies)))
+    shares = tuple(RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
     return ContextView(
         id=context.id,
         tokens=context.num_tokens,
-        kv_bytes=context.num_tokens * readies[0].bytes_per_token,
+        kv_bytes=sum(share.kv_bytes for share in shares),
         created=context.created,
         updated=context.updated,
-        shares=tuple(RankShare(rank, tokens) for rank, tokens in shares),
+        shares=shares,
         display_name=context.display_name,
         expires=context.expires,
         is_pinned=context.is_pinned,
@@ -25,15 +28,26 @@ def view_context(context: Context, readies: Sequence[Ready], positions: Position
     )
 
 
-def view_worker(hello: Hello, ready: Ready, num_tokens: int, block_size: int) -> WorkerView:
-    """A rank that holds `num_tokens` tokens."""
+def view_worker(hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int) -> WorkerView:
+    """A rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
+    max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
     return WorkerView(
         rank=ready.rank,
         node=hello.node,
         pid=hello.pid,
         device=ready.device,
         tokens=num_tokens,
-        max_tokens=ready.num_blocks * block_size,
-        kv_bytes=num_tokens * ready.bytes_per_token,
-        max_kv_bytes=ready.num_blocks * block_size * ready.bytes_per_token,
+        max_tokens=max_tokens,
+        kv_bytes=_kv_bytes(ready, num_tokens, num_windowed),
+        max_kv_bytes=_kv_bytes(ready, max_tokens, max_windowed),
     )
+
+
+def max_window_tokens(ready: Ready, block_size: int) -> int:
+    """Tokens for which a rank's windows' pool has room."""
+    return ready.windows.num_blocks * block_size if ready.windows else 0
+
+
+def _kv_bytes(ready: Ready, num_tokens: int, num_windowed: int) -> int:
+    windowed = num_windowed * ready.windows.bytes_per_token if ready.windows else 0
+    return num_tokens * ready.bytes_per_token + windowed

@@ -2,20 +2,18 @@
 
 from coordinator import events
 from longleaf.config import EngineConfig, Launcher
-from longleaf.messages import Cluster, Context, Finished, ModelInfo, RankShare, Timings, Usage, Worker
+from longleaf.messages import Cluster, Context, Finished, ModelInfo, Timings, Usage, Worker
 from longleaf.step import Ready
 
 
 def context_of(view: events.ContextView) -> Context:
-    bytes_per_token = view.kv_bytes // view.tokens if view.tokens else 0
-    shares = (RankShare(share.rank, share.tokens, share.tokens * bytes_per_token) for share in view.shares)
     return Context(
         id=view.id,
         tokens=view.tokens,
         kv_bytes=view.kv_bytes,
         created=view.created,
         updated=view.updated,
-        shares=tuple(shares),
+        shares=view.shares,
         display_name=view.display_name,
         expires=view.expires,
         is_pinned=view.is_pinned,
@@ -43,6 +41,9 @@ def cluster_of(
         running=view.running,
         block_size=config.block_size,
         is_exact=config.is_exact,
+        window_keys=config.window_keys,
+        window_tokens=view.window_tokens,
+        max_window_tokens=view.max_window_tokens,
     )
 
 

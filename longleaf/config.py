@@ -101,6 +101,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("kv_bytes", f"{self.kv_bytes} is not a positive number of bytes")
         if self.window_bytes is not None and self.window_bytes < 1:
             raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
+        if self.window_bytes is not None and self.window_keys == "sharded":
+            raise InvalidArgument("window_bytes", "is for window_keys replicated; sharded keys share one pool")
 
 
 def default_server() -> str:

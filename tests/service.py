@@ -19,7 +19,7 @@ from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
-from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo
+from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo, RankShare
 from longleaf.step import Comparison, Ready
 
 END = "<|end|>"
@@ -179,7 +179,7 @@ class FakeEngine:
             kv_bytes=size * 64,
             created=self.created,
             updated=2.5,
-            shares=(events.RankShare(0, size),),
+            shares=(RankShare(0, size, size * 64),),
             display_name=given.display_name or "",
             expires=given.expires or None,
             is_pinned=bool(given.is_pinned),

@@ -48,6 +48,9 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         running_count=cluster.running,
         block_token_count=cluster.block_size,
         exact=cluster.is_exact,
+        window_keys=cluster.window_keys,
+        window_token_count=cluster.window_tokens,
+        max_window_token_count=cluster.max_window_tokens,
     )
 
 
@@ -75,6 +78,9 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         running=message.running_count,
         block_size=message.block_token_count,
         is_exact=message.exact,
+        window_keys=message.window_keys,
+        window_tokens=message.window_token_count,
+        max_window_tokens=message.max_window_token_count,
     )
 
 

@@ -59,6 +59,7 @@ def headlines(found: Cluster) -> list[str]:
         *position_lines(model),
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
+        *window_lines(found),
         "answers are exact" if found.is_exact else "answers are not exact",
         f"{found.running} running, {found.waiting} waiting",
     ]
@@ -81,6 +82,14 @@ def merge_lines(found: Cluster) -> list[str]:
         times = ", ".join(f"{name} {us:,.0f}" for name, us in sorted(timing.microseconds.items(), key=itemgetter(1)))
         lines.append(f"  up to {timing.rows} rows: {timing.merge} (microseconds: {times})")
     return lines
+
+
+def window_lines(found: Cluster) -> list[str]:
+    """What lies on every rank."""
+    if not found.max_window_tokens:
+        return []
+    held = f"{found.window_tokens:,} of {found.max_window_tokens:,} tokens"
+    return [f"keys of windowed layers on every rank, {held}"]
 
 
 def workers_table(found: Cluster) -> Table:

@@ -16,6 +16,7 @@ from longleaf.config import (
     MergeChoice,
     PartialDtype,
     PrefillName,
+    WindowKeys,
     embedded_model,
 )
 from longleaf.launch import coordinator_command
@@ -50,6 +51,20 @@ def serve(
         int | None,
         typer.Option(help="Bytes of keys and values per rank.", show_default="40 % of free memory over the ranks"),
     ] = None,
+    window_keys: Annotated[
+        WindowKeys,
+        typer.Option(
+            help="Where keys of windowed layers lie: all of them, each on its rank, or the last ones on every rank, "
+            "which then exchange nothing in these layers."
+        ),
+    ] = _DEFAULTS.window_keys,
+    window_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="With --window-keys replicated: the part of --kv-bytes for windowed layers.",
+            show_default="by generations at once, at most half",
+        ),
+    ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
     kv_dtype: KvDtype = _DEFAULTS.kv_dtype,
     threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
@@ -79,6 +94,8 @@ def serve(
         chunk_size=chunk_size,
         block_size=block_size,
         kv_bytes=kv_bytes,
+        window_keys=window_keys,
+        window_bytes=window_bytes,
         dtype=dtype,
         kv_dtype=kv_dtype,
         threads_per_rank=threads,

@@ -99,3 +99,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block of the ranks' pools."""
     is_exact: bool = False
     """Whether answers are; see Finished."""
+    window_keys: str = "sharded"
+    """Where keys of windowed layers lie: sharded like all others, or replicated on every rank."""
+    window_tokens: int = 0
+    """Tokens whose keys of windowed layers every rank holds."""
+    max_window_tokens: int = 0
+    """The same, at most; 0 where they are sharded, and for models without such layers."""

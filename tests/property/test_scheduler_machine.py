@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Blocks, Placer
 from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
 from coordinator.jobs import Claim
 from coordinator.positions import Positions
@@ -15,7 +15,8 @@ from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Rotary, StepPlan, StepResult
+from longleaf.step import Decode, Rotary, StepPlan, StepResult, Windows
+from tests.window_ledger import WindowLedger, windows_of
 from workers.fakes import Ledger, echo_token
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -56,8 +57,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 6),
         replicate_below=st.integers(0, 9),
         max_sequences=st.integers(1, 3),
+        windows=st.none() | windows_of(4, 40),
     )
-    def begin(self, blocks: list[int], chunk_size: int, block_size: int, replicate_below: int, max_sequences: int):
+    def begin(
+        self,
+        blocks: list[int],
+        chunk_size: int,
+        block_size: int,
+        replicate_below: int,
+        max_sequences: int,
+        windows: Windows | None,
+    ) -> None:
         config = EngineConfig(
             model="none",
             chunk_size=chunk_size,
@@ -66,9 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_sequences=max_sequences,
             max_waiting=4,
         )
-        self.placer = Placer(blocks, block_size)
+        self.windows = windows
+        self.placer = Placer(blocks, block_size, windows)
         self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
         self.ledger = Ledger(block_size)
+        self.window_ledger = WindowLedger(windows, block_size) if windows else None
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0
         self.seconds = 0.001
@@ -144,7 +156,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_free = self.placer.num_free
         try:
             self.scheduler.fork_context(source, context, num_tokens)
-        except (AlreadyExists, InvalidArgument, NotFound):
+        except InvalidArgument:
+            assert num_tokens is not None
+            assert self.windows or not 1 <= num_tokens <= len(self.texts[source])
+            return
+        except (AlreadyExists, NotFound):
             return
         self.texts[context] = self.texts[source][:num_tokens]
         assert self.placer.num_free == num_free
@@ -178,6 +194,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         plan = self.plans.popleft()
         self.now += self.seconds
+        if self.window_ledger:
+            self.window_ledger.apply(plan)
         result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=self.seconds)
         for row in plan.work.rows if isinstance(plan.work, Decode) else ():
             answer = self.expected[row.sequence]
@@ -259,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self._see(self.scheduler.drain())
             self.scheduler.check()
-            assert self.placer.num_reserved == 0 or self.open
+            assert self.placer.num_reserved == Blocks() or self.open
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             assert waiting + running == len(self.open)
             assert waiting + running + self.num_ended == self.num_submitted

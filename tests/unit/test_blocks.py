@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from coordinator.blocks import BlockPool, Placer, Reservation
+from coordinator.blocks import Blocks, Placer, Reservation
+from coordinator.pool import BlockPool
 from longleaf.errors import ResourceExhausted
 from longleaf.runs import Run
 
@@ -14,7 +15,7 @@ def placer(*num_blocks: int, block_size: int = 4) -> Placer:
 
 
 def reserve(placer: Placer, num_blocks: int) -> Reservation:
-    reservation = placer.reserve(num_blocks)
+    reservation = placer.reserve(Blocks(num_blocks))
     assert reservation is not None
     return reservation
 
@@ -95,7 +96,7 @@ def test_chunk_moves_to_ranks_that_have_room() -> None:
     runs = place.place_chunk(100, 123, 0, reserve(place, 6))
     assert extents(runs) == [(0, 100, 104), (2, 104, 123)]
     place.check(runs)
-    assert place.num_free == 0
+    assert place.num_free == Blocks()
 
 
 def test_growth_fills_the_last_run_first() -> None:
@@ -112,18 +113,19 @@ def test_growth_fills_the_last_run_first() -> None:
 def test_promises_are_kept() -> None:
     place = placer(2, 2)
     first = reserve(place, 3)
-    assert place.reserve(2) is None
+    assert place.reserve(Blocks(2)) is None
     with pytest.raises(ResourceExhausted):
         place.place_chunk(0, 16, 0, first)
     place.release(first)
-    assert place.num_free == 4
+    assert place.num_free == Blocks(4)
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1, 4, 9, 10, 11, 20, 27])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 9])
 def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
     place, chunks = placer(40, 40, 40), itertools.cycle((8, 4, 12))
-    reservation = reserve(place, place.blocks_needed(num_prefill, num_rows))
+    reservation = place.reserve(place.blocks_needed(num_prefill, num_rows))
+    assert reservation is not None
     runs: list[Run] = []
     start = 0
     while start < num_prefill:
@@ -134,5 +136,5 @@ def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
     for position in range(num_prefill, num_prefill + num_rows):
         grown = place.grow(rows[-1] if rows else None, position, 1, reservation)
         rows = [*(run for run in rows if run.start != grown[0].start), *grown]
-    assert reservation.left == 0
+    assert reservation.left == Blocks()
     place.check([*runs, *rows])

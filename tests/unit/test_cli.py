@@ -13,7 +13,7 @@ import pytest
 
 from longleaf import cli
 from longleaf.client import Client
-from longleaf.commands.cluster import merge_lines
+from longleaf.commands.cluster import headlines, merge_lines
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
 from longleaf.errors import (
@@ -62,6 +62,12 @@ async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
     _, out, _ = await terminal.run("cluster")
     assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576"))
     assert "merge" not in out, "one rank has nothing to merge"
+
+
+def test_windows_on_every_rank_are_told() -> None:
+    shape = {"model": ModelInfo(name="m"), "workers": (), "world_size": 1, "epoch": 1, "merge": "auto"}
+    found = Cluster(**shape, launcher="local", window_keys="replicated", window_tokens=96, max_window_tokens=4096)
+    assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
 
 
 async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +243,9 @@ def test_exit_codes(error: LongleafError, code: int) -> None:
     assert cli.exit_code(error) == code
 
 
-@pytest.mark.parametrize("arguments", [["--world-size", "0"], ["--model", "/nowhere"], ["--port", "70000"]])
+@pytest.mark.parametrize(
+    "arguments", [["--world-size", "0"], ["--model", "/nowhere"], ["--port", "70000"], ["--window-bytes", "4096"]]
+)
 def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", *arguments])
@@ -256,12 +264,13 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 "--model",
                 str(tmp_path),
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
+                *"--window-keys replicated --window-bytes 4096".split(),
             ]
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
-    wanted |= {"--prefill=keys", "--allow-long=True"}
+    wanted |= {"--prefill=keys", "--allow-long=True", "--window-keys=replicated", "--window-bytes=4096"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 

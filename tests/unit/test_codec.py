@@ -193,6 +193,9 @@ def test_clusters_survive() -> None:
         ),
         waiting=8,
         running=9,
+        window_keys="replicated",
+        window_tokens=10,
+        max_window_tokens=11,
         is_exact=True,
     )
     data = codec.encode_cluster(cluster).SerializeToString()

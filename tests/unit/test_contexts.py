@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.blocks import Placer
+from coordinator.blocks import Blocks, Placer
 from coordinator.contexts import Contexts
 from coordinator.paths import Path, Segment
 from coordinator.segments import Segments
@@ -46,10 +46,10 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     store.segments.retain(path)
     store.contexts.delete("a")
     store.check()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (13, ())
+    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(13), ())
     store.segments.release(path)
     store.check()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (16, (path[0].id,))
+    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(16), (path[0].id,))
     assert store.segments.take_forgotten() == ()
 
 
@@ -110,7 +110,7 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     store.contexts.delete("b")
     assert branch.path == Path((first,), 3)
     store.contexts.delete("c")
-    assert store.placer.num_free == 16
+    assert store.placer.num_free == Blocks(16)
 
 
 def test_wrong_forks_name_what_is_wrong() -> None:

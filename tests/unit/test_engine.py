@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from coordinator.engine import Engine
-from coordinator.events import Ended, Progress, Prompt, RankShare, Started, Tokens
+from coordinator.events import Ended, Progress, Prompt, Started, Tokens
 from coordinator.fakes import FakeRanks, echo_token
 from coordinator.stream import MAX_UNREAD, Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
-from longleaf.messages import ContextSettings
+from longleaf.messages import ContextSettings, RankShare
 from longleaf.sampling import Sampling
+from longleaf.step import Windows
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
@@ -49,7 +50,7 @@ async def test_views_and_streams() -> None:
         assert events[-1] == Progress(64, 64)
         view = engine.get_context("doc")
         assert (view.tokens, view.kv_bytes, view.created) == (64, 64 * 64, 12.0)
-        assert view.shares == (RankShare(0, 32), RankShare(1, 32))
+        assert view.shares == (RankShare(0, 32, 2048), RankShare(1, 32, 2048))
         assert engine.list_contexts() == [view]
         events = [event async for event in engine.submit(prompt(3, 4, "doc"))]
         assert events[0] == Started(67, 64)
@@ -65,6 +66,18 @@ async def test_views_and_streams() -> None:
         assert (engine.total_tokens, engine.max_positions) == (800, 3000)
         engine.delete_context("doc")
         assert engine.list_contexts() == []
+
+
+async def test_views_tell_of_windows_on_every_rank() -> None:
+    windows = Windows(windows=(5,), num_blocks=10, bytes_per_token=8)
+    async with running(FakeRanks(2, 100, windows=windows)) as (engine, _):
+        _ = [event async for event in engine.ingest("doc", list(range(64)), append=False)]
+        view = engine.get_context("doc")
+        assert view.shares == (RankShare(0, 32, 32 * 64 + 4 * 8), RankShare(1, 32, 32 * 64 + 4 * 8))
+        assert view.kv_bytes == 64 * 64 + 2 * 4 * 8
+        cluster = engine.cluster()
+        assert (cluster.window_tokens, cluster.max_window_tokens) == (4, 40)
+        assert [(w.kv_bytes, w.max_kv_bytes) for w in cluster.workers] == [(2080, 400 * 64 + 40 * 8)] * 2
 
 
 async def test_errors_are_raised_at_once() -> None:

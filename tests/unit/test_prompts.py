@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.blocks import Blocks
 from coordinator.events import Ended, Prompt, Started, Tokens
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.sampling import Sampling
@@ -120,7 +121,7 @@ def test_what_is_kept_makes_room_in_the_order_of_its_last_use() -> None:
         bench.run()
     bench.prompt(range(33), max_tokens=1)
     bench.run()
-    assert bench.scheduler.segments.num_reclaimable == 24
+    assert bench.scheduler.segments.num_reclaimable == Blocks(24)
     bench.prompt(range(300, 333), max_tokens=1)  # 9 blocks, of which 6 are free
     bench.run()
     cached: list[int] = []
@@ -138,7 +139,7 @@ def test_what_is_kept_refuses_nobody_and_lets_nobody_wait() -> None:
     bench = Asker(blocks=(5, 5))
     bench.prompt(range(33), max_tokens=1)
     bench.run()
-    assert (bench.scheduler.segments.num_reclaimable, bench.placer.num_free) == (8, 2)
+    assert (bench.scheduler.segments.num_reclaimable, bench.placer.num_free) == (Blocks(8), Blocks(2))
     bench.ingest("doc", 36)
     assert bench.schedule() is not None
     assert bench.scheduler.num_waiting == 0

@@ -10,19 +10,28 @@ from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, Rotary, Seen, StepPlan, StepResult
+from longleaf.step import Decode, Prefill, Rotary, Seen, StepPlan, StepResult, Windows
+from tests.window_ledger import WindowLedger
 from workers.fakes import Ledger, echo_token
 
 
 class Bench:
     """A scheduler whose plans are executed by arithmetic, with the laws checked after each step."""
 
-    def __init__(self, *, blocks: tuple[int, ...] = (64, 64), max_positions: int = 2000, **changes: object) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: tuple[int, ...] = (64, 64),
+        max_positions: int = 2000,
+        windows: Windows | None = None,
+        **changes: object,
+    ) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-        self.placer = Placer(blocks, self.config.block_size)
+        self.placer = Placer(blocks, self.config.block_size, windows)
         self.scheduler = Scheduler(self.config, self.placer, Positions(Rotary(), max_positions), epoch=1)
         self.ledger = Ledger(self.config.block_size)
+        self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
@@ -62,6 +71,8 @@ class Bench:
         self.scheduler.check()
 
     def _result(self, plan: StepPlan) -> StepResult:
+        if self.window_ledger:
+            self.window_ledger.apply(plan)
         seconds = plan.num_tokens * self.seconds_per_token
         return StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=seconds)
 

@@ -1,0 +1,180 @@
+"""Keys of windowed layers on every rank: where they lie, how long they stay, and what can be continued."""
+
+import pytest
+
+from coordinator.blocks import Blocks
+from longleaf.errors import InvalidArgument, ResourceExhausted
+from longleaf.runs import Run
+from longleaf.step import EVERY_RANK, Decode, Prefill, StepPlan, Windows
+from tests.unit.test_prompts import Asker
+from tests.unit.test_scheduler import kinds
+
+WINDOW = Windows(windows=(8,), num_blocks=40)
+
+
+def window_runs(plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
+    """First position, end and number of blocks of each run, by plan."""
+    found: list[list[tuple[int, int, int]]] = []
+    for plan in plans:
+        work = plan.work if isinstance(plan.work, Prefill) else plan.work.rows[0]
+        assert all(run.rank == EVERY_RANK for run in work.window_runs)
+        found.append([(run.start, run.end, len(run.blocks)) for run in work.window_runs])
+    return found
+
+
+def test_a_document_leaves_the_window_before_its_end() -> None:
+    bench = Asker(windows=WINDOW)
+    bench.ingest("doc", 40)
+    # each chunk stores what the token after it will see, and keeps what its own first token sees
+    assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
+    (segment,) = bench.scheduler.contexts.get("doc").path.segments
+    assert [(run.start, run.end) for run in segment.window_runs] == [(33, 40)]
+    assert bench.placer.num_free == bench.placer.num_blocks - Blocks(10, 2)
+
+
+def test_chunks_shorter_than_the_window_share_a_run() -> None:
+    bench = Asker(windows=WINDOW, chunk_size=4)
+    bench.ingest("doc", 17)
+    expected = [[(0, 4, 1)], [(0, 8, 2)], [(0, 12, 3)], [(4, 16, 3)], [(8, 17, 3)]]
+    assert window_runs(bench.run()) == expected
+
+
+def test_an_answer_rolls_by_whole_blocks() -> None:
+    bench = Asker(windows=WINDOW)
+    job = bench.ask(3, max_tokens=14)
+    found = window_runs(bench.run())
+    assert found[0] == [(0, 3, 1)]
+    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees from 4 on
+    assert found[10:] == [[(4, 13, 3)], [(4, 14, 3)], [(4, 15, 3)], [(8, 16, 2)]]
+    assert bench.tokens(job) == bench.alone(3, 14)
+    assert bench.placer.num_free == bench.placer.num_blocks
+
+
+def test_sections_leave_nothing_at_their_ends() -> None:
+    bench = Asker(windows=Windows(sections=(16,), num_blocks=40))
+    bench.ingest("doc", 32)
+    assert window_runs(bench.run()) == [[]]
+    job = bench.ask(3, context="doc")
+    assert window_runs(bench.run())[0] == [(32, 35, 1)]
+    assert len(bench.tokens(job)) == 4
+
+
+def forked() -> Asker:
+    """`doc` of segments [0, 40) and [40, 43), which leave [33, 40) and [36, 43)."""
+    bench = Asker(windows=WINDOW)
+    for count, append in ((40, False), (3, True)):
+        bench.ingest("doc", count, append=append)
+        bench.run()
+    return bench
+
+
+@pytest.mark.parametrize("position", [40, 41, 43])
+def test_a_context_forks_where_the_window_is_held(position: int) -> None:
+    bench = forked()
+    bench.scheduler.fork_context("doc", "fork", position)
+    bench.scheduler.check()
+    job = bench.ask(9, context="fork")
+    bench.run()
+    assert len(bench.tokens(job)) == 4
+
+
+@pytest.mark.parametrize(("position", "nearest"), [(1, "at 40"), (39, "at 40")])
+def test_elsewhere_a_fork_is_refused_with_the_nearest_places(position: int, nearest: str) -> None:
+    bench = forked()
+    with pytest.raises(InvalidArgument, match=f"{nearest}; with --window-keys sharded") as caught:
+        bench.scheduler.fork_context("doc", "fork", position)
+    assert caught.value.field == "token_count"
+    bench.ingest("doc", 40, append=True)
+    bench.run()
+    with pytest.raises(InvalidArgument, match="70: .* nearest at 43 or 83; "):
+        bench.scheduler.fork_context("doc", "fork", 70)
+
+
+def test_a_prompt_goes_on_where_an_earlier_one_ended() -> None:
+    bench = Asker(windows=WINDOW)
+    first = bench.prompt(range(41))
+    bench.run()
+    job = bench.prompt([*range(60), 500])  # begins with the 40 tokens that were read of the first one
+    bench.run()
+    same, other = bench.prompt(range(41)), bench.prompt([*range(50), *range(500, 511)])  # the second one ended at 60
+    bench.run()
+    assert [bench.cached(found) for found in (first, job, same, other)] == [0, 40, 40, 40]
+    elsewhere = bench.prompt([*range(20), *range(500, 530)])
+    bench.run()
+    assert bench.cached(elsewhere) == 0
+
+
+def test_a_shorter_prompt_is_found_where_a_longer_one_cannot_be_continued() -> None:
+    bench = Asker(windows=WINDOW)
+    cached: list[int] = []
+    for prompt in (range(61), range(25), [*range(30), *range(500, 520)]):
+        job = bench.prompt(prompt)
+        bench.run()
+        cached.append(bench.cached(job))
+    assert cached == [0, 0, 24]
+
+
+def test_samples_roll_windows_of_their_own() -> None:
+    bench = Asker(windows=WINDOW)
+    job = bench.prompt(range(41), max_tokens=12, num_samples=3)
+    plans = bench.run()
+    rows = plans[-1].work
+    assert isinstance(rows, Decode)
+    assert len({block for row in rows.rows for run in row.window_runs for block in run.blocks}) == 3 * 2
+    assert [bench.answer(job, sample) for sample in range(3)] == [bench.answer(job)] * 3
+
+
+def test_a_windows_pool_that_is_too_small_is_named() -> None:
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=9))
+    with pytest.raises(InvalidArgument, match="the windows' pool holds 36 tokens.*--window-bytes") as caught:
+        bench.prompt(range(41), max_tokens=40)
+    assert caught.value.field == "sampling.max_token_count"
+    for number in range(3):
+        bench.ingest(f"doc-{number}", 40)
+        bench.run()
+    with pytest.raises(ResourceExhausted, match="20 tokens are needed, and of 36 the contexts keep 24") as refused:
+        bench.ingest("doc-3", 40)
+    assert refused.value.subject == "window pool"
+    assert refused.value.retry_seconds is None
+
+
+def test_what_only_chunks_needed_lets_others_begin() -> None:
+    """Two prompts need 5 + 2 blocks each while they are read, and 2 + 2 while they answer."""
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=11))
+    for start in (0, 500):
+        bench.prompt(range(start, start + 41), max_tokens=8)
+    seen: list[int] = []
+    while (plan := bench.schedule()) is not None:
+        bench.commit(plan)
+        seen.append(bench.scheduler.num_running)
+    assert 2 in seen
+    assert bench.scheduler.segments.make_room(bench.placer.num_blocks)
+
+
+def test_a_pool_has_room_for_what_is_read_again() -> None:
+    """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
+    with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
+        Asker(windows=Windows(windows=(8,), num_blocks=9)).ask(3, max_tokens=40)
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=10), max_sequences=1)
+    low = bench.ask(3, max_tokens=40)
+    for _ in range(20):
+        plan = bench.schedule()
+        assert plan is not None
+        bench.commit(plan)
+    high = bench.ask(5, max_tokens=40, priority=3)
+    assert kinds(bench.run()) == "D" * 40 + "P" + "D" * 20
+    assert bench.tokens(high) == bench.alone(5, 40)
+    assert bench.tokens(low) == bench.alone(3, 40)
+
+
+def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
+    bench = Asker(windows=WINDOW)
+    reservation = bench.placer.reserve(Blocks(0, 5))
+    assert reservation is not None
+    runs = bench.placer.roll((), 0, 10, reservation, is_chunk=True)
+    assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)),)
+    runs = bench.placer.roll(runs, 10, 30, reservation, is_chunk=True)
+    assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)), Run(EVERY_RANK, 23, 30, (2, 3)))
+    runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
+    assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
+    assert reservation.left == Blocks(0, 3)

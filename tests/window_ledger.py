@@ -1,0 +1,66 @@
+"""What a rank's windows' pool holds, from the plans alone."""
+
+from hypothesis import strategies as st
+
+from longleaf.runs import Run
+from longleaf.step import EVERY_RANK, Prefill, Row, StepPlan, Windows
+
+SIZES = st.lists(st.integers(1, 10), max_size=2).map(tuple)
+
+
+def windows_of(least: int, most: int) -> st.SearchStrategy[Windows]:
+    """Windows and sections, at least one, in a pool of `least` to `most` blocks."""
+    windows = st.builds(Windows, windows=SIZES, sections=SIZES, num_blocks=st.integers(least, most))
+    return windows.filter(lambda windows: windows.windows or windows.sections)
+
+
+class WindowLedger:
+    """Stores in each slot whose token lies there. Raises AssertionError when a token does not find what it sees."""
+
+    def __init__(self, windows: Windows, block_size: int) -> None:
+        self._windows = windows
+        self._block_size = block_size
+        self._runs: dict[int, tuple[Run, ...]] = {}
+        self._starts: dict[int, int] = {}
+        self._slots: dict[int, tuple[int, int]] = {}
+        """Segment and position, by slot."""
+
+    def apply(self, plan: StepPlan) -> None:
+        for segment in plan.release_segments:
+            del self._runs[segment], self._starts[segment]
+        work = plan.work
+        works = [work] if isinstance(work, Prefill) else list(work.rows)
+        for one in works:
+            self._store(one)
+        for one in works:
+            self._read(one)
+
+    def _store(self, work: Prefill | Row) -> None:
+        segment, start = work.path[-1], work.start
+        end = start + max(1, len(work.token_ids))
+        self._starts.setdefault(segment, start)
+        self._runs[segment] = work.window_runs
+        self._check_runs(work.window_runs)
+        first = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
+        for position in range(first, end):
+            self._slots[self._slot(segment, position)] = (segment, position)
+
+    def _read(self, work: Prefill | Row) -> None:
+        for position in range(self._windows.first(work.start), work.start):
+            segment = [s for s in work.path if self._starts[s] <= position][-1]
+            assert self._slots[self._slot(segment, position)] == (segment, position)
+
+    def _slot(self, segment: int, position: int) -> int:
+        (run,) = (run for run in self._runs[segment] if run.start <= position < run.end)
+        number, rest = divmod(position - run.start, self._block_size)
+        assert 0 <= run.blocks[number] < self._windows.num_blocks
+        return run.blocks[number] * self._block_size + rest
+
+    def _check_runs(self, runs: tuple[Run, ...]) -> None:
+        """In order, with no block too many, and each block in one."""
+        blocks = [block for run in runs for block in run.blocks]
+        assert len(blocks) == len(set(blocks))
+        assert all(one.end < other.start for one, other in zip(runs, runs[1:], strict=False))
+        for run in runs:
+            assert run.rank == EVERY_RANK
+            assert 0 < len(run) <= len(run.blocks) * self._block_size < len(run) + self._block_size
