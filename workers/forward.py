@@ -2,7 +2,7 @@
 
 Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
 keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
-gathers keys instead: see `workers.past`.
+gathers keys instead: see `workers.past`. Layers whose keys lie on every rank merge nothing: see `workers.windows`.
 """
 
 from torch import Tensor
