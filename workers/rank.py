@@ -111,6 +111,11 @@ class Rank:
             # what is compiled or connected at the first use must not make the first step wait
             merge.merge(Partial.identity(1, heads, dim, device=self._device))
         self._peers = Peers(groups.world, merge)
+        if ready.windows:
+            # their blocks have the same ids on every rank, so they are as many as the rank has that has the fewest
+            counts = groups.world.all_gather(torch.tensor([ready.windows.num_blocks], device=self._device))
+            windows = msgspec.structs.replace(ready.windows, num_blocks=int(counts.min()))
+            ready = msgspec.structs.replace(ready, windows=windows)
         return ready
 
     @torch.inference_mode()

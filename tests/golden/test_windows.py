@@ -18,7 +18,8 @@ from tests.golden.test_generate import LOGIT_TOLERANCE
 from tests.golden.test_together import BOUNDS, holding
 from tests.golden.test_tree import ask
 from tests.golden.test_verification import MAX_TOKENS, compare
-from tests.threads import config_for
+from tests.threads import ThreadRanks, config_for
+from workers import pools
 
 FAMILIES = (
     "gemma3",
@@ -185,3 +186,13 @@ async def test_every_rank_reads_a_window_and_no_more(goldens, world_size):
     async with holding(goldens("mistral"), world_size=world_size, window_keys="replicated") as (engine, ranks):
         await answer(engine, goldens("mistral").prompt[BOUNDS[-1] :], "book")
     assert {count for _, count in ranks.steps[1:]} == {WINDOW * 4 * 2 * (2 * 16) * 4}
+
+
+async def test_ranks_of_unequal_memory_agree_on_the_blocks_of_windows(goldens, monkeypatch):
+    """A block of 64 tokens takes 32 KiB in the two layers of Gemma 3 that have a window."""
+    sizes = iter((8 << 20, 6 << 20, 7 << 20))
+    monkeypatch.setattr(pools, "default_kv_bytes", lambda *_: next(sizes))
+    ranks = ThreadRanks(replicated(goldens("gemma3"), world_size=3, kv_bytes=None))
+    readies = await ranks.start()
+    await ranks.close()
+    assert [ready.windows.num_blocks for ready in readies] == [(3 << 20) // (32 << 10)] * 3
