@@ -16,6 +16,7 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
 from longleaf.runs import Extent, Run, extents
+from longleaf.step import EVERY_RANK
 from workers.model import LayerSpec
 
 
@@ -40,8 +41,12 @@ class Slots(Protocol):
         """What is kept of some tokens, [L, N, K, D] with N tensors, for `split`."""
         ...
 
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """The same, [T, N, K, D], of tokens that are not kept."""
+        ...
+
     def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys [K, S, D] and values [K, S, V] of tokens that were taken, here or elsewhere."""
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
         ...
 
     def attend(
@@ -55,23 +60,34 @@ class Pool:
     """Keys and values as they were computed. The slots of one more block, past the last, take what nobody needs
     (trash).
 
-    In latent attention the values of a layer are a view of its keys.
+    In latent attention the values of a layer are a view of its keys. Layers with a limited reach have
+    `num_window_blocks` blocks and no trash, if that is given: their slots are then others than those of the rest.
     """
 
-    def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self,
+        layers: dict[int, LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        num_window_blocks: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype = dtype
         self.device = device
         self.trash_slot = num_blocks * block_size
         num_slots = self.trash_slot + 1
+        num_window_slots = num_slots if num_window_blocks is None else num_window_blocks * block_size
         self._layers = layers
         self._stored = {
             i: [
-                torch.empty(spec.num_kv_heads, num_slots, spec.head_dim, dtype=dtype, device=device)
+                torch.empty(spec.num_kv_heads, size, spec.head_dim, dtype=dtype, device=device)
                 for _ in range(spec.num_tensors)
             ]
             for i, spec in layers.items()
+            for size in [num_slots if spec.reach.is_full else num_window_slots]
         }
         self.keys = {i: stored[0] for i, stored in self._stored.items()}
         self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}
@@ -91,8 +107,13 @@ class Pool:
         """What is stored of some tokens, [L, N, K, D] with N tensors, for `split`."""
         return torch.stack([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=1)
 
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """The same, [T, N, K, D], of tokens that are not stored."""
+        tensors = (k_KTD, v_KTV)[: self._layers[layer].num_tensors]
+        return torch.stack([tokens.transpose(0, 1) for tokens in tensors], dim=1)
+
     def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys [K, S, D] and values [K, S, V] of tokens that were taken, here or elsewhere."""
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
         k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, -1))
         return k_KSD, v_KSD[..., : self._layers[layer].value_dim]
 
@@ -136,7 +157,8 @@ class Held:
 class Segments:
     """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
 
-    A path may use only the beginning of a segment: each part of a path ends where the next one starts.
+    A path may use only the beginning of a segment: each part of a path ends where the next one starts. What lies on
+    each rank itself is asked for as that of EVERY_RANK.
     """
 
     def __init__(self, rank: int, block_size: int) -> None:
@@ -145,11 +167,13 @@ class Segments:
         self._held: dict[int, dict[int, Held]] = {}
         self._starts: dict[int, int] = {}
 
-    def put(self, segment: int, runs: Sequence[Run]) -> None:
-        """Notes the runs of a step. The first of them all tells where the segment starts."""
+    def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
+        """Notes the runs of a step. The first of them all tells where the segment starts; those of windows replace
+        what was noted of them before."""
         self._starts.setdefault(segment, runs[0].start)
         held = self._held.setdefault(segment, {})
-        for run in runs:
+        held.pop(EVERY_RANK, None)
+        for run in (*runs, *window_runs):
             held.setdefault(run.rank, Held()).put(run, self._block_size)
 
     def release(self, segments: Sequence[int]) -> None:
@@ -173,6 +197,11 @@ class Segments:
         """The same of a path."""
         for part in self.parts(path, end):
             yield from self.held(part.segment, max(part.start, start), part.end, rank)
+
+
+def slots_of(extents: Iterable[Extent]) -> list[int]:
+    """Each slot of extents."""
+    return [slot for extent in extents for slot in range(extent.slot, extent.slot + extent.end - extent.start)]
 
 
 def stretches(extents: Iterable[Extent]) -> list[tuple[int, int]]:

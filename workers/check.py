@@ -23,7 +23,8 @@ from longleaf.model_report import AttentionKind, AttentionReport
 from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
-from workers.rank import FREE_MEMORY_SHARE, choose_device, kv_bytes_per_token, kv_dtype, name_of
+from workers.pools import FREE_MEMORY_SHARE, kv_bytes_per_token, kv_dtype, name_of
+from workers.rank import choose_device
 
 WEIGHT = 2.0**-10
 """Not 0: what mixes rows outside of attention must show."""
@@ -33,7 +34,7 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
     """`has_weights`: loads them, as a rank does."""
     try:
         model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
-        bytes_per_token = kv_bytes_per_token(model, config)
+        bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())

@@ -2,21 +2,21 @@
 
 Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
 keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
-gathers keys instead: see `workers.past`.
+gathers keys instead: see `workers.past`. Layers whose keys lie on every rank merge nothing: see `workers.windows`.
 """
-
-from typing import Never
 
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink, merge
 from longleaf.attention.kernels import Kernel
+from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.tree import Merge
 from workers.cache import Slots
 from workers.hook import LayerCall
 from workers.inputs import Inputs
 from workers.past import Past
+from workers.windows import Fresh
 
 
 class PrefillDone(Exception):
@@ -44,10 +44,13 @@ class LocalAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
         """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
-        reads = self.inputs.reads[layer]
-        self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
-        partial = self.pool.attend(self.kernel, layer, q_THD, reads, call.scale, call.softcap)
+        partial = self.over_pool(layer, q_THD, self.inputs.reads[layer], call)
         return with_sink(partial, call) if self._has_sink else partial
+
+    def over_pool(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
+        """The partial of some reads from the pool, without the sink."""
+        self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
+        return self.pool.attend(self.kernel, layer, q_THD, reads, call.scale, call.softcap)
 
 
 def with_sink(partial: Partial, call: LayerCall) -> Partial:
@@ -55,7 +58,8 @@ def with_sink(partial: Partial, call: LayerCall) -> Partial:
 
 
 class DecodeStep:
-    """Replicated rows: every rank computes the same queries and gets the same merged output."""
+    """Replicated rows: every rank computes the same queries and gets the same merged output. Where it holds all keys
+    that they see, nothing is merged."""
 
     def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
         self._local = LocalAttention(inputs, pool, kernel, peers)
@@ -68,6 +72,10 @@ class DecodeStep:
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local = self._local
+        window_slots_T = local.inputs.window_slots.get(layer)
+        if window_slots_T is not None:
+            local.pool.store(layer, window_slots_T, k_KTD, v_KTV)
+            return with_sink(local.over_pool(layer, q_THD, local.inputs.reads[layer], call), call).out_THD
         local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         partial = local(layer, q_THD, call)
         return (self._peers.merge.merge(partial) if self._peers else partial).out_THD
@@ -75,7 +83,7 @@ class DecodeStep:
 
 class PrefillStep:
     """Own rows: each rank computes its piece. Queries are gathered and every row goes back to its owner, or the keys
-    before the pieces are gathered and nothing goes back."""
+    before the pieces are gathered, or only the fresh ones of them, and nothing goes back."""
 
     def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None, last_layer: int) -> None:
         self._local = LocalAttention(inputs, pool, kernel, peers)
@@ -84,9 +92,10 @@ class PrefillStep:
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local, peers = self._local, self._peers
+        if fresh := local.inputs.fresh.get(layer):
+            return self._in_window(layer, fresh, q_THD, k_KTD, v_KTV, call)
         k_KTD, v_KTV = local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
-        if layer == self._last_layer:
-            self._finish()
+        self._finish_after(layer)
         if peers is None:
             return local(layer, q_THD, call).out_THD
         if past := local.inputs.pasts.get(layer):
@@ -105,5 +114,22 @@ class PrefillStep:
         keys, values = pool.split(layer, gathered_SNKD)
         return self._local.kernel(q_THD, keys, values, past.reads, call.scale, call.softcap)
 
-    def _finish(self) -> Never:
-        raise PrefillDone
+    def _in_window(
+        self, layer: int, fresh: Fresh, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
+    ) -> Tensor:
+        """Attention where each rank holds the keys that are seen later."""
+        local, pool = self._local, self._local.pool
+        packed_SNKD = pool.pack(layer, k_KTD[:, fresh.rows_L], v_KTV[:, fresh.rows_L])
+        if self._peers and len(packed_SNKD):
+            packed_SNKD = self._peers.comm.all_gather(packed_SNKD).flatten(0, 1)
+        keys, values = pool.split(layer, packed_SNKD)
+        pool.store(layer, fresh.slots_S, keys[:, fresh.kept_S], values[:, fresh.kept_S])
+        self._finish_after(layer)
+        past = local.over_pool(layer, q_THD, fresh.pool_reads, call)
+        before = local.kernel(q_THD, keys, values, fresh.gathered_reads, call.scale, call.softcap)
+        own = local.kernel(q_THD, k_KTD, v_KTV, fresh.own_reads, call.scale, call.softcap)
+        return with_sink(merge(merge(past, before), own), call).out_THD
+
+    def _finish_after(self, layer: int) -> None:
+        if layer == self._last_layer:
+            raise PrefillDone

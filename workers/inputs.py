@@ -3,7 +3,8 @@
 Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
 rank, in an order in which rows that see the same keys are neighbours (`workers.rows`). In prefill each rank computes
 its own piece; the gathered queries of all pieces lie one piece after the other, each padded to the longest, so the
-piece of rank r begins at row r * num_tokens. Layers that gather keys instead have their own rows only, and a past.
+piece of rank r begins at row r * num_tokens. Layers that gather keys instead have their own rows only, and a past; so
+have windowed layers whose keys lie on every rank (`workers.windows`), which in decode have slots of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Run
-from longleaf.step import OWN_ROPE, Decode, Prefill, Rope
-from workers.cache import Segments, Slots, stretches
+from longleaf.step import EVERY_RANK, OWN_ROPE, Decode, Prefill, Rope
+from workers.cache import Segments, Slots, slots_of, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
 from workers.rotary import Rows, row_ropes
 from workers.rows import Query, order, row_reads
+from workers.windows import Fresh, WindowBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class Inputs:
     """What the rows read from this rank's pool, by layer; layers that gather keys may be left out."""
     pasts: dict[int, Past] = field(default_factory=dict)
     """In prefill, by layer: where keys are gathered, not queries."""
+    fresh: dict[int, Fresh] = field(default_factory=dict)
+    """In prefill, by layer: where keys lie on every rank; such layers have no other reads."""
+    window_slots: dict[int, Tensor] = field(default_factory=dict)
+    """In decode, by layer: slots of all tokens' keys, where they lie on every rank."""
     sample_rows: tuple[int, ...] = ()
     """Rows whose logits are wanted, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
@@ -51,6 +57,7 @@ class InputBuilder:
         segments: Segments,
         layers: dict[int, LayerSpec],
         pasts: PastBuilder,
+        windows: WindowBuilder | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -58,17 +65,19 @@ class InputBuilder:
         self._segments = segments
         self._layers = layers
         self._pasts = pasts
+        self._windows = windows
 
     def prefill(self, work: Prefill) -> Inputs:
         """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
-        self._segments.put(work.path[-1], work.pieces)
+        self._segments.put(work.path[-1], work.pieces, work.window_runs)
         num_tokens = max(len(piece) for piece in work.pieces)
         queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
         mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
         ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
         padding = num_tokens - len(mine)
         pasts = self._pasts.build(work)
-        reaches = {spec.reach for layer, spec in self._layers.items() if layer not in pasts}
+        fresh = self._windows.build(work) if self._windows else {}
+        reaches = {spec.reach for layer, spec in self._layers.items() if layer not in pasts and layer not in fresh}
         reads = self._chunk_reads(work.path, queries, reaches, past_row=(0, num_tokens * self._world_size))
         return Inputs(
             token_ids_T=self._tensor([*ids, *[0] * padding]),
@@ -76,17 +85,19 @@ class InputBuilder:
             slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
             reads=self._by_layer(reads),
             pasts=pasts,
+            fresh=fresh,
             ropes={work.rope: None},
         )
 
     def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
         """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
         for row in work.rows:
-            self._segments.put(row.path[-1], row.runs)
+            self._segments.put(row.path[-1], row.runs, row.window_runs)
         found = [(row, self._segments.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        window_slots: list[int] = []
         queries: list[Query] = []
         ropes: list[Rope] = []
         last_rows: dict[int, int] = {}
@@ -96,14 +107,17 @@ class InputBuilder:
             ids += row.token_ids or (last_ids[row.sequence],)
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
+            window_slots += slots_of(self._segments.held(row.path[-1], row.start, end, EVERY_RANK))
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
-        reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()})
+        near_rank = EVERY_RANK if self._windows else self._rank
+        reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()}, near_rank)
         return Inputs(
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
             reads=self._by_layer(reads),
+            window_slots=dict.fromkeys(self._windows.layers, self._tensor(window_slots)) if self._windows else {},
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
             ropes=row_ropes(ropes, self._pool.device),
         )

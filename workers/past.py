@@ -12,7 +12,7 @@ The queries' bytes do not grow with the past, the keys' do; within a limited rea
 decided per chunk and layer on integers that all ranks have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,11 +119,15 @@ class PastBuilder:
 
 def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:
     """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
+    return join((reach.first(piece.start), piece.start) for piece in pieces)
+
+
+def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What any of some ranges [start, end) holds, in order, neighbours joined."""
     joined: list[tuple[int, int]] = []
-    for piece in pieces:
-        low, high = reach.first(piece.start), piece.start
+    for low, high in sorted(ranges):
         if joined and low <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], high)
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
         elif low < high:
             joined.append((low, high))
     return joined

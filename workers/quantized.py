@@ -18,10 +18,19 @@ class QuantizedPool:
     """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
 
     Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
-    computed, or on which way a prompt is read. Raises ModelRefused for layers whose values lie in their keys.
+    computed, or on which way a prompt is read. Where windows have blocks of their own (see `Pool`), fresh keys are seen
+    as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys.
     """
 
-    def __init__(self, layers: dict[int, LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: str):
+    def __init__(
+        self,
+        layers: dict[int, LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        num_window_blocks: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype = dtype
@@ -29,9 +38,11 @@ class QuantizedPool:
         self.trash_slot = num_blocks * block_size
         native = NativeDecode.load() if device == "cpu" else None
         self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
+        num_window_blocks = num_blocks + 1 if num_window_blocks is None else num_window_blocks
         self._layers = {
-            i: QuantizedLayer(spec.num_kv_heads, num_blocks + 1, block_size, spec.head_dim, device, native)
+            i: QuantizedLayer(spec.num_kv_heads, size, block_size, spec.head_dim, device, native)
             for i, spec in layers.items()
+            for size in [num_blocks + 1 if spec.reach.is_full else num_window_blocks]
         }
 
     @staticmethod
@@ -56,10 +67,14 @@ class QuantizedPool:
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
         """What is kept of some tokens, [L, 2, K, D], for `split`."""
-        return torch.stack([t.transpose(0, 1) for t in self._layers[layer].read(slots_L, self.dtype)], dim=1)
+        return self.pack(layer, *self._layers[layer].read(slots_L, self.dtype))
+
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """The same, [T, 2, K, D], of tokens that are not kept."""
+        return torch.stack((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=1)
 
     def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [K, S, D] of tokens that were taken, here or elsewhere."""
+        """The keys and values [K, S, D] of tokens that were taken or packed, here or elsewhere."""
         k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, 1))
         return k_KSD, v_KSD
 

@@ -3,7 +3,6 @@
 import contextlib
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
@@ -11,23 +10,20 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
-from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
 from longleaf.topology import Topology
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models
-from workers.cache import Pool, Segments
+from workers.cache import Segments
 from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
 from workers.past import PastBuilder
-from workers.quantized import QuantizedPool
+from workers.pools import kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers, windowed_layers
 from workers.sampler import Sampler
 from workers.verification import Verifier
-
-FREE_MEMORY_SHARE = 0.4
-"""Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+from workers.windows import WindowBuilder
 
 Sampled = tuple[dict[int, int], dict[int, Logprobs]]
 """Ids by sequence, and the logprobs of those that ask for them (on rank 0)."""
@@ -61,22 +57,30 @@ class Rank:
             torch.set_num_threads(self._config.threads_per_rank)
         config = self._config
         self._model = models.load(config.model, config.dtype, self._device)
-        pool = self._pool = make_pool(self._model, config)
+        self._pool, windows = make_pool(self._model, config)
         self._segments = Segments(self._spec.rank, config.block_size)
         self._wire = Wire(getattr(torch, config.partials))
-        place = (self._spec.rank, config.world_size, pool, self._segments, self._model.layers)
-        self._inputs = InputBuilder(*place, PastBuilder(*place, config.prefill, self._wire))
+        self._inputs = self._make_inputs()
         self._kernel = kernel_for(torch.device(self._device).type)
         self._verifier = Verifier(self._model, self._segments, config)
         self._ready = Ready(
             rank=self._spec.rank,
             device=self._device,
             dtype=name_of(self._model.dtype),
-            num_blocks=pool.num_blocks,
-            bytes_per_token=kv_bytes_per_token(self._model, config),
+            num_blocks=self._pool.num_blocks,
+            bytes_per_token=kv_bytes_per_token(sharded_layers(self._model, config), self._model.dtype, config),
             kv_dtype=kv_dtype(self._model, config),
             rotary=self._model.rotary,
+            windows=windows,
         )
+
+    def _make_inputs(self) -> InputBuilder:
+        model, config = self._model, self._config
+        place = (self._spec.rank, config.world_size, self._pool, self._segments)
+        pasts = PastBuilder(*place, sharded_layers(model, config), config.prefill, self._wire)
+        windowed = windowed_layers(model, config)
+        windows = WindowBuilder(self._spec.rank, config.world_size, self._segments, windowed, self._device)
+        return InputBuilder(*place, model.layers, pasts, windows if windowed else None)
 
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
@@ -107,6 +111,11 @@ class Rank:
             # what is compiled or connected at the first use must not make the first step wait
             merge.merge(Partial.identity(1, heads, dim, device=self._device))
         self._peers = Peers(groups.world, merge)
+        if ready.windows:
+            # their blocks have the same ids on every rank, so they are as many as the rank has that has the fewest
+            counts = groups.world.all_gather(torch.tensor([ready.windows.num_blocks], device=self._device))
+            windows = msgspec.structs.replace(ready.windows, num_blocks=int(counts.min()))
+            ready = msgspec.structs.replace(ready, windows=windows)
         return ready
 
     @torch.inference_mode()
@@ -176,42 +185,6 @@ class Rank:
         return module(**arguments, return_dict=False, **options)
 
 
-def make_pool(model: models.Model, config: EngineConfig) -> Pool | QuantizedPool:
-    """A pool of as many blocks as fit. Raises StartError when there is none, or no room for them, and ModelRefused when
-    they cannot be kept as asked."""
-    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
-    num_blocks = kv_bytes // bytes_per_block(model, config)
-    if not num_blocks:
-        needed = bytes_per_block(model, config)
-        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes")
-    kind = QuantizedPool if config.kv_dtype == "int8" else Pool
-    try:
-        return kind(model.layers, num_blocks, config.block_size, model.dtype, model.device)
-    except RuntimeError as error:
-        raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
-
-
-def bytes_per_block(model: models.Model, config: EngineConfig) -> int:
-    """Of keys and values, over all layers. Raises ModelRefused when they cannot be kept as asked."""
-    if config.kv_dtype == "int8":
-        return QuantizedPool.bytes_per_block(model.layers, config.block_size)
-    return model.bytes_per_token * config.block_size
-
-
-def kv_bytes_per_token(model: models.Model, config: EngineConfig) -> int:
-    """The same of one token, rounded up."""
-    return -(-bytes_per_block(model, config) // config.block_size)
-
-
-def kv_dtype(model: models.Model, config: EngineConfig) -> str:
-    """Type in which keys and values are kept."""
-    return name_of(model.dtype) if config.kv_dtype == "auto" else config.kv_dtype
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def choose_device(wanted: str, rank: int) -> str:
     """`cpu`, or `cuda:N` with the ranks of a machine dealt over its GPUs."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -219,11 +192,3 @@ def choose_device(wanted: str, rank: int) -> str:
     if not torch.cuda.is_available():
         raise StartError("device: cuda was asked for, and torch sees no GPU")
     return f"cuda:{rank % torch.cuda.device_count()}"
-
-
-def default_kv_bytes(device: str, num_ranks: int) -> int:
-    """Bytes for keys and values when none were asked for: a share of what is free now."""
-    if device != "cpu":
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        return int(free * FREE_MEMORY_SHARE)
-    return int(psutil.virtual_memory().available * FREE_MEMORY_SHARE / num_ranks)

@@ -52,11 +52,15 @@ def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
     return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
 
 
-def row_reads(segments: Segments, queries: Sequence[Query], reaches: Iterable[Reach]) -> dict[Reach, Reads]:
-    """What sorted queries read from this rank's pool."""
+def row_reads(
+    segments: Segments, queries: Sequence[Query], reaches: Iterable[Reach], near_rank: int | None = None
+) -> dict[Reach, Reads]:
+    """What sorted queries read from this rank's pool; with a limited reach, from what is held of `near_rank` there."""
     tree = list(_tree(queries))
     return {
-        reach: Reads(_full_reads(segments, queries, tree) if reach.is_full else _near_reads(segments, tree, reach))
+        reach: Reads(
+            _full_reads(segments, queries, tree) if reach.is_full else _near_reads(segments, tree, reach, near_rank)
+        )
         for reach in reaches
     }
 
@@ -85,18 +89,18 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
         left.pop()
 
 
-def _near_reads(segments: Segments, tree: Sequence[Users], reach: Reach) -> Iterator[Read]:
+def _near_reads(segments: Segments, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, reach):
             is_shared = len(cluster) > 1
             if is_shared:
                 rows = cluster[0].run.row, cluster[-1].row_end
-                yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high)))
+                yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high, rank)))
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
-                    for extent in segments.held(segment, *bounds):
+                    for extent in segments.held(segment, *bounds, rank):
                         yield from reads_within(query.run, extent, reach)
 
 

@@ -15,8 +15,8 @@ from tests.threads import config_for
 NEW_TOKENS = 40
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-async def test_answers_equal_generate(world_size):
+@pytest.mark.parametrize(("world_size", "window_keys"), [(1, "sharded"), (3, "sharded"), (3, "replicated")])
+async def test_answers_equal_generate(world_size, window_keys):
     haystack = make_haystack(5, 3000, 2, 0, split="held_out")
     tokenizer = Tokenizer.load(embedded_model())
     encoder = tokenizer.document_encoder(is_first=True)
@@ -30,7 +30,8 @@ async def test_answers_equal_generate(world_size):
     expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
 
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
-    async with running(config_for(embedded_model(), world_size=world_size, chunk_size=1000)) as engine:
+    config = config_for(embedded_model(), world_size=world_size, chunk_size=1000, window_keys=window_keys)
+    async with running(config) as engine:
         _ = [event async for event in engine.ingest("book", document, append=False)]
         stream = engine.submit(Prompt(context="book", token_ids=tuple(question), sampling=sampling))
         found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]

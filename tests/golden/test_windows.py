@@ -1,0 +1,198 @@
+"""Windowed layers whose keys each rank holds itself: greedy text equals transformers' `generate` token for token."""
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from bench.families import WINDOW
+from coordinator.events import Prompt, Tokens
+from coordinator.verification import TOLERANCES
+from longleaf.errors import InvalidArgument
+from longleaf.sampling import Sampling
+from tests.golden.conftest import NEW_TOKENS
+from tests.golden.states import KEPT, STATES, Logits, answer, ingest, running
+from tests.golden.test_dtypes import plain_logits, served_logits
+from tests.golden.test_generate import LOGIT_TOLERANCE
+from tests.golden.test_together import BOUNDS, holding
+from tests.golden.test_tree import ask
+from tests.golden.test_verification import MAX_TOKENS, compare
+from tests.threads import ThreadRanks, config_for
+from workers import pools
+
+FAMILIES = (
+    "gemma3",
+    "mistral",
+    "gpt_oss",
+    "cohere2",
+    "llama4",
+    "gemma2",
+    "qwen2",
+    "ministral",
+    "mixtral",
+    "phi3",
+)
+"""Those that have windowed layers; Mistral, Mixtral and Phi-3 have no others."""
+CHUNK_SIZES = (64, 300, 4096)
+"""Several chunks in a window, about one, several windows in a chunk."""
+
+
+async def forked(engine, prompt):
+    """At ends of segments: within them the windows are gone. What comes after is wrong, and other owners go away."""
+    wrong = prompt[::-1]
+    await ingest(engine, "trunk", prompt[:411])
+    await ingest(engine, "trunk", wrong[:150])
+    engine.fork_context("trunk", "branch", 411)
+    await ingest(engine, "branch", prompt[411:650])
+    await ingest(engine, "branch", wrong[:10])
+    engine.fork_context("branch", "twig", 650)
+    engine.delete_context("trunk")
+    engine.delete_context("branch")
+    await ingest(engine, "twig", prompt[650:KEPT])
+    return [await answer(engine, prompt[KEPT:], "twig")]
+
+
+REPLICATED = {**STATES, "forked": forked}
+EVERY_WAY = list(itertools.product((1, 2, 3, 4), CHUNK_SIZES, REPLICATED))
+COVER = [(family, *EVERY_WAY[(7 * i) % len(EVERY_WAY)]) for i, family in enumerate(FAMILIES * 2)]
+"""Every family twice; steps of 7 meet every world size, chunk size and state."""
+
+
+def replicated(golden, **settings):
+    return config_for(golden.folder, window_keys="replicated", **settings)
+
+
+async def check_row(golden, world_size, chunk_size, state):
+    logits = Logits()
+    async with running(replicated(golden, world_size=world_size, chunk_size=chunk_size), logits.watch) as engine:
+        answers = await REPLICATED[state](engine, golden.prompt)
+    assert answers == [golden.tokens] * len(answers)
+    difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
+    assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+def test_the_cover_covers():
+    for factor, values in ((0, FAMILIES), (1, (1, 2, 3, 4)), (2, CHUNK_SIZES), (3, REPLICATED)):
+        assert {way[factor] for way in COVER} == set(values)
+
+
+@pytest.mark.parametrize(("family", "world_size", "chunk_size", "state"), COVER)
+async def test_tokens_equal_generate(goldens, family, world_size, chunk_size, state):
+    await check_row(goldens(family), world_size, chunk_size, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "chunk_size", "state"), EVERY_WAY)
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_size, chunk_size, state):
+    await check_row(goldens(family), world_size, chunk_size, state)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
+    """Each rank's own copy counts: what one of them computes from it goes into the keys and partials of all layers."""
+    golden = goldens("gemma3")
+
+    def forgetful(index, rank):
+        store = rank._pool.store
+        if index == number:
+            rank._pool.store = lambda layer, slots_T, k, v: store(layer, slots_T, k, v if layer else 0 * v)
+
+    async with running(replicated(golden, world_size=2), forgetful) as engine:
+        assert await answer(engine, golden.prompt) != golden.tokens
+
+
+@pytest.mark.parametrize(("family", "world_size"), [("gemma3", 2), ("mistral", 3)])
+async def test_samples_and_reused_prompts_answer_like_generate(goldens, family, world_size):
+    """A prompt is found again as far as its end, and not within it."""
+    golden = goldens(family)
+    async with running(replicated(golden, world_size=world_size, chunk_size=300)) as engine:
+        assert await ask(engine, golden.prompt, num_samples=3) == ([golden.tokens] * 3, 0)
+        assert await ask(engine, golden.prompt) == ([golden.tokens], 999)
+        assert (await ask(engine, golden.prompt[:500] + golden.prompt[:9]))[1] == 0
+        others = [answer(engine, golden.prompt[: 90 * i]) for i in range(1, 5)]
+        first, *_, last = await asyncio.gather(answer(engine, golden.prompt), *others, answer(engine, golden.prompt))
+    assert first == last == golden.tokens
+
+
+async def test_a_preempted_answer_goes_on_as_it_began(goldens):
+    """One generation runs at a time, and one of a higher priority takes its turn in the middle."""
+    golden = goldens("gemma3")
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    async with running(replicated(golden, world_size=2, max_sequences=1, chunk_size=300)) as engine:
+        said, urgent = [], []
+        async for event in engine.submit(Prompt(context=None, token_ids=golden.prompt, sampling=sampling, priority=-1)):
+            said += event.token_ids if isinstance(event, Tokens) else ()
+            if said and not urgent:
+                urgent.append(engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, priority=1)))
+        assert any([isinstance(event, Tokens) async for event in urgent[0]])
+    assert tuple(said) == golden.tokens
+
+
+async def test_a_fork_within_a_segment_is_refused(goldens):
+    golden = goldens("gemma3")
+    async with running(replicated(golden, world_size=2)) as engine:
+        await ingest(engine, "book", golden.prompt)
+        with pytest.raises(InvalidArgument, match="token_count"):
+            engine.fork_context("book", "fork", 500)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3", {"world_size": 3}),
+        ("mistral", {"world_size": 2}),
+        ("gpt_oss", {"world_size": 2, "dtype": "float16"}),
+    ],
+)
+async def test_keys_in_8_bits_are_off_by_at_most_twice_what_bfloat16_weights_bring(goldens, family, settings):
+    golden = goldens(family)
+    exact, plain = plain_logits(golden), plain_logits(golden, torch.bfloat16)
+    found = await served_logits(golden, kv_dtype="int8", window_keys="replicated", **settings)
+    error, allowed = (torch.linalg.vector_norm(logits - exact) for logits in (found, plain))
+    assert 0 < error <= 2 * allowed
+
+
+async def test_how_many_ranks_round_to_8_bits_does_not_show(goldens):
+    golden = goldens("gemma3")
+    alone, found = [
+        await served_logits(golden, kv_dtype="int8", window_keys="replicated", world_size=world_size)
+        for world_size in (1, 3)
+    ]
+    assert torch.linalg.vector_norm(found - alone) <= 2e-3 * torch.linalg.vector_norm(alone)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_half_precision_stays_close_to_the_plain_model(goldens, family):
+    golden = goldens(family)
+    exact, plain = plain_logits(golden), plain_logits(golden, torch.bfloat16)
+    found = await served_logits(golden, world_size=3, dtype="bfloat16", window_keys="replicated")
+    error, allowed = (torch.linalg.vector_norm(logits - exact) for logits in (found, plain))
+    assert error <= 2 * allowed
+
+
+async def test_verification_passes(goldens):
+    golden = goldens("gpt_oss")
+    async with running(replicated(golden, world_size=3, chunk_size=200)) as engine:
+        found = await compare(engine, golden.prompt[:500])
+    assert (found.failure, found.num_tokens, found.num_equal) == ("", MAX_TOKENS, MAX_TOKENS)
+    assert found.max_difference <= TOLERANCES["float32"] * found.max_logit
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_every_rank_reads_a_window_and_no_more(goldens, world_size):
+    """All layers of Mistral have one: 2 heads of 16, keys and values, float32, in 4 layers."""
+    async with holding(goldens("mistral"), world_size=world_size, window_keys="replicated") as (engine, ranks):
+        await answer(engine, goldens("mistral").prompt[BOUNDS[-1] :], "book")
+    assert {count for _, count in ranks.steps[1:]} == {WINDOW * 4 * 2 * (2 * 16) * 4}
+
+
+async def test_ranks_of_unequal_memory_agree_on_the_blocks_of_windows(goldens, monkeypatch):
+    """A block of 64 tokens takes 32 KiB in the two layers of Gemma 3 that have a window."""
+    sizes = iter((8 << 20, 6 << 20, 7 << 20))
+    monkeypatch.setattr(pools, "default_kv_bytes", lambda *_: next(sizes))
+    ranks = ThreadRanks(replicated(goldens("gemma3"), world_size=3, kv_bytes=None))
+    readies = await ranks.start()
+    await ranks.close()
+    assert [ready.windows.num_blocks for ready in readies] == [(3 << 20) // (32 << 10)] * 3

@@ -1,0 +1,89 @@
+"""How many bytes of a rank's keys and values go to windowed layers that it holds itself."""
+
+import pytest
+
+from bench.checkpoints import make_checkpoint
+from bench.families import SECTION, WINDOW
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from longleaf.step import Windows
+from workers.check import outline
+from workers.pools import make_pool
+
+BLOCK = 64
+LAYER = 2 * (2 * 16) * 4
+"""Bytes of a token in a layer: keys and values of 2 heads of 16, float32."""
+
+
+@pytest.fixture(scope="module")
+def pool_of(tmp_path_factory):
+    """The pool of a family, and what is held of its windows."""
+    models = {}
+
+    def get(family, **settings):
+        if family not in models:
+            models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
+        config = EngineConfig(model="", block_size=BLOCK, **{"window_keys": "replicated", **settings})
+        return make_pool(models[family], config)
+
+    return get
+
+
+def test_unless_asked_for_nothing_is_apart(pool_of):
+    pool, windows = pool_of("gemma3", kv_bytes=1 << 20, window_keys="sharded")
+    assert windows is None
+    assert pool.num_blocks == (1 << 20) // (4 * LAYER * BLOCK)
+
+
+def test_models_without_windows_have_one_pool(pool_of):
+    pool, windows = pool_of("llama", kv_bytes=1 << 20)
+    assert windows is None
+    assert pool.num_blocks == (1 << 20) // (4 * LAYER * BLOCK)
+
+
+def test_windows_take_what_generations_and_contexts_need(pool_of):
+    """Layers 0 and 2 of 4 have windows; a path may need two of them, which begin within blocks."""
+    pool, windows = pool_of("gemma3", kv_bytes=64 << 20, max_sequences=8)
+    num_blocks = 2 * 8 * (2 * WINDOW // BLOCK + 2)
+    assert windows == Windows(windows=(WINDOW,), num_blocks=num_blocks, bytes_per_token=2 * LAYER)
+    assert pool.num_blocks == ((64 << 20) - num_blocks * 2 * LAYER * BLOCK) // (2 * LAYER * BLOCK)
+    assert [pool.keys[layer].shape[1] for layer in range(4)] == [num_blocks * BLOCK, pool.num_blocks * BLOCK + 1] * 2
+
+
+def test_windows_take_half_at_most(pool_of):
+    pool, windows = pool_of("llama4", kv_bytes=4 << 20, max_sequences=64)
+    assert windows.sections == (SECTION,)
+    assert windows.num_blocks == (2 << 20) // (3 * LAYER * BLOCK)
+    assert pool.num_blocks == ((4 << 20) - windows.num_blocks * 3 * LAYER * BLOCK) // (LAYER * BLOCK)
+
+
+def test_windows_take_what_they_are_given(pool_of):
+    pool, windows = pool_of("gemma3", kv_bytes=4 << 20, window_bytes=3 << 20)
+    assert windows.num_blocks == 3 * pool.num_blocks == (3 << 20) // (2 * LAYER * BLOCK)
+
+
+def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
+    _, windows = pool_of("gemma3", kv_bytes=4 << 20, window_bytes=1 << 20, kv_dtype="int8")
+    per_block = 2 * 2 * (BLOCK * (2 * 16 + 4) + 16)
+    assert windows.num_blocks == (1 << 20) // per_block
+    assert windows.bytes_per_token == -(-per_block // BLOCK)
+
+
+def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_of):
+    pool, windows = pool_of("mistral", kv_bytes=2 << 20, max_sequences=64)
+    assert windows.num_blocks == (2 << 20) // (4 * LAYER * BLOCK)
+    assert pool.num_blocks * BLOCK == 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2097152 bytes are more than the 1048576"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 327680 bytes, .* get 1000"),
+        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 327680 bytes, .* get 131072"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 20}, "kv_bytes: 0 bytes do not hold one block"),
+    ],
+)
+def test_too_few_bytes_are_named(pool_of, settings, reason):
+    with pytest.raises(StartError, match=reason):
+        pool_of("gemma3", **settings)

@@ -1,0 +1,107 @@
+"""How the bytes that a rank has for keys and values are shared out, and the pool that is laid out in them."""
+
+import msgspec
+import psutil
+import torch
+
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from longleaf.step import Windows
+from workers import model as models
+from workers.cache import Pool
+from workers.model import LayerSpec
+from workers.quantized import QuantizedPool
+
+FREE_MEMORY_SHARE = 0.4
+"""Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+MAX_POSITIONS = 1 << 31
+"""Of all sequences together, where no key takes room for ever and another number would only be in the way."""
+
+
+def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
+    """Layers whose keys every rank holds itself."""
+    if config.window_keys == "sharded":
+        return {}
+    return {i: spec for i, spec in model.layers.items() if not spec.reach.is_full}
+
+
+def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
+    """Layers each of whose keys lies on one rank."""
+    windowed = windowed_layers(model, config)
+    return {i: spec for i, spec in model.layers.items() if i not in windowed}
+
+
+def make_pool(model: models.Model, config: EngineConfig) -> tuple[Pool | QuantizedPool, Windows | None]:
+    """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Raises
+    StartError when there is none, or no room for them, and ModelRefused when they cannot be kept as asked."""
+    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
+    windows = make_windows(model, config, kv_bytes)
+    num_window_blocks = windows and windows.num_blocks
+    if windows:
+        kv_bytes -= windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config)
+    needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
+    num_blocks = kv_bytes // needed if needed else -(-MAX_POSITIONS // config.block_size)
+    if not num_blocks:
+        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes")
+    kind = QuantizedPool if config.kv_dtype == "int8" else Pool
+    place = (config.block_size, model.dtype, model.device)
+    try:
+        return kind(model.layers, num_blocks, *place, num_window_blocks), windows
+    except RuntimeError as error:
+        raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
+
+
+def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Windows | None:
+    """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of one path
+    fit."""
+    layers = windowed_layers(model, config)
+    if not layers:
+        return None
+    reaches = {spec.reach for spec in layers.values()}
+    windows = Windows(
+        windows=tuple(sorted(reach.window for reach in reaches if reach.window is not None)),
+        sections=tuple(sorted(reach.section for reach in reaches if reach.section is not None)),
+        bytes_per_token=kv_bytes_per_token(layers, model.dtype, config),
+    )
+    per_path = 2 * -(-windows.span // config.block_size) + 2
+    size = bytes_per_block(layers, model.dtype, config)
+    most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
+    taken = (
+        min(most, 2 * config.max_sequences * per_path * size) if config.window_bytes is None else config.window_bytes
+    )
+    if taken > kv_bytes:
+        raise StartError(f"window_bytes: {taken} bytes are more than the {kv_bytes} for all keys and values")
+    if taken < per_path * size:
+        name = "kv_bytes" if config.window_bytes is None else "window_bytes"
+        wanted = f"blocks for a window of {windows.span} tokens take {per_path * size} bytes"
+        raise StartError(f"{name}: {wanted}, and layers that have one get {taken}")
+    return msgspec.structs.replace(windows, num_blocks=taken // size)
+
+
+def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
+    """Of keys and values, over some layers. Raises ModelRefused when they cannot be kept as asked."""
+    if config.kv_dtype == "int8":
+        return QuantizedPool.bytes_per_block(layers, config.block_size)
+    return sum(spec.num_stored for spec in layers.values()) * dtype.itemsize * config.block_size
+
+
+def kv_bytes_per_token(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
+    """The same of one token, rounded up."""
+    return -(-bytes_per_block(layers, dtype, config) // config.block_size)
+
+
+def kv_dtype(model: models.Model, config: EngineConfig) -> str:
+    """Type in which keys and values are kept."""
+    return name_of(model.dtype) if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def default_kv_bytes(device: str, num_ranks: int) -> int:
+    """Bytes for keys and values when none were asked for: a share of what is free now."""
+    if device != "cpu":
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return int(free * FREE_MEMORY_SHARE)
+    return int(psutil.virtual_memory().available * FREE_MEMORY_SHARE / num_ranks)
