@@ -94,9 +94,9 @@ def windows(rows: Sequence[Row]) -> list[str]:
     ]
     first = rows[0]
     told = (
-        f"`--window-keys replicated` against `sharded` over {first['context_tokens']:,} tokens on {first['world_size']} "
-        f"ranks of this machine's cores. Room is what {first['kv_bytes_per_rank'] / 2**20:,.0f} MiB per rank hold of "
-        "long contexts."
+        f"`--window-keys replicated` against `sharded` over {first['context_tokens']:,} tokens on "
+        f"{first['world_size']} ranks of this machine's cores. Room is what {first['kv_bytes_per_rank'] / 2**20:,.0f} "
+        "MiB per rank hold of long contexts, in tokens."
     )
     return [told, "", *_table(heads, table)]
 
