@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--context", type=int, default=32000, metavar="TOKENS")
+    parser.add_argument("--context", type=int, default=8000, metavar="TOKENS")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--generations", dest="batches", nargs="+", type=int, default=(1, 8), help="at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each generation, at least 2")
