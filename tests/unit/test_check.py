@@ -18,7 +18,7 @@ from tests.unit.conftest import Terminal
 from workers import model as models
 from workers.check import check
 
-FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss")
+FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
 
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
@@ -89,6 +89,7 @@ def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
         ({"use_bidirectional_attention": True}, "not causal"),
         ({"model_type": "bert"}, "not causal"),
         ({"model_type": "no-such-model"}, "cannot be loaded"),
+        ({"model_type": "t5"}, "no causal language model of type t5"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "--load"),
         ({"hidden_size": "wide"}, ""),
     ],
