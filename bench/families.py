@@ -262,7 +262,7 @@ def config_of(family: Family | Refused, **common: Any) -> PretrainedConfig:
     if family in SEEING:
         kind, text, special = SEEING[family]
         parts = {"text_config": config_of(text, **common).to_dict(), "vision_config": VISION}
-        return kind(**parts, tie_word_embeddings=common["tie_word_embeddings"], **special)
+        return kind(**{**parts, "tie_word_embeddings": common["tie_word_embeddings"], **special})
     kind, special = SPECIAL[family]
     own = {name: value(common) if callable(value) else deepcopy(value) for name, value in special.items()}
     return kind(**{**common, **own})
