@@ -97,6 +97,8 @@ class Verifications:
         if request.text is None:
             num_tokens = _within("prompt_token_count", request.num_tokens, self._usual_length(max_tokens), MAX_PROMPT)
             return tuple(random.Random(request.seed).choices(range(size), k=num_tokens))
+        if request.num_tokens is not None:
+            raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
         if len(request.text.encode()) > MAX_TEXT_BYTES:
             raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES} bytes")
         token_ids = await asyncio.to_thread(self._tokenizer.prompt_ids, request.text, False)

@@ -41,8 +41,10 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
         dtype=name_of(model.dtype),
         kv_dtype=kv_dtype(model, config),
         kinds=kinds(model.layers),
+        trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
         weight_bytes=weight_bytes,
+        has_weights=has_weights,
         kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
     )
 

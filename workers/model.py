@@ -216,7 +216,9 @@ def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
     expected = config.num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         name = type(module).__name__
-        raise ModelRefused(f"{name}: {len(probe.layers)} of {expected} layers attend through the hook")
+        raise ModelRefused(
+            f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
+        )
     return probe.layers
 
 
@@ -238,7 +240,7 @@ def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"{type(module).__name__} cannot run with the hook: {_first_line(error)}") from error
+        raise ModelRefused(f"{type(module).__name__} cannot run on such steps: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -98,6 +98,7 @@ async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> Non
         ({"text": "a" * (MAX_PROMPT + 1)}, "text"),
         ({"text": "a" * (1 << 17)}, "text"),
         ({"text": ""}, "text"),
+        ({"text": "a", "num_tokens": 3}, "prompt_token_count"),
         ({"text": "\ud800"}, "text"),
     ],
 )
