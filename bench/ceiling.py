@@ -4,7 +4,9 @@ Logical cores that are two threads of one core, and memory that one of them can 
 the speed of one; no service can gain more than its machine does.
 """
 
+import queue
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from statistics import median
@@ -46,7 +48,8 @@ DECODE, INGEST = Load(1, 128_000), Load(2048, 4096)
 
 
 def gain(load: Load, num_processes: int) -> float:
-    """Work per second of that many processes over that of one; the median of turns that alternate."""
+    """Work per second of that many processes over that of one; the median of turns that alternate. Raises RuntimeError
+    when one of them dies: the others wait for it for ever."""
     context: Any = mp.get_context("spawn")
     start, speeds = context.Barrier(num_processes), context.Queue()
     workers = [
@@ -54,14 +57,27 @@ def gain(load: Load, num_processes: int) -> float:
     ]
     for worker in workers:
         worker.start()
-    found: list[tuple[int, float, bool]] = [speeds.get() for _ in range(TURNS * (num_processes + 1))]
-    for worker in workers:
-        worker.join()
+    try:
+        found = [_next(speeds, workers) for _ in range(TURNS * (num_processes + 1))]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
     ratios = []
     for turn in range(TURNS):
         alone = next(speed for at, speed, is_alone in found if at == turn and is_alone)
         ratios.append(sum(speed for at, speed, is_alone in found if at == turn and not is_alone) / alone)
     return round(median(ratios), 3)
+
+
+def _next(speeds: Any, workers: list[Any]) -> tuple[int, float, bool]:
+    """The next of what the processes measure. Raises RuntimeError when one of them has died instead."""
+    while True:
+        with suppress(queue.Empty):
+            return speeds.get(timeout=SECONDS)
+        for rank, worker in enumerate(workers):
+            if worker.exitcode:
+                raise RuntimeError(f"process {rank} ended with exit code {worker.exitcode}")
 
 
 def _work(rank: int, load: Load, start: Barrier, speeds: Any) -> None:

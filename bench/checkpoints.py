@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from bench.families import Family, Refused, config_of
 
@@ -59,7 +59,9 @@ def make_checkpoint(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        sees = hasattr(config, "vision_config")
+        maker = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = maker.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data += SINK

@@ -5,6 +5,8 @@ steps of a temperature) are small here, so that short prompts pass them several 
 the golden tests at once; `python -m bench.models --family NAME --write` gives it its row in docs/models.md.
 """
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Literal, get_args
 
 from transformers import (
@@ -15,17 +17,20 @@ from transformers import (
     DogeConfig,
     FalconH1Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -45,7 +50,9 @@ Family = Literal[
     "llama2",
     "llama3.1",
     "llama4",
+    "llama4_images",
     "mistral",
+    "mistral3",
     "ministral",
     "ministral3",
     "mixtral",
@@ -55,6 +62,7 @@ Family = Literal[
     "qwen3_moe",
     "gemma2",
     "gemma3",
+    "gemma3_images",
     "phi3",
     "smollm3",
     "cohere2",
@@ -115,112 +123,146 @@ LATENT: dict[str, Any] = {
 ALTERNATING = ("sliding_attention", "full_attention")
 
 
-def config_of(
-    family: Family | Refused, *, num_hidden_layers: int, num_attention_heads: int, **common: Any
-) -> PretrainedConfig:
+Common = dict[str, Any]
+"""What all configs have, in the names that transformers gives it."""
+
+
+def _alternating(common: Common) -> list[str]:
+    return [ALTERNATING[i % 2] for i in range(common["num_hidden_layers"])]
+
+
+def _every_other(common: Common) -> list[int]:
+    return [(i + 1) % 2 for i in range(common["num_hidden_layers"])]
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+"""As in Llama 3.1, for a model that was trained on 512 positions before."""
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""As in Ministral 3, for a model that was trained on 512 positions before; queries grow beyond them."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+"""As in Phi-3 with 128k positions: other factors once the text is longer than the model was trained on before."""
+
+SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Callable[[Common], Any]]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama2": (LlamaConfig, {"num_key_value_heads": lambda common: common["num_attention_heads"]}),
+    "llama3.1": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "llama4": (
+        Llama4TextConfig,
+        {
+            "attention_chunk_size": SECTION,
+            "floor_scale": TEMPERATURE_STEP,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": lambda common: common["intermediate_size"],
+            "num_local_experts": 4,
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "ministral": (MinistralConfig, {"sliding_window": WINDOW, "layer_types": _alternating}),
+    "ministral3": (Ministral3Config, {"rope_parameters": MINISTRAL3_ROPE}),
+    "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": WINDOW}),
+    "qwen2": (
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": lambda common: common["num_hidden_layers"] // 2,
+        },
+    ),
+    "qwen2.5": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": lambda common: common["intermediate_size"] // 2,
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
+    ),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": WINDOW, "layer_types": _alternating, "query_pre_attn_scalar": 4}),
+    "phi3": (Phi3Config, {"sliding_window": WINDOW, "partial_rotary_factor": 0.75}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": _every_other}),
+    "cohere2": (Cohere2Config, {"sliding_window": WINDOW}),
+    "gpt_oss": (GptOssConfig, {**EXPERTS, "sliding_window": WINDOW}),
+    "olmo2": (Olmo2Config, {"initializer_range": 0.6}),
+    "granite": (
+        GraniteConfig,
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.8,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "stablelm": (StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
+    "gpt2": (GPT2Config, {"initializer_range": 0.4}),
+    "deepseek_v3": (DeepseekV3Config, LATENT),
+    "phi3_long": (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
+    "diffllama": (DiffLlamaConfig, {}),
+    "doge": (DogeConfig, {}),
+    "bloom": (BloomConfig, {}),
+    "gptj": (GPTJConfig, {"rotary_dim": 8}),
+    "mamba": (MambaConfig, {}),
+    "falcon_h1": (FalconH1Config, {}),
+    "qwen3_next": (Qwen3NextConfig, {}),
+    "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
+}
+"""The config class of a family, and what makes the family special."""
+SEEING: dict[Family | Refused, tuple[type[PretrainedConfig], Family, dict[str, Any]]] = {
+    "gemma3_images": (Gemma3Config, "gemma3", {"mm_tokens_per_image": 4}),
+    "llama4_images": (Llama4Config, "llama4", {}),
+    "mistral3": (Mistral3Config, "ministral3", {}),
+}
+"""Checkpoints that see images: their config class, the family of their text, and what else they need. Llama 4, Gemma 3
+and Ministral 3 are shipped so."""
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+"""What sees images, of which nothing is served."""
+
+
+def config_of(family: Family | Refused, **common: Any) -> PretrainedConfig:
     """The config of a family: `common` is what all have, in the names that transformers gives it."""
-    kind, special = _special(family, num_hidden_layers, num_attention_heads, common["intermediate_size"])
-    shape = {"num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads}
-    return kind(**{**shape, **common, **special})
-
-
-def _special(
-    family: Family | Refused, num_layers: int, num_heads: int, ffn: int
-) -> tuple[type[PretrainedConfig], dict[str, Any]]:
-    """The config class of a family, with what makes the family special filled in."""
-    alternating = [ALTERNATING[i % 2] for i in range(num_layers)]
-    kinds: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any]]] = {
-        "llama": (LlamaConfig, {}),
-        "llama2": (LlamaConfig, {"num_key_value_heads": num_heads}),
-        "llama3.1": (LlamaConfig, {"rope_parameters": _llama3_rope()}),
-        "llama4": (
-            Llama4TextConfig,
-            {
-                "attention_chunk_size": SECTION,
-                "floor_scale": TEMPERATURE_STEP,
-                "interleave_moe_layer_step": 2,
-                "intermediate_size_mlp": ffn,
-                "num_local_experts": 4,
-            },
-        ),
-        "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-        "ministral": (MinistralConfig, {"sliding_window": WINDOW, "layer_types": alternating}),
-        "ministral3": (Ministral3Config, {"rope_parameters": _ministral3_rope()}),
-        "mixtral": (MixtralConfig, {**EXPERTS, "sliding_window": WINDOW}),
-        "qwen2": (
-            Qwen2Config,
-            {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": num_layers // 2},
-        ),
-        "qwen2.5": (Qwen2Config, {"tie_word_embeddings": True}),
-        "qwen3": (Qwen3Config, {}),
-        "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": ffn // 2}),
-        "gemma2": (
-            Gemma2Config,
-            {"sliding_window": WINDOW, "attn_logit_softcapping": SOFTCAP, "query_pre_attn_scalar": 4},
-        ),
-        "gemma3": (
-            Gemma3TextConfig,
-            {"sliding_window": WINDOW, "layer_types": alternating, "query_pre_attn_scalar": 4},
-        ),
-        "phi3": (Phi3Config, {"sliding_window": WINDOW, "partial_rotary_factor": 0.75}),
-        "smollm3": (SmolLM3Config, {"no_rope_layers": [(i + 1) % 2 for i in range(num_layers)]}),
-        "cohere2": (Cohere2Config, {"sliding_window": WINDOW}),
-        "gpt_oss": (GptOssConfig, {**EXPERTS, "sliding_window": WINDOW}),
-        "olmo2": (Olmo2Config, {"initializer_range": 0.6}),
-        "granite": (
-            GraniteConfig,
-            {
-                "attention_multiplier": 0.3,
-                "embedding_multiplier": 2.0,
-                "residual_multiplier": 0.8,
-                "logits_scaling": 2.0,
-            },
-        ),
-        "stablelm": (StableLmConfig, {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
-        "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
-        "gpt2": (GPT2Config, {"initializer_range": 0.4}),
-        "deepseek_v3": (DeepseekV3Config, LATENT),
-        "phi3_long": (Phi3Config, {"rope_parameters": _longrope(), "original_max_position_embeddings": 256}),
-        "diffllama": (DiffLlamaConfig, {}),
-        "doge": (DogeConfig, {}),
-        "bloom": (BloomConfig, {}),
-        "gptj": (GPTJConfig, {"rotary_dim": 8}),
-        "mamba": (MambaConfig, {}),
-        "falcon_h1": (FalconH1Config, {}),
-        "qwen3_next": (Qwen3NextConfig, {}),
-        "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
-    }
-    return kinds[family]
-
-
-def _longrope() -> dict[str, Any]:
-    """As in Phi-3 with 128k positions: other factors once the text is longer than the model was trained on before."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    return {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
-
-
-def _llama3_rope() -> dict[str, Any]:
-    """As in Llama 3.1, for a model that was trained on 512 positions before."""
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
-
-
-def _ministral3_rope() -> dict[str, Any]:
-    """As in Ministral 3, for a model that was trained on 512 positions before; queries grow beyond them."""
-    return {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 16.0,
-        "original_max_position_embeddings": 512,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    }
+    if family in SEEING:
+        kind, text, special = SEEING[family]
+        parts = {"text_config": config_of(text, **common).to_dict(), "vision_config": VISION}
+        return kind(**{**parts, "tie_word_embeddings": common["tie_word_embeddings"], **special})
+    kind, special = SPECIAL[family]
+    own = {name: value(common) if callable(value) else deepcopy(value) for name, value in special.items()}
+    return kind(**{**common, **own})

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.arguments import tell
 from bench.checkpoints import make_checkpoint
-from bench.families import FAMILIES, REFUSED, Family, Refused
+from bench.families import FAMILIES, REFUSED, SEEING, Family, Refused
 from longleaf.errors import ModelRefused
 from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
 from tests.golden.states import STATES, Logits, running
@@ -115,6 +115,7 @@ def page(rows: list[Row]) -> Iterator[str]:
     yield "Checkpoints are small, with random weights whose text changes when a few keys are hidden; windows, sections"
     yield "and temperatures are small enough to matter in a prompt of 1,000 tokens. The difference is the largest of a"
     yield "logit in any step of the first answer; bytes are those of a token's keys and values in the small checkpoint."
+    yield f"Of checkpoints that also see images ({', '.join(SEEING)}) the text is served."
     yield ""
     yield "| family | exact | largest difference of a logit | bytes per token | world sizes |"
     yield "| --- | --- | --- | --- | --- |"

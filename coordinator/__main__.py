@@ -27,9 +27,10 @@ import sys
 import threading
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
+from msgspec.structs import fields
 
 from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outcome, describe
 from coordinator.fleet import RayFleet, connect
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(arguments)
     except msgspec.ValidationError as error:
-        return report(Outcome(error=str(error), exit_code=BAD_INPUT))
+        return report(Outcome(error=_of_option(error), exit_code=BAD_INPUT))
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
         return report(run(config))
@@ -58,13 +59,20 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> ServiceConfig:
-    """Raises msgspec.ValidationError naming the option that does not fit."""
+    """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
-    for name in (*ServiceConfig.__struct_fields__[1:], *EngineConfig.__struct_fields__):
-        parser.add_argument(f"--{name.replace('_', '-')}")
+    for field in (*fields(ServiceConfig)[1:], *fields(EngineConfig)):
+        choices = get_args(field.type) if get_origin(field.type) is Literal else None
+        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, required=field.required)
     given = vars(parser.parse_args(arguments))
     engine = {name: given.pop(name) for name in EngineConfig.__struct_fields__ if name in given}
     return msgspec.convert(given | {"engine": engine}, ServiceConfig, strict=False)
+
+
+def _of_option(error: msgspec.ValidationError) -> str:
+    """What does not fit, after the option instead of with the path."""
+    told, _, path = str(error).rpartition(" - at ")
+    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {told}"
 
 
 def announce(config: ServiceConfig, outcome: Outcome) -> None:

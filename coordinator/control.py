@@ -129,7 +129,8 @@ class Control:
                 await self._send_all(plan)
             for earlier in before:
                 await self._wait_or_lose(earlier)
-            num_tokens = plan.num_tokens + plan.num_reference * self._config.world_size
+            # Plain attention computes on one rank what the step shares, and in coarse types twice.
+            num_tokens = plan.num_tokens + 2 * plan.num_reference * self._config.world_size
             seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
             await self._wait_or_lose(result, seconds)
             if not result.done():

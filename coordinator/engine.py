@@ -67,6 +67,10 @@ class Engine:
         """What sets `max_positions`."""
         return self.positions.limit_name
 
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument when no context may be made for so many positions."""
+        self.positions.check_capacity(declared)
+
     @property
     def is_exact(self) -> bool:
         """Whether answers are what the model alone would say."""

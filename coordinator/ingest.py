@@ -13,7 +13,6 @@ from coordinator.contexts import check_settings
 from coordinator.document import STEP_BYTES, Document
 from coordinator.generation import EventStream
 from coordinator.jobs import Claim
-from coordinator.positions import CAPACITY_FIELD
 from coordinator.text_limit import Capacity, TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
@@ -28,6 +27,10 @@ REPORT_TOKENS = 1 << 16
 
 class Ingester(Capacity, Protocol):
     """The engine, as ingests see it."""
+
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument when no context may be made for so many positions."""
+        ...
 
     def ingest(
         self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings, claim: Claim
@@ -100,9 +103,8 @@ class Ingest:
     def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
         """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
         check_settings(header.settings, self._wall_clock(), "config")
-        if header.settings.capacity is not UNSET and header.settings.capacity > self._engine.max_positions:
-            told = f"{header.settings.capacity} is more than {self._engine.max_positions} positions"
-            raise InvalidArgument(CAPACITY_FIELD, f"{told}, {self._engine.limit_name}")
+        if header.settings.capacity is not UNSET:
+            self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Document(encoder, limit, self._tokenizer.vocabulary_size)

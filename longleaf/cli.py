@@ -9,6 +9,7 @@ import typer
 from longleaf.commands import contexts, demo, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.commands.verify import verify
+from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 
 app = typer.Typer(
@@ -76,6 +77,7 @@ OPTIONS = {
     "config.display_name": "--display-name",
     "config.ttl": "--ttl",
     "config.upload_id": "--upload-id",
+    "config.capacity_token_count": "--capacity",
     "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
 }
@@ -84,9 +86,10 @@ OPTIONS = {
 
 def describe(error: LongleafError) -> str:
     """The error in the words of the command line."""
-    if isinstance(error, InvalidArgument) and error.field in OPTIONS:
-        return f"{OPTIONS[error.field]}: {error.description}"
-    return str(error)
+    if not isinstance(error, InvalidArgument):
+        return str(error)
+    settings = {name: f"--{name.replace('_', '-')}" for name in EngineConfig.__struct_fields__}
+    return f"{(settings | OPTIONS).get(error.field, error.field)}: {error.description}"
 
 
 def exit_code(error: LongleafError) -> int:

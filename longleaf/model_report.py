@@ -10,7 +10,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is refused; empty when it is not."""
     architecture: str = ""
     max_positions: int = 0
-    """Tokens of context that the model was trained for; 0 when its config does not tell."""
+    """Tokens of context that the config tells; 0 when it does not."""
     vocabulary_size: int = 0
     has_chat_template: bool = False
 
@@ -37,10 +37,14 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     """Type in which keys and values are kept."""
     kinds: tuple[AttentionKind, ...] = ()
+    trained: int = 0
+    """Tokens of context that the model was trained for, with what its rope was stretched to; 0 when nothing tells."""
     bytes_per_token: int = 0
     """Keys and values of one token as they are kept, over all layers, rounded up."""
     weight_bytes: int = 0
     """Of each rank: all hold the whole model."""
+    has_weights: bool = False
+    """Whether they were read."""
     kv_bytes: int = 0
     """What a rank here would take for keys and values unless told otherwise."""
 

@@ -236,9 +236,16 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The logits of one answer, from attention spread over the ranks, beside those of plain attention on rank 0."""
 
     max_difference: float = 0.0
-    """Largest absolute difference between two logits; NaN where one of them is."""
+    """Largest absolute difference between two logits, plain attention in float32; NaN where one of them is."""
     max_logit: float = 0.0
     """Largest absolute logit of plain attention."""
+    distance: float = 0.0
+    """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those:
+    norms, and the median over the tokens."""
+    plain_distance: float = 0.0
+    """The same of plain attention in `plain_dtype`: what rounding does."""
+    plain_dtype: str = ""
+    """`dtype`, or bfloat16 where that is int8, which plain attention does not know."""
     worst_index: int = 0
     """Index in the answer of the token at which they differ most."""
     num_tokens: int = 0

@@ -13,6 +13,7 @@ from tokenizers import decoders as decoding
 from coordinator import events
 from coordinator.changes import Changes
 from coordinator.jobs import NO_CLAIM, Claim
+from coordinator.positions import Positions
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
@@ -20,7 +21,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo, RankShare
-from longleaf.step import Comparison, Ready
+from longleaf.step import Comparison, Ready, Rotary
 
 END = "<|end|>"
 TEMPLATE = (
@@ -119,6 +120,9 @@ class FakeEngine:
         self.changes = Changes()
         self.running = 3
         self.looked = asyncio.Event()
+
+    def check_capacity(self, declared: int) -> None:
+        Positions(Rotary(), self.max_positions).check_capacity(declared)
 
     def _stream(self, script: Sequence[events.Event]) -> FakeStream:
         stream = FakeStream(script, self.late_error, self.is_endless)

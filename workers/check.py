@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from longleaf.config import DtypeName, EngineConfig
@@ -42,8 +42,10 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
         dtype=name_of(model.dtype),
         kv_dtype=kv_dtype(model, config),
         kinds=kinds(model.layers),
+        trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
         weight_bytes=weight_bytes,
+        has_weights=has_weights,
         kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
     )
 
@@ -55,6 +57,8 @@ def outline(folder: str, dtype: DtypeName) -> Model:
         raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
     try:
         module = build(config, dtype)
+    except ModelRefused:
+        raise
     except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
         raise ModelRefused(f"{folder} is not a causal language model: {error}") from error
     with StretchedProducts():
@@ -67,7 +71,7 @@ def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
     named = config.dtype if wanted == "auto" else wanted
     dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
     with torch.device("meta"), no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hook.NAME)
+        module = models.auto_class(config).from_config(config, dtype=dtype, attn_implementation=hook.NAME)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from longleaf.attention.kernels import lies_in
@@ -18,6 +25,9 @@ from workers import hook, latent
 from workers.rotary import Ropes, replace_rotary
 
 PREFLIGHT_ROWS = 4
+SEEING = ("mistral3",)
+"""Types of models that see images, and that transformers does not count among the causal language models though they
+hold one: their text is served. Named one by one, for others read a prompt in their own way (PaliGemma all at once)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
     config = read_config(folder)
     try:
-        loader: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+        loader: Any = auto_class(config)  # its annotations do not know output_loading_info
         module, report = loader.from_pretrained(
             folder,
             config=config,
@@ -160,6 +170,15 @@ def read_config(folder: str) -> PreTrainedConfig:
     return config
 
 
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """What makes the model of a config. Raises ModelRefused where that is no causal language model."""
+    if config.model_type in SEEING:
+        return AutoModelForImageTextToText
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+    return AutoModelForCausalLM
+
+
 def prove(module: PreTrainedModel, device: str) -> Model:
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
     check_causal(decoder_of(module))
@@ -186,17 +205,20 @@ def check_causal(module: nn.Module) -> None:
 
 @torch.inference_mode()
 def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
-    """Runs a few equal rows and checks that every attention layer called the hook, with equal queries and keys: some
-    families ignore the hook silently, and some mix rows, or count them, outside of attention."""
+    """Runs a few equal rows, as a step of which nothing is sampled, and checks that every attention layer called the
+    hook, with equal queries and keys: some families ignore the hook silently, and some mix rows, or count them, outside
+    of attention."""
     config = module.config.get_text_config()
     probe = Probe(config)
     ids, positions = (torch.full((PREFLIGHT_ROWS,), i, device=device) for i in (0, 1))
     inputs = hook.arguments(probe, ids, positions, has_offsets=asks_for_offsets(module))
-    forward_checked(decoder_of(module), inputs)
+    forward_checked(module, {**inputs, "logits_to_keep": ids[:0]})
     expected = config.num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         name = type(module).__name__
-        raise ModelRefused(f"{name}: {len(probe.layers)} of {expected} layers attend through the hook")
+        raise ModelRefused(
+            f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
+        )
     return probe.layers
 
 
@@ -218,7 +240,7 @@ def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"{type(module).__name__} cannot run with the hook: {_first_line(error)}") from error
+        raise ModelRefused(f"{type(module).__name__} cannot run on such steps: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,10 @@ Rank 0 keeps the logits that an answer's tokens were chosen from. When the answe
 them once more over all its tokens at once, with transformers' eager attention and masks: nothing of the keys, the
 kernels, the merge, the reads or the hook takes part. Eager is the one implementation that every family has and that
 leaves nothing out (another one drops Gemma 2's soft cap).
+
+That is done in float32. Where the ranks use a coarser type it is done a second time, in that type: how far plain
+attention is then from itself in float32 says what rounding does to this model and this prompt, which nothing else does.
+A rounding that swaps an expert moves logits by much, in some tokens of an answer; so distances are medians over them.
 """
 
 import time
@@ -11,7 +15,8 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longleaf.config import EngineConfig
@@ -21,6 +26,8 @@ from workers.cache import Segments
 from workers.model import Model
 
 PLAIN = "eager"
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that mean the same in another of these types; those of quantised weights do not."""
 
 
 class Answer:
@@ -48,6 +55,9 @@ class Verifier:
         dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
+        self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
+        """Plain attention rounds no keys to 8 bits; what that brings is about what bfloat16 weights bring."""
+        self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, Answer] = {}
 
     def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:
@@ -65,21 +75,29 @@ class Verifier:
     def _compare(self, row: Row, answer: Answer) -> Comparison:
         began = time.monotonic()
         try:
-            plain_NV = plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
+            exact_NV = self._plain_logits(row, answer, "float32")
+            plain_NV = self._plain_logits(row, answer, self._plain_dtype) if self._is_coarse else exact_NV
         except Exception as error:  # a family without eager attention, or no memory for its scores
             return Comparison(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
-        difference_N = (found_NV - plain_NV).abs().amax(dim=-1)
+        difference_N = (found_NV - exact_NV).abs().amax(dim=-1)
         return Comparison(
             max_difference=float(difference_N.max()),
-            max_logit=float(plain_NV.abs().max()),
+            max_logit=float(exact_NV.abs().max()),
+            distance=distance(found_NV, exact_NV),
+            plain_distance=distance(plain_NV, exact_NV),
+            plain_dtype=self._plain_dtype,
             worst_index=answer.first_index + int(difference_N.argmax()),
             num_tokens=len(answer.logits),
-            num_equal=int((found_NV.argmax(dim=-1) == plain_NV.argmax(dim=-1)).sum()),
+            num_equal=int((found_NV.argmax(dim=-1) == exact_NV.argmax(dim=-1)).sum()),
             num_ranks=sum(self._holds(rank, row) for rank in range(self._world_size)),
             dtype=self._dtype,
             seconds=time.monotonic() - began,
         )
+
+    def _plain_logits(self, row: Row, answer: Answer, dtype: str) -> Tensor:
+        with computing_in(self._model.module, getattr(torch, dtype)):
+            return plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
 
     def _holds(self, rank: int, row: Row) -> bool:
         """Whether a rank has keys that the row saw."""
@@ -89,6 +107,12 @@ class Verifier:
         """Drops what was kept of sequences that have ended, or begin anew."""
         for sequence in sequences:
             self._answers.pop(sequence, None)
+
+
+def distance(found_NV: Tensor, exact_NV: Tensor) -> float:
+    """How far logits are from others, as a share of the spread of those; the median over N tokens, NaN if one is."""
+    spread_N = (exact_NV - exact_NV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    return float(((found_NV - exact_NV).norm(dim=-1) / spread_N).median())
 
 
 def plain_logits(model: Model, token_ids: Sequence[int], num_last: int, rope: Rope) -> Tensor:
@@ -109,3 +133,31 @@ def plain_attention(module: PreTrainedModel) -> Generator[None, None, None]:
         yield
     finally:
         module.set_attn_implementation(hook.NAME)
+
+
+@contextmanager
+def computing_in(module: nn.Module, dtype: torch.dtype) -> Generator[None, None, None]:
+    """Has a module compute in `dtype` meanwhile. The weights of a part are converted while it runs: never are all of
+    them there twice."""
+    handles: list[RemovableHandle] = []
+    for part in module.modules():
+        own = {name: p for name, p in part.named_parameters(recurse=False) if p.dtype in WEIGHTS and p.dtype != dtype}
+        if own:
+            handles += _convert_while_running(part, own, dtype)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _convert_while_running(part: nn.Module, own: dict[str, nn.Parameter], dtype: torch.dtype) -> list[RemovableHandle]:
+    def convert(*_: object) -> None:
+        for name, weight in own.items():
+            setattr(part, name, nn.Parameter(weight.to(dtype), requires_grad=False))
+
+    def restore(*_: object) -> None:
+        for name, weight in own.items():
+            setattr(part, name, weight)
+
+    return [part.register_forward_pre_hook(convert), part.register_forward_hook(restore, always_call=True)]

@@ -17,7 +17,9 @@ class Reading:
     """What was asked, what of the answer has come, and the request for the rest of it."""
 
     def __init__(self, input: str | Iterable[int], context: str | None, options: GenerateOptions) -> None:
-        """Raises InvalidArgument when a value does not fit its field."""
+        """Raises InvalidArgument when a value does not fit its field, and TypeError for an option that there is not."""
+        if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
         self.is_resumable = options.get("resumable", False)
         self.timeout = options.get("timeout")
         given = options.get("request_id", "")

@@ -59,6 +59,7 @@ class Client:
         if self._loop.is_closed():
             return
         self._run(self._client.close())
+        self._run(_settle())
         self._end()
 
     def _end(self) -> None:
@@ -175,6 +176,14 @@ class Client:
 async def _connect(server: str | None, retries: int | Retries, on_retry: OnRetry) -> AsyncClient:
     """On the loop's thread: channels belong to the loop that made them."""
     return AsyncClient(server, retries=retries, on_retry=on_retry)
+
+
+async def _settle() -> None:
+    """Ends what is left on the loop: grpc.aio notes the end of a call in a task of its own, which may come late."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _next(stream: AsyncGenerator[T, None]) -> T | None:

@@ -24,6 +24,7 @@ _VERIFICATION_NAMES = {
     "compared_token_count": "compared_tokens",
     "equal_token_count": "equal_tokens",
     "holding_rank_count": "holding_ranks",
+    "conclusive": "is_conclusive",
 }
 MAX_SEED = 2**64 - 1
 

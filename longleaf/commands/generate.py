@@ -10,7 +10,7 @@ import typer
 from longleaf.commands.flags import Flags, takes_flags
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.errors import Unavailable
-from longleaf.messages import Delta, Event, Finished
+from longleaf.messages import Delta, Event, Finished, Started
 
 
 @takes_flags
@@ -53,12 +53,23 @@ def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int =
     """Prints an answer while it streams: text, or one JSON object per delta and one at the end. Of several samples the
     text of each is printed when it is whole."""
     with closing(answer):
+        events = _noted(answer)
         if as_json:
-            _print_json(answer, num_samples)
+            _print_json(events, num_samples)
         elif num_samples > 1:
-            _print_samples(answer, num_samples)
+            _print_samples(events, num_samples)
         else:
-            _print_text(answer)
+            _print_text(events)
+
+
+def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
+    """The events. Says once on stderr that they may lead beyond what the model was trained for."""
+    is_told = False
+    for event in answer:
+        if isinstance(event, Started) and event.is_beyond_trained and not is_told:
+            print("note: this may go beyond the length that the model was trained for", file=sys.stderr)
+            is_told = True
+        yield event
 
 
 def _print_json(answer: Iterable[Event], num_samples: int) -> None:

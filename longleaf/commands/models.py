@@ -137,10 +137,11 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     console = Console(highlight=False)
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)
-    trained = f"{text.max_positions:,} tokens" if text.max_positions else "the config does not tell"
-    sizes.add_row("trained for", trained)
+    trained = attention.trained or text.max_positions
+    sizes.add_row("trained for", f"{trained:,} tokens" if trained else "the config does not tell")
     sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
-    sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank")
+    read = "" if attention.has_weights else "; not read, --load does"
+    sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     sizes.add_row("fits", _told(found, is_running))
     console.print(sizes)
 
@@ -161,12 +162,15 @@ def sight(kind: AttentionKind) -> str:
 
 
 def _told(found: ModelReport, is_running: bool) -> str:
-    where = f"on {'the running' if is_running else ''} {count_ranks(len(found.rooms))}".replace("  ", " ")
+    ranks = count_ranks(len(found.rooms))
+    where = f"on the running {ranks}" if is_running else f"on {ranks}"
     pools = {(room.kv_bytes, room.tokens) for room in found.rooms}
     if len(pools) > 1:
         each = ", ".join(f"{room.tokens:,} on rank {room.rank}" for room in found.rooms)
         return f"{found.tokens:,} tokens {where}: {each}"
     [(size, tokens)] = pools
+    if len(found.rooms) == 1:
+        return f"{tokens:,} tokens {where}, in {human_bytes(size)}"
     return f"{found.tokens:,} tokens {where}: {tokens:,} in {human_bytes(size)} each"
 
 

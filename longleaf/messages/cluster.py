@@ -58,14 +58,23 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """The logits of an answer from attention spread over the ranks, beside those of plain attention on rank 0."""
 
     passed: bool
-    """There is no failure, and the largest difference is within the tolerance."""
+    """There is no failure, what is judged is within the tolerance, and that is conclusive."""
     max_difference: float
-    """Largest absolute difference between two logits, over all compared tokens and the vocabulary."""
+    """Largest absolute difference between two logits, over all compared tokens and the vocabulary, from those of plain
+    attention in float32. Judged where `dtype` is float32."""
     tolerance: float
     max_logit: float
-    """Largest absolute logit of plain attention; the tolerance is a share of it, by numeric type."""
+    """Largest absolute logit of plain attention."""
     dtype: str
     """Coarsest numeric type on the way."""
+    distance: float
+    """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those;
+    the median over the tokens. Judged where `dtype` is coarser than float32."""
+    plain_distance: float
+    """The same of plain attention in `plain_dtype`: what rounding does to this model."""
+    plain_dtype: str
+    is_conclusive: bool
+    """False where there is nothing to compare with, and where rounding explains so much that wrong ranks might pass."""
     worst_index: int
     """Index in the answer of the token at which they differ most."""
     prompt_tokens: int

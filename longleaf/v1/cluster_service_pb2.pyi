@@ -135,7 +135,7 @@ class VerifyClusterRequest(_message.Message):
     def __init__(self, text: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ...) -> None: ...
 
 class VerifyClusterResponse(_message.Message):
-    __slots__ = ("passed", "max_logit_difference", "tolerance", "max_logit", "dtype", "worst_token_index", "prompt_token_count", "compared_token_count", "equal_token_count", "holding_rank_count", "world_size", "plain_duration", "failure")
+    __slots__ = ("passed", "max_logit_difference", "tolerance", "max_logit", "dtype", "worst_token_index", "prompt_token_count", "compared_token_count", "equal_token_count", "holding_rank_count", "world_size", "plain_duration", "failure", "distance", "plain_distance", "plain_dtype", "conclusive")
     PASSED_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGIT_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,10 @@ class VerifyClusterResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PLAIN_DURATION_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CONCLUSIVE_FIELD_NUMBER: _ClassVar[int]
     passed: bool
     max_logit_difference: float
     tolerance: float
@@ -162,4 +166,8 @@ class VerifyClusterResponse(_message.Message):
     world_size: int
     plain_duration: _duration_pb2.Duration
     failure: str
-    def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., plain_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
+    distance: float
+    plain_distance: float
+    plain_dtype: str
+    conclusive: bool
+    def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., plain_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ..., distance: _Optional[float] = ..., plain_distance: _Optional[float] = ..., plain_dtype: _Optional[str] = ..., conclusive: _Optional[bool] = ...) -> None: ...

@@ -73,8 +73,8 @@ class ClusterServiceServicer:
 
     def VerifyCluster(self, request, context):
         """Proves the fleet on the spot: runs a short prompt over all ranks, then with the same weights on rank 0 alone, with
-        transformers' own attention, and compares the logits. The prompt takes its turn beside all that runs; the pass on
-        rank 0 keeps every stream waiting, so the prompt is short and one verification runs at a time.
+        transformers' own attention in float32, and compares the logits. The prompt takes its turn beside all that runs; the
+        passes on rank 0 keep every stream waiting, so the prompt is short and one verification runs at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
@@ -17,10 +19,10 @@ CLI = [str(Path(sys.executable).with_name("longleaf"))]
 
 
 class Served:
-    """A running `longleaf serve`; `output` collects what it prints."""
+    """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it."""
 
     def __init__(self, *options: str) -> None:
-        # a group of its own, so that nothing that it leaves behind can hide
+        # a session of its own, so that nothing that it leaves behind can hide
         self.process = subprocess.Popen(
             [*CLI, "serve", "--port", "0", *options],
             stdout=subprocess.PIPE,
@@ -29,15 +31,27 @@ class Served:
             start_new_session=True,
         )
         self.output = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self.address = self._wait_ready()
+        except BaseException:
+            end(self.process)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        end(self.process)
+
+    def _wait_ready(self) -> str:
+        """The address."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output += line
             if line.startswith("listening on "):
-                self.address = line.removeprefix("listening on ").strip()
-                return
+                return line.removeprefix("listening on ").strip()
             if line.startswith("{"):
-                self.address = json.loads(line)["address"]
-                return
+                return json.loads(line)["address"]
         raise AssertionError(f"exit code {self.process.wait()}: {self.output}")
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -69,6 +83,30 @@ class Served:
         return code
 
 
+def end(process: subprocess.Popen) -> None:
+    """Kills the leader of a session, all in it, and what they started."""
+    family = {one for one in psutil.process_iter() if _session(one.pid) == process.pid}
+    for one in list(family):
+        with suppress(psutil.NoSuchProcess):
+            family.update(one.children(recursive=True))
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait(timeout=20)
+
+
+def _session(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+
+
+@pytest.fixture
+def started() -> Iterator[ExitStack]:
+    """Takes services and processes that a test starts; what is left of them ends with the test, however it ends."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with a chat template."""
@@ -80,8 +118,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(checkpoint: Path) -> Iterator[Served]:
     """One service of two ranks for all tests that do not hurt it."""
     os.environ.setdefault("COLUMNS", "100")
-    service = Served(
-        "--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--json"
-    )
-    yield service
-    assert service.stop() == 0
+    options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
+    with Served(*options, "--json") as service:
+        yield service
+        assert service.stop() == 0

@@ -25,9 +25,9 @@ HEADING = re.compile(r"^### (\w+\.\w+)$", re.MULTILINE)
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[Served]:
     """`longleaf serve` with the model in the package."""
-    service = Served("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
-    yield service
-    assert service.stop() == 0
+    with Served("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000") as service:
+        yield service
+        assert service.stop() == 0
 
 
 def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,12 +177,10 @@ def test_the_embedded_model_finds_facts_in_every_numeric_type(dtype: str, kv_dty
     file = tmp_path / "stock.txt"
     file.write_text("Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20)
     options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
-    service = Served("--dtype", dtype, "--kv-dtype", kv_dtype, *options)
-    try:
+    with Served("--dtype", dtype, "--kv-dtype", kv_dtype, *options) as service:
         made = service.json("ingest", str(file), "--name", "stock")
         answer = service.run("ask", "stock", "What is the value of jade-7?", "--max-tokens", "40")
         cluster = service.json("cluster")
-    finally:
         assert service.stop() == 0
     assert answer.stdout == "jade-7 is 0815\n"
     kept = dtype if kv_dtype == "auto" else kv_dtype

@@ -4,33 +4,41 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench.checkpoints import make_checkpoint
-from tests.e2e.conftest import CLI, Served
+from tests.e2e.conftest import CLI, Served, end
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def start_stream(service: Served) -> subprocess.Popen:
+def start(command: list[str], started: ExitStack) -> subprocess.Popen:
+    """A process with a session of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    started.callback(end, process)
+    return process
+
+
+def start_stream(service: Served, started: ExitStack) -> subprocess.Popen:
     """A long generation that has begun to stream."""
     options = ["generate", "--prompt", "x", "--max-tokens", "8000", "--ignore-end-token", "--json"]
-    stream = subprocess.Popen(
-        [*CLI, *options, "--server", service.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    stream = start([*CLI, *options, "--server", service.address], started)
     assert stream.stdout is not None
     assert stream.stdout.readline()
     return stream
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, launcher: str):
-    service = Served("--model", str(checkpoint), "--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
+def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, started: ExitStack, launcher: str):
+    options = ("--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
+    service = started.enter_context(Served("--model", str(checkpoint), *options))
     processes = [psutil.Process(pid) for pid in service.rank_pids()]
-    stream = start_stream(service)
+    stream = start_stream(service, started)
     processes[1].kill()
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1
@@ -41,11 +49,11 @@ def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, launcher: s
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
-def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path):
+def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path, started: ExitStack):
     options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--step-timeout", "3")
-    service = Served("--model", str(checkpoint), *options)
+    service = started.enter_context(Served("--model", str(checkpoint), *options))
     processes = service.processes()
-    stream = start_stream(service)
+    stream = start_stream(service, started)
     os.kill(service.rank_pids()[1], signal.SIGSTOP)
     _, errors = stream.communicate(timeout=90)
     assert stream.returncode == 1
@@ -132,15 +140,9 @@ def test_a_ray_that_does_not_answer_is_said_at_once(checkpoint: Path):
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 @pytest.mark.parametrize("seconds", [0.5, 4.0])
-def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, launcher: str, seconds: float):
+def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, started: ExitStack, launcher: str, seconds: float):
     command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2", "--launcher", launcher]
-    process = subprocess.Popen(
-        [*command, "--kv-bytes", "8000000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start([*command, "--kv-bytes", "8000000"], started)
     try:
         process.wait(timeout=seconds)  # lets it come to some point of its start, whichever that is
     except subprocess.TimeoutExpired:
@@ -155,12 +157,12 @@ def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, launcher: str, s
 
 
 def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--merge", "gather")
-    service = Served("--model", str(checkpoint), *options)
+    service = started.enter_context(Served("--model", str(checkpoint), *options))
     cluster = service.run("cluster")
     generated = service.run("generate", "--prompt", "x", "--max-tokens", "3")
     assert service.stop() == 0
@@ -170,9 +172,9 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     assert generated.returncode == 0
 
 
-def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path):
-    service = Served("--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "80000000")
-    stream = start_stream(service)
+def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, started: ExitStack):
+    service = started.enter_context(Served("--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "80000000"))
+    stream = start_stream(service, started)
     assert service.stop() == 0
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1

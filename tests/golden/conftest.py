@@ -1,11 +1,13 @@
 """Small checkpoints and what transformers' own `generate` says about them."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import PreTrainedModel
 
 from bench.checkpoints import make_checkpoint
 from bench.families import Family, Refused
@@ -38,7 +40,9 @@ def make_golden(folder: Path, family: Family | Refused) -> Golden:
 
 
 def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    """By the class that the checkpoint names."""
+    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype)
 
 
 def ask_plain(folder: Path) -> tuple[Golden, float]:

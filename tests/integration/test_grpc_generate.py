@@ -11,6 +11,7 @@ import pytest
 from coordinator import events
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
+from longleaf.client import Client
 from longleaf.errors import (
     InvalidArgument,
 )
@@ -206,6 +207,24 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     assert caught.value.field == "text"
     assert ("96 of them are taken" in str(caught.value)) == (context is not None)
     assert not service.engine.prompts
+
+
+async def test_an_option_that_there_is_not_is_named(service: Served) -> None:
+    wrong: Any = {"max_tokens": 3, "temprature": 0.5}
+    with pytest.raises(TypeError, match="'temprature'"):
+        await anext(service.client.generate("x", **wrong))
+    with pytest.raises(TypeError, match="'temprature'"):
+        await anext(service.client.ask("book", "x", **wrong))
+
+    def plainly() -> None:
+        with Client(service.address) as client:
+            with pytest.raises(TypeError, match="'temprature'"):
+                next(client.generate("x", **wrong))
+            with pytest.raises(TypeError, match="'temprature'"):
+                next(client.ask("book", "x", **wrong))
+
+    await asyncio.to_thread(plainly)
+    assert service.engine.prompts == []
 
 
 async def test_a_request_without_input_is_refused(channel: grpc.aio.Channel) -> None:

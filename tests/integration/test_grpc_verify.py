@@ -41,23 +41,35 @@ async def test_what_the_ranks_found_arrives(service: Served) -> None:
     assert (found.dtype, found.plain_seconds, found.failure) == ("float32", 0.25, "")
 
 
+ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "plain_dtype": "bfloat16", "plain_distance": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("changes", "passed"),
+    ("changes", "is_conclusive", "passed"),
     [
-        ({"max_difference": 0.00101}, False),
-        ({"max_difference": math.nan}, False),
-        ({"max_difference": 1.0, "dtype": "bfloat16"}, True),
-        ({"max_difference": 1.3, "dtype": "bfloat16"}, False),
-        ({"max_difference": 0.19, "dtype": "float16"}, True),
-        ({"max_difference": 0.21, "dtype": "float16"}, False),
-        ({"max_difference": 2.4, "dtype": "int8"}, True),
-        ({"max_difference": 2.6, "dtype": "int8"}, False),
-        ({"max_difference": 0.0, "failure": "no memory"}, False),
+        ({"max_difference": 0.00101}, True, False),
+        ({"max_difference": math.nan}, True, False),
+        ({**ROUNDED, "distance": 0.19}, True, True),
+        ({**ROUNDED, "distance": 0.21}, True, False),
+        ({**ROUNDED, "distance": math.nan}, True, False),
+        ({**ROUNDED, "distance": 0.05, "dtype": "float16"}, True, True),
+        ({**ROUNDED, "distance": 0.31, "plain_distance": 0.08, "dtype": "int8"}, True, True),
+        ({**ROUNDED, "distance": 0.33, "plain_distance": 0.08, "dtype": "int8"}, True, False),
+        ({**ROUNDED, "distance": 0.1, "plain_distance": 0.17}, False, False),
+        ({**ROUNDED, "distance": 0.35, "plain_distance": 0.17}, True, False),
+        ({"max_difference": 0.0, "failure": "no memory"}, False, False),
     ],
 )
-async def test_the_verdict_follows_the_tolerance_of_the_type(service: Served, changes: dict, passed: bool) -> None:
+async def test_the_verdict_follows_what_rounding_does(
+    service: Served, changes: dict, is_conclusive: bool, passed: bool
+) -> None:
     service.engine.comparison = struct(**changes)
-    assert (await service.client.verify()).passed == passed
+    found = await service.client.verify()
+    assert (found.is_conclusive, found.passed) == (is_conclusive, passed)
+    assert (found.plain_distance, found.plain_dtype) == (
+        changes.get("plain_distance", 0),
+        changes.get("plain_dtype", ""),
+    )
 
 
 async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> None:
@@ -86,6 +98,7 @@ async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> Non
         ({"text": "a" * (MAX_PROMPT + 1)}, "text"),
         ({"text": "a" * (1 << 17)}, "text"),
         ({"text": ""}, "text"),
+        ({"text": "a", "num_tokens": 3}, "prompt_token_count"),
         ({"text": "\ud800"}, "text"),
     ],
 )

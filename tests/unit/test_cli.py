@@ -288,6 +288,27 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "m", "--merge", "x"], "--merge: invalid choice: 'x' (choose from 'auto', 'paper', "),
+        (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
+        (["--world-size", "2"], "required: --model"),
+        (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
+    ],
+)
+def test_the_coordinator_names_the_option_that_does_not_fit(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from coordinator.__main__ import main
+
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert (code, told in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize(
     "command",
     [
         [],

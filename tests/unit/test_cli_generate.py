@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from coordinator import events
 from tests.service import byte_tokenizer
 from tests.unit.conftest import ANSWER, Terminal
 
@@ -18,6 +19,18 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert last["usage"]["completion_tokens"] == len(ANSWER)
     sampling = terminal.engine.prompts[0].sampling
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
+async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
+    ends = (events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
+    terminal.engine.answer = ()
+    terminal.engine.script = (events.Started(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
+    code, _, err = await terminal.run("generate", "--prompt", "x", *options)
+    told = "note: this may go beyond the length that the model was trained for"
+    assert (code, err.splitlines().count(told)) == (0, 1)
+    terminal.engine.script = terminal.engine.script[2:]
+    assert told not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
 async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:

@@ -26,6 +26,17 @@ async def test_what_fails_ends_with_3(terminal: Terminal) -> None:
     assert (code, json.loads(out)["passed"], json.loads(out)["equal_tokens"]) == (3, False, 3)
 
 
+async def test_what_is_not_conclusive_ends_with_4(terminal: Terminal) -> None:
+    rounded = {"distance": 0.1, "plain_distance": 0.125, "dtype": "int8", "plain_dtype": "bfloat16"}
+    terminal.engine.comparison = Comparison(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
+    code, out, _ = await terminal.run("verify")
+    assert code == 4
+    assert out.splitlines()[0] == (
+        "not conclusive: the logits are 10.00% of their spread off float32, 50.00% is allowed, as plain attention in "
+        "bfloat16 is 12.50% off: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"
+    )
+
+
 async def test_what_cannot_be_compared_says_why(terminal: Terminal) -> None:
     terminal.engine.comparison = Comparison(failure="plain attention failed: no memory")
     code, out, _ = await terminal.run("verify", "--text", "hello")

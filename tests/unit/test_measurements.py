@@ -1,10 +1,11 @@
 """The measurements of merges and rings: counters, rates, statistics, command lines, tables and the page."""
 
 import json
+import os
 
 import pytest
 
-from bench import attention, choose, merge, predict, tree_page
+from bench import attention, ceiling, choose, merge, predict, tree_page
 from bench.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
 from bench.interfaces import parse
 from bench.machine import describe
@@ -20,6 +21,20 @@ COUNTERS = """Inter-|   Receive                            |  Transmit
     lo:     100       1    2    3    4     5          6         7      800       9   10   11   12    13   14   15
  cable:1234567        1    0    0    0     0          0         0 89012345       1    0    0    0     0    0    0
 """
+
+
+class Deadly(ceiling.Load):
+    """Ends the process that computes it."""
+
+    __slots__ = ()
+
+    def speed(self) -> float:
+        os._exit(7)
+
+
+def test_a_process_that_dies_is_told():
+    with pytest.raises(RuntimeError, match="process 0 ended with exit code 7"):
+        ceiling.gain(Deadly(1, 1), 2)
 
 
 def test_counters_of_interfaces():

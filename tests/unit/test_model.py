@@ -7,10 +7,11 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     LlamaConfig,
+    PaliGemmaConfig,
     PreTrainedConfig,
+    Qwen3VLConfig,
+    T5Config,
 )
 
 from bench.checkpoints import make_checkpoint
@@ -106,13 +107,24 @@ def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
     assert [spec.reach for spec in loaded.layers.values()] == reaches
 
 
-def test_of_a_model_that_sees_images_the_text_is_served(tmp_path):
-    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "vocab_size": 64}
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
-    vision |= {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert len(model.load(str(tmp_path), "float32", "cpu").layers) == 2
+@pytest.mark.parametrize(("family", "name"), [("gemma3_images", "Gemma3TextModel"), ("mistral3", "Ministral3Model")])
+def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
+    """That it is exact is in the golden tests."""
+    loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
+    assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
+
+
+def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
+    PaliGemmaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="not causal"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLConfig, T5Config])
+def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path, kind):
+    kind().save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=f"no causal language model of type {kind.model_type}"):
+        model.load(str(tmp_path), "float32", "cpu")
 
 
 def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from coordinator.events import Ended, Prompt, Started, Tokens
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Prefill, StepPlan
-from tests.unit.test_scheduler import Bench, kinds
+from tests.scheduling import Bench, kinds
 
 
 class Asker(Bench):

@@ -155,6 +155,18 @@ def test_frequencies_in_float64_round_to_the_model_s_own(family: str) -> None:
             assert (double.float().double() != double).any(), "these were computed in float32"
 
 
+def test_no_step_of_frequencies_in_float64_is_in_float32() -> None:
+    """In heads of 24 dims no float32 holds the exponents 2i / 24, as in those of 96 that Phi-3 has."""
+    factors = [1.0 + i / 16 for i in range(12)]
+    rope = {**LONGROPE, "short_factor": factors, "long_factor": factors}
+    special = {"hidden_size": 96, "head_dim": 24, "rope_parameters": rope, "original_max_position_embeddings": 512}
+    model = AutoModelForCausalLM.from_config(transformers.Phi3Config(**{**COMMON, **special}))
+    replace(model)
+    _, double_N = rotary_of(model).frequencies(None)
+    wanted_N = [float(1 / (Decimal(f) * Decimal(10000) ** (Decimal(2 * i) / 24))) for i, f in enumerate(factors)]
+    torch.testing.assert_close(double_N, torch.tensor(wanted_N, dtype=torch.float64), rtol=1e-15, atol=0)
+
+
 def test_each_row_has_its_own_rope() -> None:
     _, model = make("longrope")
     ropes, facts = replace(model)

@@ -6,8 +6,8 @@ from coordinator.blocks import Blocks
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.runs import Run
 from longleaf.step import EVERY_RANK, Decode, Prefill, StepPlan, Windows
+from tests.scheduling import kinds
 from tests.unit.test_prompts import Asker
-from tests.unit.test_scheduler import kinds
 
 WINDOW = Windows(windows=(8,), num_blocks=40)
 
