@@ -28,6 +28,15 @@ class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the sections, of which a query sees its own only."""
 
 
+class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `serve --window-keys replicated` makes of keys and values."""
+
+    bytes_per_token: int
+    """Of one token, over the layers that see everything, rounded up; 0 when there are none."""
+    bytes_per_window: int
+    """On each rank, for each place where a context can be continued: of as many tokens as any other layer sees."""
+
+
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank makes of a checkpoint."""
 
@@ -41,6 +50,8 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of context that the model was trained for, with what its rope was stretched to; 0 when nothing tells."""
     bytes_per_token: int = 0
     """Keys and values of one token as they are kept, over all layers, rounded up."""
+    replicated: ReplicatedReport | None = None
+    """If there are layers that do not see everything."""
     weight_bytes: int = 0
     """Of each rank: all hold the whole model."""
     has_weights: bool = False

@@ -19,11 +19,19 @@ from transformers.initialization import no_init_weights
 
 from longleaf.config import DtypeName, EngineConfig
 from longleaf.errors import ModelRefused
-from longleaf.model_report import AttentionKind, AttentionReport
+from longleaf.model_report import AttentionKind, AttentionReport, ReplicatedReport
 from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
-from workers.pools import FREE_MEMORY_SHARE, kv_bytes_per_token, kv_dtype, name_of
+from workers.pools import (
+    FREE_MEMORY_SHARE,
+    kv_bytes_per_token,
+    kv_dtype,
+    name_of,
+    reaches_of,
+    sharded_layers,
+    windowed_layers,
+)
 from workers.rank import choose_device
 
 WEIGHT = 2.0**-10
@@ -44,9 +52,21 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
         kinds=kinds(model.layers),
         trained=model.rotary.trained,
         bytes_per_token=bytes_per_token,
+        replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=weight_bytes,
         has_weights=has_weights,
         kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
+    )
+
+
+def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
+    """What a config with replicated windows makes of keys and values."""
+    windowed = windowed_layers(model, config)
+    if not windowed:
+        return None
+    return ReplicatedReport(
+        bytes_per_token=kv_bytes_per_token(sharded_layers(model, config), model.dtype, config),
+        bytes_per_window=reaches_of(windowed).span * kv_bytes_per_token(windowed, model.dtype, config),
     )
 
 

@@ -57,12 +57,7 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     layers = windowed_layers(model, config)
     if not layers:
         return None
-    reaches = {spec.reach for spec in layers.values()}
-    windows = Windows(
-        windows=tuple(sorted(reach.window for reach in reaches if reach.window is not None)),
-        sections=tuple(sorted(reach.section for reach in reaches if reach.section is not None)),
-        bytes_per_token=kv_bytes_per_token(layers, model.dtype, config),
-    )
+    windows = reaches_of(layers)
     per_path = 2 * -(-windows.span // config.block_size) + 2
     size = bytes_per_block(layers, model.dtype, config)
     most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
@@ -75,7 +70,17 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
         name = "kv_bytes" if config.window_bytes is None else "window_bytes"
         wanted = f"blocks for a window of {windows.span} tokens take {per_path * size} bytes"
         raise StartError(f"{name}: {wanted}, and layers that have one get {taken}")
-    return msgspec.structs.replace(windows, num_blocks=taken // size)
+    per_token = kv_bytes_per_token(layers, model.dtype, config)
+    return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
+
+
+def reaches_of(layers: dict[int, LayerSpec]) -> Windows:
+    """How far layers with a limited reach see."""
+    reaches = {spec.reach for spec in layers.values()}
+    return Windows(
+        windows=tuple(sorted(reach.window for reach in reaches if reach.window is not None)),
+        sections=tuple(sorted(reach.section for reach in reaches if reach.section is not None)),
+    )
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:

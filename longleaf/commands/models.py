@@ -140,6 +140,10 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     trained = attention.trained or text.max_positions
     sizes.add_row("trained for", f"{trained:,} tokens" if trained else "the config does not tell")
     sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
+    if attention.replicated is not None:
+        per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
+        told = f"{per_token} per token, and {per_window} on each rank for each end of a context"
+        sizes.add_row("", f"{told}, with serve --window-keys replicated")
     read = "" if attention.has_weights else "; not read, --load does"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     sizes.add_row("fits", _told(found, is_running))

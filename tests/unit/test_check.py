@@ -14,7 +14,7 @@ from coordinator.check import check as check_text
 from longleaf.commands.models import spans
 from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
-from longleaf.model_report import AttentionKind
+from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.unit.conftest import Terminal
 from workers import model as models
 from workers.check import check
@@ -61,6 +61,16 @@ def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
     windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
     assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
     assert full == AttentionKind(layers=(1, 3), num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_what_replicated_windows_take_is_told_where_there_are_any(tmp_path: Path) -> None:
+    """2 of 4 layers see 256 tokens; each has 2 key heads of 16 in float32."""
+    per_layer = 2 * 2 * 16 * 4
+    mixed = check(config(make_checkpoint(tmp_path / "a", "gemma2")), has_weights=False).replicated
+    assert mixed == ReplicatedReport(bytes_per_token=2 * per_layer, bytes_per_window=256 * 2 * per_layer)
+    windowed = check(config(make_checkpoint(tmp_path / "b", "mistral")), has_weights=False).replicated
+    assert windowed == ReplicatedReport(bytes_per_token=0, bytes_per_window=256 * 4 * per_layer)
+    assert check(config(make_checkpoint(tmp_path / "c", "llama")), has_weights=False).replicated is None
 
 
 def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> None:
@@ -136,6 +146,8 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert code == 0
     assert "small is supported (Gemma2ForCausalLM, float32)" in out
     assert "; not read, --load does" in out
+    replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with serve --window-keys"
+    assert replicated in " ".join(out.split())
     assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
     code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)
