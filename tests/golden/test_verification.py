@@ -45,7 +45,7 @@ async def test_right_ranks_pass(goldens, family):
         ("gpt_neox", "bfloat16", {"dtype": "bfloat16"}),
         ("mixtral", "bfloat16", {"dtype": "bfloat16"}),
         ("deepseek_v3", "bfloat16", {"dtype": "bfloat16"}),
-        ("mistral3", "bfloat16", {"partials": "bfloat16"}),
+        ("mistral3", "bfloat16", {"partials": "bfloat16", "merge": "gather"}),
     ],
 )
 async def test_coarse_types_are_named_and_pass(goldens, family, dtype, settings):
