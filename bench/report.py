@@ -1,6 +1,7 @@
 """Runs the measurements of speed, and writes their rows to bench/results/*.json and a page to bench/results/README.md.
 
-What `bench.needle` measured (it takes hours, and goes on where it stopped) is shown on the page as well. Usage:
+What `bench.needle` measured (it takes hours, and goes on where it stopped) is shown on the page as well. What surprised
+and what was missed is written by hand, in surprises.md beside the page, and becomes its last section. Usage:
 
     python -m bench.report                       # runs all and writes
     python -m bench.report --only shared fair    # runs some; of the others the page shows the rows that are there
@@ -57,6 +58,9 @@ def main() -> None:
             lines += [f"- {text}" for text in sorted({machine(row["machine"]) for row in rows})] + [""]
     if file("needle").is_file():
         lines += needles(json.loads(file("needle").read_text()))
+    surprises = RESULTS / "surprises.md"
+    if surprises.is_file():
+        lines += ["## what surprised, and what was missed", "", surprises.read_text()]
     (RESULTS / "README.md").write_text("\n".join(lines))
 
 

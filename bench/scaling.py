@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--model", choices=NAMES, default=EMBEDDED)
     parser.add_argument("--context", type=int, default=256000, metavar="TOKENS")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate in each turn, at least 2")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate in each turn, at least 2")
     parser.add_argument("--repeats", type=int, default=3, help="timed turns of each side")
     options = parser.parse_args()
     if min(options.context, options.repeats, options.tokens - 1, options.world_size - 1) < 1:

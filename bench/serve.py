@@ -122,7 +122,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=embedded_model(), help="checkpoint to serve")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--launcher", choices=("ray", "local"), default="local")
-    parser.add_argument("--rate", nargs="+", type=float, default=[1.0], metavar="PER_SECOND", help="mean arrivals")
+    rates = [1.0, 4.0, 12.0]
+    parser.add_argument("--rate", nargs="+", type=float, default=rates, metavar="PER_SECOND", help="mean arrivals")
     parser.add_argument("--duration", type=float, default=30.0, metavar="SECONDS", help="of the arrivals, per rate")
     parser.add_argument("--documents", choices=KINDS, default="shared")
     parser.add_argument("--count", type=int, default=4, help="contexts per length, when distinct")
