@@ -80,6 +80,11 @@ EVERY_RANK = -1
 """Instead of the rank of a run that lies in the same blocks on every rank."""
 
 
+UNLIMITED_TOKENS = 1 << 31
+"""Tokens that a rank holds at most where none of their keys takes room for ever, and any number would only be in the
+way."""
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
 
