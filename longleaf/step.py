@@ -5,6 +5,8 @@ token of each sequence themselves, so a plan can be sent before the one before i
 the order in which they were sent. Structs are encoded with msgpack.
 """
 
+import math
+
 import msgspec
 
 from longleaf.config import EngineConfig
@@ -69,6 +71,11 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         starts = [position - window + 1 for window in self.windows]
         starts += [position - position % section for section in self.sections]
         return max(0, min(starts))
+
+    @property
+    def stride(self) -> int:
+        """At multiples of it a query sees itself alone, as where sections begin; 0: nowhere."""
+        return 0 if any(window > 1 for window in self.windows) else math.lcm(*self.sections)
 
     @property
     def span(self) -> int:
