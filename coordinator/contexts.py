@@ -149,13 +149,15 @@ class Contexts:
 
     def _check_seam(self, path: Path, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on."""
-        below, above = path.seams(position, self._segments.windows)
-        if below == above:
+        windows = self._segments.windows
+        below, above = path.seams(position, windows)
+        if windows is None or below == above:
             return
         nearest = f"{below} or {above}" if below else f"{above}"
         why = "where every rank holds only the last keys of windowed layers, a context can be forked where a document"
+        where = "ended or a section begins" if windows.stride else "ended"
         remedy = "with --window-keys sharded it could be forked anywhere"
-        raise InvalidArgument("token_count", f"{position}: {why} ended, nearest at {nearest}; {remedy}")
+        raise InvalidArgument("token_count", f"{position}: {why} {where}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""

@@ -51,13 +51,15 @@ class Path:
         which all that the next token sees is held. With `windows` None, any."""
         if windows is None:
             return position, position
-        below, above = 0, self.end
+        below, above, stride = 0, self.end, windows.stride
+        if stride:
+            below, above = position - position % stride, min(self.end, position - position % -stride)
         for start, end in self._held_windows():
             low = start + bisect_left(range(start, end + 1), start, key=windows.first)
             if low <= min(position, end):
-                below = min(position, end)
+                below = max(below, min(position, end))
             if max(position, low) <= end:
-                return below, max(position, low)
+                return below, min(above, max(position, low))
         return below, above
 
     def _held_windows(self) -> list[tuple[int, int]]:

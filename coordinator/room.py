@@ -54,7 +54,8 @@ class Room:
             needed, room, taken = (count * size for count in counts)
             if needed + taken <= room:
                 continue
-            text = f"{needed} tokens are needed, and of {room} the contexts keep {taken}; delete a context"
+            more = ", or serve with more --window-bytes" if pool == "window pool" else ""
+            text = f"{needed} tokens are needed, and of {room} the contexts keep {taken}; delete a context{more}"
             if retry_seconds is not None:
                 text = f"{needed} tokens are needed, and of {room} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)

@@ -5,6 +5,8 @@ token of each sequence themselves, so a plan can be sent before the one before i
 the order in which they were sent. Structs are encoded with msgpack.
 """
 
+import math
+
 import msgspec
 
 from longleaf.config import EngineConfig
@@ -71,6 +73,11 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, min(starts))
 
     @property
+    def stride(self) -> int:
+        """At multiples of it a query sees itself alone, as where sections begin; 0: nowhere."""
+        return 0 if any(window > 1 for window in self.windows) else math.lcm(*self.sections)
+
+    @property
     def span(self) -> int:
         """Keys that a query sees at most, itself included."""
         return max(*self.windows, *self.sections, 0)
@@ -78,6 +85,11 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 
 EVERY_RANK = -1
 """Instead of the rank of a run that lies in the same blocks on every rank."""
+
+
+UNLIMITED_TOKENS = 1 << 31
+"""Tokens that a rank holds at most where none of their keys takes room for ever, and any number would only be in the
+way."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):

@@ -1,21 +1,23 @@
 """How the bytes that a rank has for keys and values are shared out, and the pool that is laid out in them."""
 
+import logging
+
 import msgspec
 import psutil
 import torch
 
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.step import Windows
+from longleaf.step import UNLIMITED_TOKENS, Windows
 from workers import model as models
 from workers.cache import Pool
 from workers.model import LayerSpec
 from workers.quantized import QuantizedPool
 
+log = logging.getLogger("longleaf.pools")  # what the library logs while a rank starts, people are told
+
 FREE_MEMORY_SHARE = 0.4
 """Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
-MAX_POSITIONS = 1 << 31
-"""Of all sequences together, where no key takes room for ever and another number would only be in the way."""
 
 
 def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
@@ -37,12 +39,12 @@ def make_pool(model: models.Model, config: EngineConfig) -> tuple[Pool | Quantiz
     kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
     windows = make_windows(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
-    if windows:
-        kv_bytes -= windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config)
+    taken = (num_window_blocks or 0) * bytes_per_block(windowed_layers(model, config), model.dtype, config)
     needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
-    num_blocks = kv_bytes // needed if needed else -(-MAX_POSITIONS // config.block_size)
+    num_blocks = (kv_bytes - taken) // needed if needed else -(-UNLIMITED_TOKENS // config.block_size)
     if not num_blocks:
-        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes")
+        beside = f" beside {taken} for windows" if taken else ""
+        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes{beside}")
     kind = QuantizedPool if config.kv_dtype == "int8" else Pool
     place = (config.block_size, model.dtype, model.device)
     try:
@@ -52,24 +54,27 @@ def make_pool(model: models.Model, config: EngineConfig) -> tuple[Pool | Quantiz
 
 
 def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Windows | None:
-    """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of one path
-    fit."""
+    """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of a context
+    and a generation fit."""
     layers = windowed_layers(model, config)
     if not layers:
+        if config.window_keys == "replicated":
+            log.info("window_keys: no layer of this model has a window, so all keys are sharded")
         return None
-    windows = reaches_of(layers)
-    per_path = 2 * -(-windows.span // config.block_size) + 2
+    windows, block_size = reaches_of(layers), config.block_size
+    span_blocks = -(-windows.span // block_size)
     size = bytes_per_block(layers, model.dtype, config)
+    # what is seen after the context, with the prompt's chunks and after them, and with the answer's first row and later
+    least = (4 * span_blocks + 3 - (-max(config.replicate_below, block_size) // block_size)) * size
     most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
-    taken = (
-        min(most, 2 * config.max_sequences * per_path * size) if config.window_bytes is None else config.window_bytes
-    )
+    usual = min(most, max(least, 2 * config.max_sequences * (2 * span_blocks + 2) * size))
+    taken = usual if config.window_bytes is None else config.window_bytes
     if taken > kv_bytes:
         raise StartError(f"window_bytes: {taken} bytes are more than the {kv_bytes} for all keys and values")
-    if taken < per_path * size:
+    if taken < least:
         name = "kv_bytes" if config.window_bytes is None else "window_bytes"
-        wanted = f"blocks for a window of {windows.span} tokens take {per_path * size} bytes"
-        raise StartError(f"{name}: {wanted}, and layers that have one get {taken}")
+        wanted = f"a context and a generation take {least} bytes for windows of {windows.span} tokens"
+        raise StartError(f"{name}: {wanted}, and these get {taken}")
     per_token = kv_bytes_per_token(layers, model.dtype, config)
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, human_bytes, print_json
 from longleaf.messages import Cluster, ModelInfo
+from longleaf.step import UNLIMITED_TOKENS
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
@@ -96,5 +97,6 @@ def workers_table(found: Cluster) -> Table:
     table = Table("rank", "node", "pid", "device", "tokens held", "of", "keys and values")
     for worker in found.workers:
         place = (str(worker.rank), worker.node, str(worker.pid), worker.device)
-        table.add_row(*place, f"{worker.tokens:,}", f"{worker.max_tokens:,}", human_bytes(worker.kv_bytes))
+        most = "no limit" if worker.max_tokens >= UNLIMITED_TOKENS else f"{worker.max_tokens:,}"
+        table.add_row(*place, f"{worker.tokens:,}", most, human_bytes(worker.kv_bytes))
     return table

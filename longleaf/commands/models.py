@@ -146,7 +146,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         sizes.add_row("", f"{told}, with serve --window-keys replicated")
     read = "" if attention.has_weights else "; not read, --load does"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
-    sizes.add_row("fits", _told(found, is_running))
+    sharded = ", with --window-keys sharded" if attention.replicated is not None else ""
+    sizes.add_row("fits", _told(found, is_running) + sharded)
     console.print(sizes)
 
 

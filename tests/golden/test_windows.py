@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from bench.families import WINDOW
+from bench.families import SECTION, WINDOW
 from coordinator.events import Prompt, Tokens
 from coordinator.verification import judge
 from longleaf.errors import InvalidArgument
@@ -136,6 +136,18 @@ async def test_a_fork_within_a_segment_is_refused(goldens):
         await ingest(engine, "book", golden.prompt)
         with pytest.raises(InvalidArgument, match="token_count"):
             engine.fork_context("book", "fork", 500)
+
+
+async def test_contexts_and_prompts_part_where_sections_begin(goldens):
+    golden, wrong = goldens("llama4"), goldens("llama4").prompt[:400]
+    async with running(replicated(golden, world_size=3, chunk_size=300)) as engine:
+        await ingest(engine, "book", golden.prompt[: SECTION + 9] + wrong)
+        engine.fork_context("book", "fork", SECTION)
+        engine.delete_context("book")
+        assert await answer(engine, golden.prompt[SECTION:], "fork") == golden.tokens
+        engine.delete_context("fork")
+        assert (await ask(engine, golden.prompt[: SECTION + 9] + wrong))[1] == 0
+        assert await ask(engine, golden.prompt) == ([golden.tokens], SECTION)
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,7 @@ def test_seams_are_where_all_that_is_seen_is_held(windows: Windows, data: st.Dat
     path = data.draw(paths(windows))
     path.check(windows)
     held = {p for segment, _, end in path.parts() for p in positions(segment.window_runs) if p < end}
-    ends = {end for segment, _, end in path.parts()} | {0}
-    # where nothing is seen at all, as between sections, a path is still cut at ends and next to what is held alone
-    near = ends | held | {position + 1 for position in held}
-    seams = [p for p in range(path.end + 1) if p in near and held >= set(range(windows.first(p), p))]
+    seams = [p for p in range(path.end + 1) if held >= set(range(windows.first(p), p))]
     for position in range(path.end + 1):
         below, above = path.seams(position, windows)
         assert below == seams[bisect_right(seams, position) - 1]

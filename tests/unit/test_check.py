@@ -149,6 +149,7 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with serve --window-keys"
     assert replicated in " ".join(out.split())
     assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
+    assert "with --window-keys sharded" in " ".join(out.split())
     code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)
     pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128

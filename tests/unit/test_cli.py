@@ -13,7 +13,7 @@ import pytest
 
 from longleaf import cli
 from longleaf.client import Client
-from longleaf.commands.cluster import headlines, merge_lines
+from longleaf.commands.cluster import headlines, merge_lines, workers_table
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
 from longleaf.errors import (
@@ -27,8 +27,8 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.launch import coordinator_command
-from longleaf.messages import Cluster, ModelInfo
-from longleaf.step import MergeTiming
+from longleaf.messages import Cluster, ModelInfo, Worker
+from longleaf.step import UNLIMITED_TOKENS, MergeTiming
 from tests.unit.conftest import Terminal
 
 
@@ -68,6 +68,13 @@ def test_windows_on_every_rank_are_told() -> None:
     shape = {"model": ModelInfo(name="m"), "workers": (), "world_size": 1, "epoch": 1, "merge": "auto"}
     found = Cluster(**shape, launcher="local", window_keys="replicated", window_tokens=96, max_window_tokens=4096)
     assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
+
+
+def test_where_only_windows_take_room_no_number_is_told() -> None:
+    worker = Worker(rank=0, node="n", pid=1, device="cpu", tokens=1536, max_tokens=UNLIMITED_TOKENS, kv_bytes=0)
+    shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
+    cells = [list(column.cells) for column in workers_table(Cluster(**shape, workers=(worker,))).columns]
+    assert cells[4:6] == [["1,536"], ["no limit"]]
 
 
 async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from bench.families import SECTION, WINDOW
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.step import Windows
+from tests.unit.test_prompts import Asker
 from workers.check import outline
 from workers.pools import make_pool
 
@@ -23,7 +24,7 @@ def pool_of(tmp_path_factory):
     def get(family, **settings):
         if family not in models:
             models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
-        config = EngineConfig(model="", block_size=BLOCK, **{"window_keys": "replicated", **settings})
+        config = EngineConfig(model="", **{"block_size": BLOCK, "window_keys": "replicated", **settings})
         return make_pool(models[family], config)
 
     return get
@@ -69,6 +70,32 @@ def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
     assert windows.bytes_per_token == -(-per_block // BLOCK)
 
 
+@pytest.mark.parametrize("block_size", [16, 64, 512])
+@pytest.mark.parametrize("replicate_below", [0, 200])
+def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, replicate_below):
+    """Whatever their lengths, and with --max-sequences 1 without being told."""
+    settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}
+    with pytest.raises(StartError) as refused:
+        pool_of("gemma3", kv_bytes=8 << 20, window_bytes=1, **settings)
+    least = int(str(refused.value).split(" take ")[1].split()[0])
+    _, windows = pool_of("gemma3", kv_bytes=8 << 20, window_bytes=least, **settings)
+    bench = Asker(windows=windows, blocks=(5000 // block_size,) * 2, chunk_size=512, max_positions=8000, **settings)
+    bench.ingest("book", 1001)
+    bench.run()
+    asked = [bench.ask(count, 300, context) for context in (None, "book") for count in (1, 150, 700)]
+    bench.run()
+    assert [len(bench.tokens(job)) for job in asked] == [300] * 6
+    assert pool_of("gemma3", kv_bytes=8 << 20, **settings)[1].num_blocks >= windows.num_blocks
+
+
+def test_models_without_windows_say_so(pool_of, caplog):
+    with caplog.at_level("INFO", logger="longleaf"):
+        pool_of("llama", kv_bytes=1 << 20, window_keys="sharded")
+        assert caplog.messages == []
+        pool_of("llama", kv_bytes=1 << 20)
+    assert caplog.messages == ["window_keys: no layer of this model has a window, so all keys are sharded"]
+
+
 def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_of):
     pool, windows = pool_of("mistral", kv_bytes=2 << 20, max_sequences=64)
     assert windows.num_blocks == (2 << 20) // (4 * LAYER * BLOCK)
@@ -79,9 +106,12 @@ def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_o
     ("settings", "reason"),
     [
         ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2097152 bytes are more than the 1048576"),
-        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 327680 bytes, .* get 1000"),
-        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 327680 bytes, .* get 131072"),
-        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 20}, "kv_bytes: 0 bytes do not hold one block"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655360 bytes .* get 1000"),
+        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655360 bytes .* get 131072"),
+        (
+            {"kv_bytes": 1 << 20, "window_bytes": 1 << 20},
+            "kv_bytes: 1048576 bytes do not hold one block of 32768 bytes beside 1048576 for windows",
+        ),
     ],
 )
 def test_too_few_bytes_are_named(pool_of, settings, reason):

@@ -59,6 +59,19 @@ def test_sections_leave_nothing_at_their_ends() -> None:
     assert len(bench.tokens(job)) == 4
 
 
+def test_where_sections_begin_paths_part() -> None:
+    bench = Asker(windows=Windows(sections=(8, 12), num_blocks=40))
+    bench.ingest("doc", 61)
+    bench.run()
+    bench.scheduler.fork_context("doc", "fork", 24)
+    with pytest.raises(InvalidArgument, match="30: .* or a section begins, nearest at 24 or 48; "):
+        bench.scheduler.fork_context("doc", "other", 30)
+    on_fork, alike = bench.ask(20, context="fork"), bench.prompt([*range(50), *range(500, 530)])
+    bench.run()
+    assert bench.tokens(on_fork) == bench.alone(20, 4)
+    assert bench.cached(alike) == 48
+
+
 def forked() -> Asker:
     """`doc` of segments [0, 40) and [40, 43), which leave [33, 40) and [36, 43)."""
     bench = Asker(windows=WINDOW)
@@ -132,7 +145,7 @@ def test_a_windows_pool_that_is_too_small_is_named() -> None:
     for number in range(3):
         bench.ingest(f"doc-{number}", 40)
         bench.run()
-    with pytest.raises(ResourceExhausted, match="20 tokens are needed, and of 36 the contexts keep 24") as refused:
+    with pytest.raises(ResourceExhausted, match="20 tokens .* of 36 the contexts keep 24; .*--window-bytes") as refused:
         bench.ingest("doc-3", 40)
     assert refused.value.subject == "window pool"
     assert refused.value.retry_seconds is None

@@ -1,0 +1,53 @@
+"""Ranks as processes that pretend to be on machines of their own: what they exchange goes through gloo."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from coordinator.control import Control
+from coordinator.engine import Engine
+from coordinator.local import LocalFleet
+from longleaf.config import EngineConfig
+from longleaf.step import RankSpec
+from tests.golden.states import KEPT, answer, ingest
+from tests.threads import config_for
+from workers.__main__ import main
+
+
+def apart(spec: RankSpec) -> None:
+    main(msgspec.structs.replace(spec, node=f"machine-{spec.rank}"))
+
+
+@contextlib.asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[Engine]:
+    fleet = LocalFleet(apart)
+    control = Control(config, fleet.host)
+    engine = Engine(control, config, max_positions=8192)
+    loop: asyncio.Task[None] | None = None
+    try:
+        await fleet.launch(config, control.address, control.lost)
+        readies = await engine.start()
+        assert {ready.transport for ready in readies} == {"gloo"}
+        loop = asyncio.create_task(engine.run())
+        yield engine
+    finally:
+        await engine.close()
+        if loop is not None:
+            await asyncio.gather(loop, return_exceptions=True)
+        await fleet.shutdown()
+
+
+@pytest.mark.parametrize("window_keys", [pytest.param("sharded", marks=pytest.mark.slow), "replicated"])
+async def test_tokens_equal_generate(goldens, monkeypatch, window_keys):
+    """Fresh in chunks, and kept with a question, beside each other."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    golden = goldens("gemma3")
+    config = config_for(golden.folder, world_size=3, chunk_size=300, merge="gather", window_keys=window_keys)
+    async with running(config) as engine:
+        await ingest(engine, "book", golden.prompt[:KEPT])
+        asked = answer(engine, golden.prompt[KEPT:], "book"), answer(engine, golden.prompt)
+        assert await asyncio.gather(*asked) == [golden.tokens] * 2
+        engine.check()
