@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
 from longleaf.runs import Run
-from longleaf.step import EVERY_RANK, OWN_ROPE, Decode, Prefill, Rope
+from longleaf.step import EVERY_RANK, OWN_ROPE, Decode, Prefill, Rope, Row
 from workers.cache import Segments, Slots, slots_of, stretches
 from workers.model import LayerSpec
 from workers.past import Past, PastBuilder
@@ -97,17 +97,16 @@ class InputBuilder:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        window_slots: list[int] = []
         queries: list[Query] = []
         ropes: list[Rope] = []
         last_rows: dict[int, int] = {}
-        for row, parts in sorted(found, key=lambda pair: order(pair[1], pair[0].start)):
+        found.sort(key=lambda pair: order(pair[1], pair[0].start))
+        for row, parts in found:
             end = row.start + row.num_tokens
             queries.append(Query(QueryRun(row.start, end, len(ids)), parts))
             ids += row.token_ids or (last_ids[row.sequence],)
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
-            window_slots += slots_of(self._segments.held(row.path[-1], row.start, end, EVERY_RANK))
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
         near_rank = EVERY_RANK if self._windows else self._rank
@@ -117,10 +116,19 @@ class InputBuilder:
             positions_T=self._tensor(positions),
             slots_T=self._tensor(slots),
             reads=self._by_layer(reads),
-            window_slots=dict.fromkeys(self._windows.layers, self._tensor(window_slots)) if self._windows else {},
+            window_slots=self._window_slots([row for row, _ in found]),
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
             ropes=row_ropes(ropes, self._pool.device),
         )
+
+    def _window_slots(self, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """By layer, the slots of the rows' tokens where keys lie on every rank."""
+        if self._windows is None:
+            return {}
+        slots: list[int] = []
+        for row in rows:
+            slots += slots_of(self._segments.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
+        return dict.fromkeys(self._windows.layers, self._tensor(slots))
 
     def _by_layer(self, reads: dict[Reach, Reads]) -> dict[int, Reads]:
         return {layer: reads[spec.reach] for layer, spec in self._layers.items() if spec.reach in reads}
