@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longleaf import native
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.errors import WorkerLost
+from longleaf.errors import RanksDisagree, WorkerLost
 
 SOURCE = Path(__file__).with_name("meet.c")
 FOLDER = Path("/dev/shm")
@@ -42,7 +42,27 @@ class Status(IntEnum):
     WAITING = 0
     MET = 1
     UNEQUAL = 2
-    """All are there, with messages of different sizes."""
+    """All are there, with messages of different kinds or sizes."""
+
+
+KIND_BITS = 8
+
+
+class Kind(IntEnum):
+    """What a message is for. Ranks say it beside the size, so that none reads what was written for something else."""
+
+    ALL_GATHER = 1
+    ALL_TO_ALL = 2
+    ALL_REDUCE_OF_MAX = 3
+    ALL_REDUCE_OF_SUM = 4
+    BROADCAST = 5
+    PERMUTE = 6
+
+    @staticmethod
+    def told(deed: int) -> str:
+        """A message's size and kind, for people."""
+        name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
+        return f"{deed >> KIND_BITS} bytes to {name.replace('_of_', ' of ')}"
 
 
 class Place(ctypes.Structure):
@@ -94,6 +114,8 @@ class Library:
 class Route(NamedTuple):
     """Who writes and reads what: part p of rank r's message is number p * N + r on the board."""
 
+    kind: int
+    """The Kind as a plain number: routes are looked up in every exchange, and to hash an enum's member takes longer."""
     num_parts: int
     """Parts of a message, on every rank."""
     is_writing: bool
@@ -137,8 +159,11 @@ class SharedMemoryComm:
         self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0)
         # decode asks for the same few views in every layer, and making one takes longer than a small exchange
         self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
-        self._gather = Route(1, True, 0, num_ranks)
-        self._scatter = Route(num_ranks, True, self.rank * num_ranks, num_ranks)
+        self._gather = Route(Kind.ALL_GATHER.value, 1, True, 0, num_ranks)
+        self._max = self._gather._replace(kind=Kind.ALL_REDUCE_OF_MAX.value)
+        self._sum = self._gather._replace(kind=Kind.ALL_REDUCE_OF_SUM.value)
+        self._broadcast = Route(Kind.BROADCAST.value, 1, self.rank == 0, 0, 1)
+        self._scatter = Route(Kind.ALL_TO_ALL.value, num_ranks, True, self.rank * num_ranks, num_ranks)
         if error := library.enter(file, self.rank):
             raise OSError(-error, os.strerror(-error))
 
@@ -151,14 +176,15 @@ class SharedMemoryComm:
         return self._exchange(tensor, self._scatter, tensor.shape)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        gathered = self.all_gather(tensor)
+        route = self._max if op == "max" else self._sum
+        gathered = self._exchange(tensor, route, (self.world_size, *tensor.shape))
         return gathered.amax(dim=0) if op == "max" else gathered.sum(dim=0, dtype=tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        return self._exchange(tensor, Route(1, self.rank == 0, 0, 1), tensor.shape)
+        return self._exchange(tensor, self._broadcast, tensor.shape)
 
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
-        received = self._exchange(tensor, Route(1, to != self.rank, source, 1), tensor.shape)
+        received = self._exchange(tensor, Route(Kind.PERMUTE.value, 1, to != self.rank, source, 1), tensor.shape)
         return tensor if source == self.rank else received
 
     def close(self) -> None:
@@ -192,13 +218,14 @@ class SharedMemoryComm:
         num_bytes, place = tensor.nbytes, self._place
         written = route.num_parts if route.is_writing else 0
         stride = num_bytes // route.num_parts
-        status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, num_bytes)
+        deed = num_bytes << KIND_BITS | route.kind
+        status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, deed)
         if status != Status.MET:
-            self._settle(status, num_bytes)
+            self._settle(status, deed)
         return place.step & 1
 
-    def _settle(self, status: int, num_bytes: int) -> None:
-        """Waits for the ranks that are not there yet. Raises WorkerLost, or ValueError for messages of unequal sizes.
+    def _settle(self, status: int, deed: int) -> None:
+        """Waits for the ranks that are not there yet. Raises WorkerLost, or RanksDisagree for messages that differ.
 
         A rank that fails here leaves, so that the others need not wait for it.
         """
@@ -210,7 +237,7 @@ class SharedMemoryComm:
                 if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
                     raise self._worker_lost(lost, reason)
             if status == Status.UNEQUAL:
-                raise self._unequal(num_bytes)
+                raise self._disagreement(deed)
         except BaseException:
             self.close()
             raise
@@ -228,11 +255,11 @@ class SharedMemoryComm:
         blamed: int = self._library.blame(self._place, rank)
         return WorkerLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
 
-    def _unequal(self, num_bytes: int) -> ValueError:
+    def _disagreement(self, deed: int) -> RanksDisagree:
         theirs = ctypes.c_int64()
         odd: int = self._library.odd(self._place, theirs)
-        own, other = self._members[self.rank], self._members[odd]
-        return ValueError(f"messages differ: rank {own} sends {num_bytes} bytes, rank {other} {theirs.value} bytes")
+        own, other = (f"rank {self._members[rank]} sends" for rank in (self.rank, odd))
+        return RanksDisagree(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
 
 
 def _view(
