@@ -10,7 +10,6 @@ import functools
 import logging
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from longleaf import native
 from longleaf.comm.base import ReduceOp, Transport
+from longleaf.comm.leftovers import FOLDER, Maker, sweep
 from longleaf.errors import RanksDisagree, WorkerLost
 
 SOURCE = Path(__file__).with_name("meet.c")
-FOLDER = Path("/dev/shm")
 CAPACITY = 1 << 20
 """Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""
 SPIN_NS = 50_000
@@ -274,17 +273,22 @@ class Entrance:
     """One rank's way into the segment of its node: the first rank makes it, then all enter."""
 
     def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
-        self.path = FOLDER / f"longleaf-{epoch}-{secrets.token_hex(8)}"
+        self.path: Path | None = None
         """Where the segment lies if this rank makes it."""
         self.comm: SharedMemoryComm | None = None
         self._members = members
         self._rank = rank
+        self._epoch = epoch
         self._timeout = timeout
 
     def make(self) -> None:
-        """Compiles the library and, on the node's first rank, makes the segment. Raises OSError."""
+        """Compiles the library and, on the node's first rank, makes the segment, and removes those that ranks left
+        which were killed right here. Raises OSError."""
         self._library = Library()
         if self._rank == self._members[0]:
+            here = Maker.here()
+            sweep(here)
+            self.path = FOLDER / here.name(self._epoch)
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # without room, writing would end the process
@@ -312,12 +316,14 @@ def share_memory(
     """
     entrance = Entrance(members, rank, epoch, timeout)
     try:
-        words = agree(Word(str(entrance.path), _problem(entrance.make)))
+        problem = _problem(entrance.make)
+        words = agree(Word(str(entrance.path or ""), problem))
         if not any(word.problem for word in words):
             path = words[members[0]].path
             words = agree(Word(path, _problem(lambda: entrance.enter(path))))
     finally:
-        entrance.path.unlink(missing_ok=True)
+        if entrance.path is not None:
+            entrance.path.unlink(missing_ok=True)
     problem = next((f"rank {i}: {word.problem}" for i, word in enumerate(words) if word.problem), None)
     if problem is None:
         return entrance.comm

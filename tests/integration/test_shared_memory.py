@@ -2,9 +2,11 @@
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from itertools import combinations
 
 import psutil
@@ -14,7 +16,8 @@ import torch
 from longleaf.attention import Partial, merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
-from longleaf.comm.shared_memory import CAPACITY, FOLDER, share_memory
+from longleaf.comm.leftovers import FOLDER, Maker, started_at
+from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.tree import MERGES, Wire, make_merge
 from tests.processes import run_ranks, start_ranks
@@ -241,13 +244,108 @@ def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
 
 def names_of_segments(rank, owner):
     owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
+    owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
 
 
 def test_a_segment_loses_its_name_as_soon_as_all_have_entered():
-    own = f"longleaf-{os.getpid()}-"
-    found = run_ranks("aab", names_of_segments, epoch=os.getpid())
-    assert not [name for names in found for name in names if name.startswith(own)]
+    processes = start_ranks("aab", names_of_segments)
+    pids = [process.result() for process in processes]
+    found = [name for process in processes for name in process.result()]
+    assert [process.end() for process in processes] == [0, 0, 0]
+    assert not made_by(pids, found)
+
+
+def made_by(pids, names):
+    return [name for name in names if any(f"-{pid}-" in name for pid in pids)]
+
+
+def make_and_wait(pipe):
+    """The node's first rank, between the making of its segment and the taking away of its name."""
+    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance.make()
+    pipe.send(entrance.path)
+    pipe.recv()
+
+
+@pytest.fixture
+def maker():
+    """A process that has made a segment and waits; the path of the segment."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=make_and_wait, args=(theirs,))
+    process.start()
+    assert pipe.poll(60)
+    path = pipe.recv()
+    yield process, path
+    process.kill()
+    process.join()
+    path.unlink(missing_ok=True)
+
+
+def start_again():
+    """What a later start of a rank does, without what it makes itself."""
+    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance.make()
+    entrance.path.unlink()
+
+
+def test_what_a_killed_rank_left_is_swept_at_the_next_start(maker):
+    process, path = maker
+    start_again()
+    assert path.exists(), "its maker lives"
+    process.kill()
+    process.join()
+    start_again()
+    assert not path.exists()
+
+
+def test_a_process_that_nobody_reaped_is_gone():
+    process = subprocess.Popen(["sleep", "600"])
+    assert started_at(process.pid) >= started_at(os.getpid())
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert started_at(process.pid) is None
+    process.wait()
+    assert started_at(process.pid) is None
+
+
+@pytest.mark.parametrize("field", ["pid", "started", "namespace"])
+def test_the_maker_is_known_by_its_start_and_its_namespace(field):
+    """The number of a process is given again, and each namespace counts for itself."""
+    here = Maker.here()
+    other = here._replace(**{field: 2**22 + 1 if field == "pid" else getattr(here, field) + 1})
+    path = FOLDER / other.name(1)
+    path.touch()
+    try:
+        start_again()
+        assert path.exists() == (field == "namespace")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "another's", "another name"])
+def test_nothing_else_is_swept(kind, tmp_path):
+    dead = Maker.here()._replace(pid=2**22 + 1)
+    path, target = FOLDER / dead.name(1), tmp_path / "target"
+    target.touch()
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "another's":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        path.touch()
+        os.chown(path, 12345, 12345)
+    else:
+        path = path.with_name(path.name + ".kept")
+        path.touch()
+    try:
+        start_again()
+        assert os.path.lexists(path)
+        assert target.exists()
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
 
 
 class Warnings(logging.Handler):
@@ -287,7 +385,7 @@ def tell_transport(rank, owner):
     handler = logging.getLogger("longleaf.comm.shared_memory").handlers[0]
     found = owner.groups.node.all_gather(torch.tensor([rank]))
     assert len(found) == owner.groups.node.world_size
-    return owner.groups.world.transport, owner.groups.node.transport, handler.texts
+    return owner.groups.world.transport, owner.groups.node.transport, handler.texts, os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -299,12 +397,12 @@ def tell_transport(rank, owner):
     ],
 )
 def test_all_ranks_fall_back_together_and_one_says_why(machines, prepare, reason):
-    results = run_ranks(machines, tell_transport, prepare, epoch=os.getpid())
+    results = run_ranks(machines, tell_transport, prepare)
     assert [result[:2] for result in results] == [("gloo", "gloo")] * 3
     (text,), *others = [result[2] for result in results]
     assert reason in text and "gloo" in text
     assert others == [[], []]
-    assert not list(FOLDER.glob(f"longleaf-{os.getpid()}-*"))
+    assert not made_by([result[3] for result in results], os.listdir(FOLDER))
 
 
 def wrap_around(rank, owner):
