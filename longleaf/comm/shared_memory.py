@@ -23,6 +23,7 @@ from longleaf import native
 from longleaf.comm.base import ReduceOp, Transport
 from longleaf.comm.leftovers import FOLDER, Maker, sweep
 from longleaf.errors import RanksDisagree, WorkerLost
+from longleaf.machine import num_processors
 
 SOURCE = Path(__file__).with_name("meet.c")
 CAPACITY = 1 << 20
@@ -153,7 +154,7 @@ class SharedMemoryComm:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = torch.frombuffer(mmap.mmap(file, library.segment_bytes(num_ranks), flags), dtype=torch.uint8)
         boards = memory[library.header_bytes(num_ranks) :].chunk(2)
-        spin = SPIN_NS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        spin = SPIN_NS if num_ranks <= num_processors() else 0
         addresses = (memory.data_ptr(), boards[0].data_ptr())
         self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0)
         # decode asks for the same few views in every layer, and making one takes longer than a small exchange
