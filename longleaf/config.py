@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import InvalidArgument, StartError
+from longleaf.machine import num_processors
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
@@ -45,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicate_below: int = 64
     """Prompts shorter than this are read as replicated rows: every rank computes them."""
     kv_bytes: int | None = None
-    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the world size."""
+    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the ranks there."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
     kv_dtype: KvDtypeName = "auto"
@@ -133,7 +134,7 @@ def cache_folder() -> Path:
 
 def check_slots_here(world_size: int) -> None:
     """Raises StartError when this machine is too small for so many ranks."""
-    slots = RANKS_PER_CPU * (os.cpu_count() or 1)
+    slots = RANKS_PER_CPU * num_processors()
     if world_size > slots:
         raise StartError(f"world size {world_size} needs as many slots, this machine has {slots}")
 

@@ -9,6 +9,7 @@
     ├── Cancelled            another call ended what this one reads
     ├── Unavailable          the service cannot answer
     │   └── WorkerLost       a rank died, raised or hung; names the rank
+    ├── RanksDisagree        ranks do different things at the same time; says what two of them do
     └── StartError           the service cannot start with these settings
         └── ModelRefused     this checkpoint cannot be served exactly
 
@@ -77,6 +78,10 @@ class WorkerLost(Unavailable):
 
     def __reduce__(self) -> tuple[type["WorkerLost"], tuple[int, str]]:
         return WorkerLost, (self.rank, self.reason)
+
+
+class RanksDisagree(LongleafError):
+    """Ranks meet for different operations, or with messages of different sizes; the message tells those of two."""
 
 
 class StartError(LongleafError):

@@ -1,10 +1,17 @@
-"""C code of the package: built with the machine's compiler at its first use, loaded with ctypes."""
+"""C code of the package: built with the machine's compiler at its first use, kept, and loaded with ctypes.
+
+What is loaded runs as this user, so it is kept where nobody else can write; and it was whole when it was kept, since
+the half of a library, which a crash may leave, ends the process that touches the rest.
+"""
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import stat
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,41 +19,108 @@ from pathlib import Path
 from longleaf.config import cache_folder
 
 LINK = ("-shared", "-fPIC")
+DIGEST_BYTES = hashlib.sha256().digest_size
+"""At the end of a kept library; no loader reads past what the library says of itself."""
+
+log = logging.getLogger(__name__)
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """The library made of one C file. Its functions run without the interpreter's lock.
 
     `flags` are for the compiler alone: what a library is linked with may change the whole process that loads it.
-    Raises OSError, with the reason, when there is no compiler, it fails, or the result cannot be kept or loaded.
+    Raises OSError, with the reason, when there is no compiler, it fails, or the result cannot be loaded.
     """
+    flags = ("-c", "-fPIC", *flags)
     try:
-        return ctypes.CDLL(str(build(source, ("-c", "-fPIC", *flags), cache_folder())))
-    except RuntimeError as error:  # a user without a home has no cache folder
-        raise OSError(str(error)) from error
+        folder = own_folder(cache_folder())
+    except (OSError, RuntimeError) as error:  # a user without a home has no cache folder
+        log.warning("compiled code cannot be kept, and each start compiles it anew: %s", error)
+        with tempfile.TemporaryDirectory() as passing:
+            return ctypes.CDLL(str(build(source, flags, Path(passing))))
+    return ctypes.CDLL(str(build(source, flags, folder)))
+
+
+def own_folder(folder: Path) -> Path:
+    """`folder` with its links resolved, made if it is not there. Raises OSError, with the reason, where somebody else
+    could change what lies in it."""
+    folder = folder.resolve()
+    for place in reversed((folder, *folder.parents)):
+        if not place.exists():
+            place.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {found.st_uid}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{folder} is not a folder")
+    exposed = [] if _is_private(found) else [folder]
+    exposed += [parent for parent in folder.parents if _is_open_to_all(parent.stat())]
+    if exposed:
+        raise PermissionError(f"{exposed[0]}: others may write there (chmod go-w {exposed[0]})")
+    return folder
 
 
 def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
     """Compiles `source` into `folder` unless that was done before, and returns the library. Raises OSError.
 
-    The name tells source, flags and processor, since machines that share a home need not share instructions.
+    The name tells source, flags, processor, compiler and C library: machines that share a home need not share these.
     """
-    processor = platform.machine() + "".join(sorted(set(_processor_features())))
-    key = hashlib.sha256(source.read_bytes() + " ".join((*flags, *LINK)).encode() + processor.encode()).hexdigest()[:16]
-    library = folder / f"{source.stem}-{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{source.stem}-{_key(source, flags)}.so"
+    if not _is_whole(library):
         with tempfile.TemporaryDirectory(dir=folder) as workplace:
             compiled, linked = f"{workplace}/code.o", f"{workplace}/code.so"
             _run("cc", *flags, str(source), "-o", compiled)
             _run("cc", *LINK, compiled, "-lm", "-o", linked)
-            os.replace(linked, library)
+            _keep(Path(linked).read_bytes(), Path(workplace) / "kept.so", library)
     return library
 
 
-def _run(*command: str) -> None:
+def _key(source: Path, flags: Sequence[str]) -> str:
+    machine = (platform.machine(), *sorted(set(_processor_features())))
+    libc = (*platform.libc_ver(), str(sysconfig.get_config_var("SOABI")))
+    parts = (source.read_text(), *flags, *LINK, *machine, _run("cc", "--version"), *libc)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _keep(code: bytes, written: Path, library: Path) -> None:
+    """Makes `library` of `code` at once: whatever happens, it is there as a whole or not at all."""
+    file = os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o700)
+    with os.fdopen(file, "wb") as output:
+        output.write(code + hashlib.sha256(code).digest())
+        output.flush()
+        os.fsync(file)
+    os.replace(written, library)
+    folder = os.open(library.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there, as this user kept it."""
+    try:
+        found, data = library.lstat(), library.read_bytes()
+    except OSError:
+        return False
+    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and _is_private(found)
+    return is_own and hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
+
+
+def _is_private(found: os.stat_result) -> bool:
+    """Whether nobody but the owner may write."""
+    return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_open_to_all(found: os.stat_result) -> bool:
+    """Whether anybody may put a folder in the place of one that lies there; in /tmp and the like only its owner may."""
+    return bool(found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+
+
+def _run(*command: str) -> str:
+    """What the command prints. Raises OSError, with what it says, when it fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     except subprocess.CalledProcessError as error:
         raise OSError(f"{command[0]} failed: {error.stderr.strip()}") from error
     except subprocess.SubprocessError as error:

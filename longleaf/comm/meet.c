@@ -45,7 +45,7 @@ struct meeting {
     /* the rank that ended the group, plus one; the first to say so is believed by all */
     _Atomic uint32_t lost;
     _Alignas(LINE) _Atomic uint32_t arrivals;
-    /* [2][num_ranks]: bytes of each rank's whole message, and in the low 16 bits the number of the step, from 1 */
+    /* [2][num_ranks]: what each rank is about to do, and in the low 16 bits the number of the step, from 1 */
     _Alignas(LINE) _Atomic uint64_t said[];
 };
 
@@ -98,14 +98,14 @@ static uint64_t number(const struct place *place)
     return (place->step + 1) & 0xffff;
 }
 
-/* The first rank whose message in the step that ended has another size than this rank's; -1 if there is none. */
-int longleaf_meet_odd(const struct place *place, int64_t *bytes)
+/* The first rank that did something else than this rank in the step that ended, and what; -1 if there is none. */
+int longleaf_meet_odd(const struct place *place, int64_t *deed)
 {
     const uint64_t own = atomic_load_explicit(said(place, place->rank), memory_order_relaxed);
     for (int rank = 0; rank < place->num_ranks; rank++) {
         const uint64_t theirs = atomic_load_explicit(said(place, rank), memory_order_relaxed);
         if (theirs != own) {
-            *bytes = (int64_t)(theirs >> 16);
+            *deed = (int64_t)(theirs >> 16);
             return rank;
         }
     }
@@ -114,8 +114,8 @@ int longleaf_meet_odd(const struct place *place, int64_t *bytes)
 
 static int ended(const struct place *place)
 {
-    int64_t bytes;
-    return longleaf_meet_odd(place, &bytes) < 0 ? MET : UNEQUAL;
+    int64_t deed;
+    return longleaf_meet_odd(place, &deed) < 0 ? MET : UNEQUAL;
 }
 
 /* Waits for the end of the step, a slice at most. */
@@ -139,9 +139,10 @@ int longleaf_meet_wait(struct place *place)
 /* Writes `num_parts` parts of `length` bytes on this step's board, then arrives and waits a slice at most.
 
    Part p is taken from message + p * stride and lies on the board at (p * num_ranks + rank) * length, so that what the
-   ranks send to one of them lies together, in their order. `total` is the size of the whole message, for comparison. */
+   ranks send to one of them lies together, in their order. `deed` is what the ranks must agree on: size and kind of the
+   whole message, in 48 bits. */
 int longleaf_meet_exchange(struct place *place, const char *message, int64_t num_parts, int64_t stride, int64_t length,
-                           int64_t total)
+                           int64_t deed)
 {
     struct meeting *meeting = place->meeting;
     /* cannot change before this rank arrives, and was loaded with acquire when the step before ended */
@@ -149,7 +150,7 @@ int longleaf_meet_exchange(struct place *place, const char *message, int64_t num
     char *board = place->boards + (place->step & 1) * place->num_ranks * place->capacity;
     for (int64_t part = 0; part < num_parts; part++)
         memcpy(board + (part * place->num_ranks + place->rank) * length, message + part * stride, length);
-    atomic_store_explicit(said(place, place->rank), (uint64_t)total << 16 | number(place), memory_order_relaxed);
+    atomic_store_explicit(said(place, place->rank), (uint64_t)deed << 16 | number(place), memory_order_relaxed);
     const uint32_t others = atomic_fetch_add_explicit(&meeting->arrivals, 1, memory_order_acq_rel);
     if (others + 1 != (uint32_t)place->num_ranks)
         return longleaf_meet_wait(place);
@@ -182,8 +183,10 @@ int longleaf_meet_blame(struct place *place, int rank)
     return (int)blamed - 1;
 }
 
-/* A rank holds a lock on its own byte of the segment as long as it lives. The lock belongs to the open file, so the
-   kernel gives it back when the process ends, whatever ends it, before anybody reaps it and in any namespace. */
+/* A rank holds a lock on its own byte of the segment as long as it lives. The lock is the process's (F_SETLK), not the
+   open file's (F_OFD_SETLK): a forked child has the file and the memory open too, but holds no lock of its parent's. The
+   kernel gives it back when the process ends, whatever ends it, before anybody reaps it and in any namespace; and, as is
+   the way of these locks, when the process closes the file, also where it was opened a second time. */
 static int lock(int file, int command, int type, int64_t rank, struct flock *found)
 {
     *found = (struct flock){.l_type = (short)type, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
@@ -194,20 +197,20 @@ static int lock(int file, int command, int type, int64_t rank, struct flock *fou
 int longleaf_meet_enter(int file, int64_t rank)
 {
     struct flock found;
-    return lock(file, F_OFD_SETLK, F_WRLCK, rank, &found);
+    return lock(file, F_SETLK, F_WRLCK, rank, &found);
 }
 
-/* Gives this rank's lock back. The memory map keeps the file open, so closing it is not enough. */
+/* Gives this rank's lock back; the others need not wait until the memory map, too, lets go of the file. */
 int longleaf_meet_leave(int file, int64_t rank)
 {
     struct flock found;
-    return lock(file, F_OFD_SETLK, F_UNLCK, rank, &found);
+    return lock(file, F_SETLK, F_UNLCK, rank, &found);
 }
 
-/* Whether another rank holds its lock: 1 or 0, or the negative error number. */
+/* Whether another rank, in a process of its own, holds its lock: 1 or 0, or the negative error number. */
 int longleaf_meet_is_there(int file, int64_t rank)
 {
     struct flock found;
-    const int error = lock(file, F_OFD_GETLK, F_WRLCK, rank, &found);
+    const int error = lock(file, F_GETLK, F_WRLCK, rank, &found);
     return error ? error : found.l_type != F_UNLCK;
 }

@@ -10,7 +10,6 @@ import functools
 import logging
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -22,10 +21,11 @@ from torch import Tensor
 
 from longleaf import native
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.errors import WorkerLost
+from longleaf.comm.leftovers import FOLDER, Maker, sweep
+from longleaf.errors import RanksDisagree, WorkerLost
+from longleaf.machine import num_processors
 
 SOURCE = Path(__file__).with_name("meet.c")
-FOLDER = Path("/dev/shm")
 CAPACITY = 1 << 20
 """Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""
 SPIN_NS = 50_000
@@ -42,7 +42,27 @@ class Status(IntEnum):
     WAITING = 0
     MET = 1
     UNEQUAL = 2
-    """All are there, with messages of different sizes."""
+    """All are there, with messages of different kinds or sizes."""
+
+
+KIND_BITS = 8
+
+
+class Kind(IntEnum):
+    """What a message is for. Ranks say it beside the size, so that none reads what was written for something else."""
+
+    ALL_GATHER = 1
+    ALL_TO_ALL = 2
+    ALL_REDUCE_OF_MAX = 3
+    ALL_REDUCE_OF_SUM = 4
+    BROADCAST = 5
+    PERMUTE = 6
+
+    @staticmethod
+    def told(deed: int) -> str:
+        """A message's size and kind, for people."""
+        name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
+        return f"{deed >> KIND_BITS} bytes to {name.replace('_of_', ' of ')}"
 
 
 class Place(ctypes.Structure):
@@ -94,6 +114,8 @@ class Library:
 class Route(NamedTuple):
     """Who writes and reads what: part p of rank r's message is number p * N + r on the board."""
 
+    kind: int
+    """The Kind as a plain number: routes are looked up in every exchange, and to hash an enum's member takes longer."""
     num_parts: int
     """Parts of a message, on every rank."""
     is_writing: bool
@@ -132,13 +154,16 @@ class SharedMemoryComm:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = torch.frombuffer(mmap.mmap(file, library.segment_bytes(num_ranks), flags), dtype=torch.uint8)
         boards = memory[library.header_bytes(num_ranks) :].chunk(2)
-        spin = SPIN_NS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        spin = SPIN_NS if num_ranks <= num_processors() else 0
         addresses = (memory.data_ptr(), boards[0].data_ptr())
         self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0)
         # decode asks for the same few views in every layer, and making one takes longer than a small exchange
         self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
-        self._gather = Route(1, True, 0, num_ranks)
-        self._scatter = Route(num_ranks, True, self.rank * num_ranks, num_ranks)
+        self._gather = Route(Kind.ALL_GATHER.value, 1, True, 0, num_ranks)
+        self._max = self._gather._replace(kind=Kind.ALL_REDUCE_OF_MAX.value)
+        self._sum = self._gather._replace(kind=Kind.ALL_REDUCE_OF_SUM.value)
+        self._broadcast = Route(Kind.BROADCAST.value, 1, self.rank == 0, 0, 1)
+        self._scatter = Route(Kind.ALL_TO_ALL.value, num_ranks, True, self.rank * num_ranks, num_ranks)
         if error := library.enter(file, self.rank):
             raise OSError(-error, os.strerror(-error))
 
@@ -151,14 +176,15 @@ class SharedMemoryComm:
         return self._exchange(tensor, self._scatter, tensor.shape)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
-        gathered = self.all_gather(tensor)
+        route = self._max if op == "max" else self._sum
+        gathered = self._exchange(tensor, route, (self.world_size, *tensor.shape))
         return gathered.amax(dim=0) if op == "max" else gathered.sum(dim=0, dtype=tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        return self._exchange(tensor, Route(1, self.rank == 0, 0, 1), tensor.shape)
+        return self._exchange(tensor, self._broadcast, tensor.shape)
 
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
-        received = self._exchange(tensor, Route(1, to != self.rank, source, 1), tensor.shape)
+        received = self._exchange(tensor, Route(Kind.PERMUTE.value, 1, to != self.rank, source, 1), tensor.shape)
         return tensor if source == self.rank else received
 
     def close(self) -> None:
@@ -192,13 +218,14 @@ class SharedMemoryComm:
         num_bytes, place = tensor.nbytes, self._place
         written = route.num_parts if route.is_writing else 0
         stride = num_bytes // route.num_parts
-        status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, num_bytes)
+        deed = num_bytes << KIND_BITS | route.kind
+        status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, deed)
         if status != Status.MET:
-            self._settle(status, num_bytes)
+            self._settle(status, deed)
         return place.step & 1
 
-    def _settle(self, status: int, num_bytes: int) -> None:
-        """Waits for the ranks that are not there yet. Raises WorkerLost, or ValueError for messages of unequal sizes.
+    def _settle(self, status: int, deed: int) -> None:
+        """Waits for the ranks that are not there yet. Raises WorkerLost, or RanksDisagree for messages that differ.
 
         A rank that fails here leaves, so that the others need not wait for it.
         """
@@ -210,7 +237,7 @@ class SharedMemoryComm:
                 if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
                     raise self._worker_lost(lost, reason)
             if status == Status.UNEQUAL:
-                raise self._unequal(num_bytes)
+                raise self._disagreement(deed)
         except BaseException:
             self.close()
             raise
@@ -228,11 +255,11 @@ class SharedMemoryComm:
         blamed: int = self._library.blame(self._place, rank)
         return WorkerLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
 
-    def _unequal(self, num_bytes: int) -> ValueError:
+    def _disagreement(self, deed: int) -> RanksDisagree:
         theirs = ctypes.c_int64()
         odd: int = self._library.odd(self._place, theirs)
-        own, other = self._members[self.rank], self._members[odd]
-        return ValueError(f"messages differ: rank {own} sends {num_bytes} bytes, rank {other} {theirs.value} bytes")
+        own, other = (f"rank {self._members[rank]} sends" for rank in (self.rank, odd))
+        return RanksDisagree(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
 
 
 def _view(
@@ -247,17 +274,22 @@ class Entrance:
     """One rank's way into the segment of its node: the first rank makes it, then all enter."""
 
     def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
-        self.path = FOLDER / f"longleaf-{epoch}-{secrets.token_hex(8)}"
+        self.path: Path | None = None
         """Where the segment lies if this rank makes it."""
         self.comm: SharedMemoryComm | None = None
         self._members = members
         self._rank = rank
+        self._epoch = epoch
         self._timeout = timeout
 
     def make(self) -> None:
-        """Compiles the library and, on the node's first rank, makes the segment. Raises OSError."""
+        """Compiles the library and, on the node's first rank, makes the segment, and removes those that ranks left
+        which were killed right here. Raises OSError."""
         self._library = Library()
         if self._rank == self._members[0]:
+            here = Maker.here()
+            sweep(here)
+            self.path = FOLDER / here.name(self._epoch)
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # without room, writing would end the process
@@ -285,12 +317,14 @@ def share_memory(
     """
     entrance = Entrance(members, rank, epoch, timeout)
     try:
-        words = agree(Word(str(entrance.path), _problem(entrance.make)))
+        problem = _problem(entrance.make)
+        words = agree(Word(str(entrance.path or ""), problem))
         if not any(word.problem for word in words):
             path = words[members[0]].path
             words = agree(Word(path, _problem(lambda: entrance.enter(path))))
     finally:
-        entrance.path.unlink(missing_ok=True)
+        if entrance.path is not None:
+            entrance.path.unlink(missing_ok=True)
     problem = next((f"rank {i}: {word.problem}" for i, word in enumerate(words) if word.problem), None)
     if problem is None:
         return entrance.comm

@@ -2,10 +2,12 @@
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import random
 import signal
-import threading
+import subprocess
+from itertools import combinations
 
 import psutil
 import pytest
@@ -14,8 +16,9 @@ import torch
 from longleaf.attention import Partial, merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
-from longleaf.comm.shared_memory import CAPACITY, FOLDER, Word, share_memory
-from longleaf.errors import WorkerLost
+from longleaf.comm.leftovers import FOLDER, Maker, started_at
+from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
+from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.tree import MERGES, Wire, make_merge
 from tests.processes import run_ranks, start_ranks
 
@@ -143,6 +146,31 @@ def test_a_dead_rank_is_named_before_anybody_reaps_it(machines, method):
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
 
 
+def die_and_leave_a_child(rank, owner):
+    comm = owner.groups.node
+    comm.all_gather(torch.ones(3))
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        owner.pipe.send(child)
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_gather(torch.ones(3))
+
+
+def test_a_dead_rank_is_named_although_a_forked_child_of_it_lives():
+    processes = start_ranks("aa", die_and_leave_a_child, timeout=5)
+    child = processes[1].result()
+    try:
+        error = processes[0].result()
+        assert psutil.Process(child).is_running()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert isinstance(error, WorkerLost)
+    assert (error.rank, error.reason) == (1, "died or left the group")
+    assert [process.end() for process in processes] == [0, -signal.SIGKILL]
+
+
 def come_late(rank, owner):
     comm = owner.groups.world
     comm.all_gather(torch.ones(3))
@@ -168,26 +196,156 @@ def test_a_rank_that_does_not_come_is_named_by_all():
 
 
 def send_unequal(rank, owner):
-    with pytest.raises(ValueError, match="messages differ") as raised:
+    with pytest.raises(RanksDisagree) as raised:
         owner.groups.world.all_gather(torch.ones(3 if rank else 5))
     return str(raised.value)
 
 
 def test_unequal_messages_are_refused_on_every_rank():
     first, *others = run_ranks("aaa", send_unequal)
-    assert first == "messages differ: rank 0 sends 20 bytes, rank 1 12 bytes"
-    assert others == [f"messages differ: rank {rank} sends 12 bytes, rank 0 20 bytes" for rank in (1, 2)]
+    told = [f"rank {rank} sends {20 if rank == 0 else 12} bytes to all_gather" for rank in range(3)]
+    assert first == f"messages differ: {told[0]}, {told[1]}"
+    assert others == [f"messages differ: {told[rank]}, {told[0]}" for rank in (1, 2)]
+
+
+OPERATIONS = {
+    "all_gather": lambda comm: comm.all_gather(torch.ones(4)),
+    "all_to_all": lambda comm: comm.all_to_all(torch.ones(2, 2)),
+    "all_reduce of max": lambda comm: comm.all_reduce(torch.ones(4), "max"),
+    "all_reduce of sum": lambda comm: comm.all_reduce(torch.ones(4), "sum"),
+    "broadcast": lambda comm: comm.broadcast(torch.ones(4)),
+    "permute": lambda comm: comm.permute(torch.ones(4), 1 - comm.rank, 1 - comm.rank),
+}
+PAIRS = list(combinations(OPERATIONS, 2))
+
+
+def disagree(rank, owner):
+    """Does one operation of each pair in a segment of its own; what is said of it."""
+    told = []
+    for pair in PAIRS:
+        comm = share_memory((0, 1), rank, agree, epoch=2, timeout=10)
+        with pytest.raises(RanksDisagree) as raised:
+            OPERATIONS[pair[rank]](comm)
+        told.append(str(raised.value))
+    return told
+
+
+def agree(word):
+    words = [None] * 2
+    torch.distributed.all_gather_object(words, word)
+    return words
+
+
+def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
+    for pair, *told in zip(PAIRS, *run_ranks("aa", disagree), strict=True):
+        first, second = [f"rank {rank} sends 16 bytes to {kind}" for rank, kind in enumerate(pair)]
+        assert told == [f"messages differ: {first}, {second}", f"messages differ: {second}, {first}"]
 
 
 def names_of_segments(rank, owner):
     owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
+    owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
 
 
 def test_a_segment_loses_its_name_as_soon_as_all_have_entered():
-    own = f"longleaf-{os.getpid()}-"
-    found = run_ranks("aab", names_of_segments, epoch=os.getpid())
-    assert not [name for names in found for name in names if name.startswith(own)]
+    processes = start_ranks("aab", names_of_segments)
+    pids = [process.result() for process in processes]
+    found = [name for process in processes for name in process.result()]
+    assert [process.end() for process in processes] == [0, 0, 0]
+    assert not made_by(pids, found)
+
+
+def made_by(pids, names):
+    return [name for name in names if any(f"-{pid}-" in name for pid in pids)]
+
+
+def make_and_wait(pipe):
+    """The node's first rank, between the making of its segment and the taking away of its name."""
+    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance.make()
+    pipe.send(entrance.path)
+    pipe.recv()
+
+
+@pytest.fixture
+def maker():
+    """A process that has made a segment and waits; the path of the segment."""
+    pipe, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=make_and_wait, args=(theirs,))
+    process.start()
+    assert pipe.poll(60)
+    path = pipe.recv()
+    yield process, path
+    process.kill()
+    process.join()
+    path.unlink(missing_ok=True)
+
+
+def start_again():
+    """What a later start of a rank does, without what it makes itself."""
+    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance.make()
+    entrance.path.unlink()
+
+
+def test_what_a_killed_rank_left_is_swept_at_the_next_start(maker):
+    process, path = maker
+    start_again()
+    assert path.exists(), "its maker lives"
+    process.kill()
+    process.join()
+    start_again()
+    assert not path.exists()
+
+
+def test_a_process_that_nobody_reaped_is_gone():
+    process = subprocess.Popen(["sleep", "600"])
+    assert started_at(process.pid) >= started_at(os.getpid())
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert started_at(process.pid) is None
+    process.wait()
+    assert started_at(process.pid) is None
+
+
+@pytest.mark.parametrize("field", ["pid", "started", "namespace"])
+def test_the_maker_is_known_by_its_start_and_its_namespace(field):
+    """The number of a process is given again, and each namespace counts for itself."""
+    here = Maker.here()
+    other = here._replace(**{field: 2**22 + 1 if field == "pid" else getattr(here, field) + 1})
+    path = FOLDER / other.name(1)
+    path.touch()
+    try:
+        start_again()
+        assert path.exists() == (field == "namespace")
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "another's", "another name"])
+def test_nothing_else_is_swept(kind, tmp_path):
+    dead = Maker.here()._replace(pid=2**22 + 1)
+    path, target = FOLDER / dead.name(1), tmp_path / "target"
+    target.touch()
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "another's":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        path.touch()
+        os.chown(path, 12345, 12345)
+    else:
+        path = path.with_name(path.name + ".kept")
+        path.touch()
+    try:
+        start_again()
+        assert os.path.lexists(path)
+        assert target.exists()
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
 
 
 class Warnings(logging.Handler):
@@ -227,7 +385,7 @@ def tell_transport(rank, owner):
     handler = logging.getLogger("longleaf.comm.shared_memory").handlers[0]
     found = owner.groups.node.all_gather(torch.tensor([rank]))
     assert len(found) == owner.groups.node.world_size
-    return owner.groups.world.transport, owner.groups.node.transport, handler.texts
+    return owner.groups.world.transport, owner.groups.node.transport, handler.texts, os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -239,66 +397,44 @@ def tell_transport(rank, owner):
     ],
 )
 def test_all_ranks_fall_back_together_and_one_says_why(machines, prepare, reason):
-    results = run_ranks(machines, tell_transport, prepare, epoch=os.getpid())
+    results = run_ranks(machines, tell_transport, prepare)
     assert [result[:2] for result in results] == [("gloo", "gloo")] * 3
     (text,), *others = [result[2] for result in results]
     assert reason in text and "gloo" in text
     assert others == [[], []]
-    assert not list(FOLDER.glob(f"longleaf-{os.getpid()}-*"))
+    assert not made_by([result[3] for result in results], os.listdir(FOLDER))
 
 
-def on_threads(num_ranks, work):
-    """Ranks as threads of this process, each with its own opening of the segment."""
-    barrier, words, results = threading.Barrier(num_ranks), [Word("", "")] * num_ranks, [None] * num_ranks
-
-    def run(rank):
-        def agree(word):
-            words[rank] = word
-            barrier.wait()
-            found = list(words)
-            barrier.wait()
-            return found
-
-        comm = share_memory(range(num_ranks), rank, agree, epoch=1, timeout=10)
-        barrier.wait()
-        results[rank] = work(comm)
-        comm.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def wrap_around(rank, owner):
+    comm = owner.groups.node
+    generation = ctypes.c_uint32.from_address(comm._place.meeting)
+    if rank == 0:
+        generation.value = 2**32 - 7
+    owner.pipe.send("set")
+    owner.pipe.recv()
+    found = [comm.all_gather(torch.tensor([step * 10 + rank])).tolist() for step in range(20)]
+    return found, generation.value
 
 
 def test_the_number_of_the_step_may_wrap_around():
-    def work(comm):
-        generation = ctypes.c_uint32.from_address(comm._place.meeting)
-        if generation.value == 0:
-            generation.value = 2**32 - 7
-        comm.all_gather(torch.zeros(1))
-        found = [comm.all_gather(torch.tensor([step * 10 + comm.rank])).tolist() for step in range(20)]
-        return found, generation.value
-
+    processes = start_ranks("aa", wrap_around)
+    assert [process.result() for process in processes] == ["set", "set"]
+    for process in processes:
+        process.tell("go")
     wanted = [[[step * 10], [step * 10 + 1]] for step in range(20)]
-    (first, generation), (second, _) = on_threads(2, work)
-    assert first == second == wanted
-    assert generation == 14
+    assert [process.result() for process in processes] == [(wanted, 13), (wanted, 13)]
+    assert [process.end() for process in processes] == [0, 0]
 
 
 def test_what_cannot_be_sent_is_refused():
-    def work(comm):
-        with pytest.raises(ValueError, match="meta"):
-            comm.all_gather(torch.zeros(3, device="meta"))
-        with pytest.raises(ValueError, match="2 parts for 1 ranks"):
-            comm.all_to_all(torch.zeros(2, 3))
-        comm.close()
-        with pytest.raises(RuntimeError, match="left"):
-            comm.broadcast(torch.zeros(1))
-        return True
-
-    assert on_threads(1, work) == [True]
+    comm = share_memory((0,), 0, lambda word: [word], epoch=1, timeout=10)
+    with pytest.raises(ValueError, match="meta"):
+        comm.all_gather(torch.zeros(3, device="meta"))
+    with pytest.raises(ValueError, match="2 parts for 1 ranks"):
+        comm.all_to_all(torch.zeros(2, 3))
+    comm.close()
+    with pytest.raises(RuntimeError, match="left"):
+        comm.broadcast(torch.zeros(1))
 
 
 def count_bytes(rank, owner):

@@ -1,0 +1,141 @@
+"""What a process may use of its machine, as control groups of made-up file systems say."""
+
+import os
+
+import psutil
+import pytest
+
+from longleaf import config, machine
+from longleaf.errors import StartError
+
+MIB = 1 << 20
+V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+V1_CPU = "36 31 0:33 {root} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+V2 = "41 31 0:38 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+UNLIMITED = 9223372036854771712
+"""What the first version says of a group without a limit."""
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Makes a file system of the files that are given as keyword arguments of paths."""
+
+    def make(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+        return tmp_path
+
+    return make
+
+
+def processes(groups, mounts, mount_root="/"):
+    return {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts.format(root=mount_root).rstrip()}
+
+
+def group(folder, limit, used, stat=""):
+    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used, f"{folder}/memory.stat": stat}
+
+
+def old_group(folder, limit, used, stat=""):
+    names = ("limit_in_bytes", "usage_in_bytes", "stat")
+    return {f"{folder}/memory.{name}": value for name, value in zip(names, (limit, used, stat), strict=True)}
+
+
+def test_without_groups_the_machine_is_the_limit(system):
+    found = machine.memory(system({}))
+    assert found.total == psutil.virtual_memory().total
+    assert 0 < found.free <= found.total
+    assert machine.num_processors(system({})) == len(os.sched_getaffinity(0))
+
+
+def test_the_groups_own_limit_counts_and_what_it_can_give_back_is_free(system):
+    stat = f"anon {MIB}\ninactive_file {2 * MIB}\nactive_file {MIB}\nslab_reclaimable {MIB}"
+    files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 10 * MIB, stat)
+    assert machine.memory(system(files)) == (64 * MIB, (64 - 10 + 4) * MIB)
+
+
+def test_the_narrowest_group_on_the_way_to_the_root_counts(system):
+    files = processes("0::/a/b/c", V2)
+    files |= group("sys/fs/cgroup/a/b/c", "max", MIB)
+    files |= group("sys/fs/cgroup/a/b", 96 * MIB, 2 * MIB) | {"sys/fs/cgroup/a/b/memory.high": 64 * MIB}
+    files |= group("sys/fs/cgroup/a", 80 * MIB, 70 * MIB)
+    assert machine.memory(system(files)) == (64 * MIB, 10 * MIB)
+
+
+def test_a_group_that_is_full_has_nothing_free(system):
+    files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 65 * MIB)
+    assert machine.memory(system(files)) == (64 * MIB, 0)
+
+
+@pytest.mark.parametrize("limit", ["max", UNLIMITED])
+def test_a_group_without_a_limit_limits_nothing(system, limit):
+    folder = "sys/fs/cgroup/memory/a"
+    groups, mounts = ("0::/memory/a", V2) if limit == "max" else ("4:memory:/a", V1)
+    make = group if limit == "max" else old_group
+    assert (
+        machine.memory(system(processes(groups, mounts) | make(folder, limit, MIB))).total
+        == psutil.virtual_memory().total
+    )
+
+
+def test_groups_of_the_first_version(system):
+    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {MIB}\ntotal_active_file {2 * MIB}"
+    files = processes("5:cpu,cpuacct:/else\n4:memory:/a/b\n0::/", V1 + V2.replace("cgroup rw", "cgroup/unified rw"))
+    files |= old_group("sys/fs/cgroup/memory/a/b", UNLIMITED, MIB)
+    files |= old_group("sys/fs/cgroup/memory/a", 64 * MIB, 10 * MIB, stat)
+    assert machine.memory(system(files)) == (64 * MIB, (64 - 10 + 3) * MIB)
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount_root"),
+    [
+        ("0::/docker/1", "/docker/1"),  # the container sees its own part of the hierarchy
+        ("0::/", "/"),  # it has a namespace of its own
+        ("0::/../else", "/"),  # it was moved out of that namespace
+        ("0::/docker/1", "/other"),
+    ],
+)
+def test_what_a_container_sees(system, groups, mount_root):
+    files = processes(groups, V2, mount_root) | group("sys/fs/cgroup", 64 * MIB, 4 * MIB)
+    assert machine.memory(system(files)) == (64 * MIB, 60 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "files", "wanted"),
+    [
+        ("0::/a", V2, {"sys/fs/cgroup/a/cpu.max": "100000 100000"}, 1),
+        ("0::/a", V2, {"sys/fs/cgroup/a/cpu.max": "50000 100000"}, 1),
+        ("0::/a/b", V2, {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "100000 50000"}, 2),
+        ("0::/a", V2, {"sys/fs/cgroup/a/cpu.max": "max 100000"}, 1 << 20),
+        (
+            "3:cpu,cpuacct:/a",
+            V1_CPU,
+            {
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": 250000,
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": 100000,
+            },
+            2,
+        ),
+        (
+            "3:cpu,cpuacct:/a",
+            V1_CPU,
+            {
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": -1,
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": 100000,
+            },
+            1 << 20,
+        ),
+    ],
+)
+def test_processors_are_those_of_affinity_and_of_the_quota(system, monkeypatch, groups, mounts, files, wanted):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1 << 20))
+    assert machine.num_processors(system(processes(groups, mounts) | files)) == wanted
+
+
+def test_affinity_counts_for_slots(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    config.check_slots_here(config.RANKS_PER_CPU)
+    with pytest.raises(StartError, match="9 needs as many slots, this machine has 8"):
+        config.check_slots_here(config.RANKS_PER_CPU + 1)
