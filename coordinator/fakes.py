@@ -14,7 +14,7 @@ def echo_token(last: int, token_index: int, vocab: int) -> int:
 
 def equal(row: Row) -> Comparison:
     """What ranks that agree say about an answer that they have not computed."""
-    num_tokens = row.sampling.max_tokens
+    num_tokens = row.token_index + 1
     return Comparison(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
 
 
@@ -42,6 +42,8 @@ class FakeRanks:
         self.plans: list[StepPlan] = []
         self.is_closed = False
         self._last: dict[int, int] = {}
+        self._asking: set[int] = set()
+        """Sequences that ask for logprobs."""
         self._loss: asyncio.Future[LongleafError] | None = None
 
     @property
@@ -57,18 +59,25 @@ class FakeRanks:
         if plan.step == self.lose_at:
             raise WorkerLost(self.lost_rank, "was told to die")
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        self._forget(plan.release_sequences)
         sampled = {row.sequence: self._sample(row) for row in rows}
-        asking = (row.sequence for row in rows if row.sampling.num_logprobs is not None)
         return StepResult(
             plan.epoch,
             plan.step,
             sampled,
-            {i: Logprobs(-float(sampled[i])) for i in asking},
+            {i: Logprobs(-float(sampled[i])) for i in sampled.keys() & self._asking},
             seconds=1e-6,
             comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
         )
 
+    def _forget(self, sequences: tuple[int, ...]) -> None:
+        for sequence in sequences:
+            self._last.pop(sequence, None)
+            self._asking.discard(sequence)
+
     def _sample(self, row: Row) -> int:
+        if row.terms is not None and row.terms.sampling.num_logprobs is not None:
+            self._asking.add(row.sequence)
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
         self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
         return self._last[row.sequence]

@@ -11,7 +11,7 @@ from coordinator.paths import Path, Segment
 from coordinator.positions import UNLIMITED
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
-from longleaf.step import OWN_ROPE, Comparison, Prefill, Row, Seen
+from longleaf.step import OWN_ROPE, Comparison, Prefill, Row, Seen, Terms
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,12 +260,22 @@ class Sequence(Job):
         segment, _ = self._active()
         start, index = segment.end, self.num_asked
         sent = tuple(self.token_ids[self.num_placed :])  # empty, once the prompt is placed
-        seen = self._seen() if sent else None
+        terms = self._terms() if sent else None
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
-        reference = tuple(self.token_ids) if self.prompt.is_compared else ()
-        told = (self.sampling, index, seen, reference, self.rope, segment.window_runs)
+        told = (index, terms, self._num_reference, self.rope, segment.window_runs)
         return Row(self.id, self._path_ids, start, sent, runs, *told)
+
+    def _terms(self) -> Terms:
+        """What rank 0 must know before the first row; others would only have to read it."""
+        reference = tuple(self.token_ids) if self.prompt.is_compared else ()
+        return Terms(self.sampling.choosing, self._seen(), reference)
+
+    @property
+    def _num_reference(self) -> int:
+        """Tokens to compute once more when the last one of the answer has been asked for."""
+        is_complete = self.num_asked == self.sampling.max_tokens
+        return self.num_prompt + self.num_asked - 1 if self.prompt.is_compared and is_complete else 0
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""

@@ -12,7 +12,7 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one generation. The defaults are greedy decoding of 128 tokens.
 
     They act in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
@@ -79,6 +79,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     def is_argmax(self) -> bool:
         """Whether the token is the one of the largest logit, as the model gave it."""
         return self.is_greedy and not self.has_penalties and not self.logit_bias
+
+    @property
+    def choosing(self) -> "Sampling":
+        """The parameters without the stops, on which no choice depends."""
+        return msgspec.structs.replace(self, stop=(), stop_tokens=(), ignore_end_token=False)
 
     def of_sample(self, sample: int) -> "Sampling":
         """The parameters of sample number `sample`: what a generation with that much larger a seed would get."""

@@ -118,6 +118,17 @@ class Seen(msgspec.Struct, frozen=True):
     """Ids of the answer so far, each as often as it was generated."""
 
 
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the tokens of a sequence are chosen. Told once; rank 0 keeps it until the sequence is released."""
+
+    sampling: Sampling
+    """Without stops: those are the coordinator's business."""
+    seen: Seen | None = None
+    """If the sequence has penalties."""
+    reference_ids: tuple[int, ...] = ()
+    """If rank 0 shall compare its logits with those of plain attention: the ids before its answer."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token."""
 
@@ -130,14 +141,12 @@ class Row(msgspec.Struct, frozen=True):
     """Empty: the one token that was sampled last."""
     runs: tuple[Run, ...]
     """Runs that receive the tokens, with the extent that they have after this step."""
-    sampling: Sampling
     token_index: int
     """Index in the answer of the token to sample from the last position; -1 samples nothing."""
-    seen: Seen | None = None
-    """With every row that brings token ids, if the sequence has penalties."""
-    reference_ids: tuple[int, ...] = ()
-    """With every row of a sequence whose logits rank 0 shall compare with those of plain attention: the ids before its
-    answer. It does so once, when the answer is complete."""
+    terms: Terms | None = None
+    """With the first row of a sequence, and with the first one after the sequence was released."""
+    num_reference: int = 0
+    """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes."""
     rope: Rope = OWN_ROPE
     window_runs: tuple[Run, ...] = ()
     """As of a chunk, but with all tokens of the row."""
@@ -149,12 +158,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def is_compared(self) -> bool:
         """Whether this row completes an answer that is compared."""
-        return bool(self.reference_ids) and self.token_index + 1 == self.sampling.max_tokens
-
-    @property
-    def num_reference(self) -> int:
-        """Tokens that rank 0 computes once more in this step, alone."""
-        return len(self.reference_ids) + self.sampling.max_tokens - 1 if self.is_compared else 0
+        return self.num_reference > 0
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -172,7 +176,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
     release_segments: tuple[int, ...] = ()
     """Segments to forget before the work; their blocks may be handed out again in this very plan."""
     release_sequences: tuple[int, ...] = ()
-    """Sequences whose last token and history may be forgotten."""
+    """Sequences whose last token, terms and history may be forgotten."""
 
     @property
     def num_tokens(self) -> int:

@@ -69,6 +69,7 @@ class Ledger:
         self._store(work.path, work.start, work.token_ids, work.pieces)
 
     def _row(self, row: Row) -> int:
+        assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
         token_ids = row.token_ids or (self._last[row.sequence],)
         self._store(row.path, row.start, token_ids, row.runs)
         self._last[row.sequence] = echo_token(token_ids[-1], row.token_index)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from longleaf.step import Row, Seen
+from longleaf.step import Row, Seen, Terms
 
 
 class History:
@@ -36,42 +36,49 @@ class History:
         self.counts_V[token_id] += 1
 
 
+class Chooser:
+    """Chooses the tokens of one sequence, by its terms."""
+
+    def __init__(self, terms: Terms, vocabulary_size: int) -> None:
+        self.sampling = terms.sampling
+        self._history = History(terms.seen, vocabulary_size) if terms.seen is not None else None
+
+    def choose(self, logits_V: Tensor, token_index: int) -> int:
+        """The next token id from the logits [V] of one position."""
+        token_id = sample(logits_V, self.sampling, token_index, self._history)
+        if self._history is not None:
+            self._history.add(token_id)
+        return token_id
+
+
 class Sampler:
-    """Chooses the tokens of all sequences. Remembers the history of those with penalties."""
+    """Chooses the tokens of all sequences. Remembers the terms of each, which its first row tells."""
 
     def __init__(self) -> None:
-        self._histories: dict[int, History] = {}
+        self._choosers: dict[int, Chooser] = {}
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
         """The next token id of each row, from its logits [V], and by sequence the logprobs that are asked for."""
         chosen: list[int] = logits_RV.argmax(dim=-1).tolist()
+        told: dict[int, Logprobs] = {}
         for i, row in enumerate(rows):
-            if not row.sampling.is_argmax:
-                chosen[i] = self._sample(row, logits_RV[i])
-        asking = [(i, row, row.sampling.num_logprobs) for i, row in enumerate(rows)]
-        return chosen, {
-            row.sequence: logprobs(logits_RV[i], chosen[i], num_top)
-            for i, row, num_top in asking
-            if num_top is not None
-        }
+            chooser = self._chooser(row, logits_RV.shape[-1])
+            if not chooser.sampling.is_argmax:
+                chosen[i] = chooser.choose(logits_RV[i], row.token_index)
+            if (num_top := chooser.sampling.num_logprobs) is not None:
+                told[row.sequence] = logprobs(logits_RV[i], chosen[i], num_top)
+        return chosen, told
 
-    def _sample(self, row: Row, logits_V: Tensor) -> int:
-        history = self._history(row, len(logits_V))
-        token_id = sample(logits_V, row.sampling, row.token_index, history)
-        if history is not None:
-            history.add(token_id)
-        return token_id
-
-    def _history(self, row: Row, vocabulary_size: int) -> History | None:
-        """That of the row's sequence, begun anew where the row tells what was seen; None without penalties."""
-        if row.seen is not None:
-            self._histories[row.sequence] = History(row.seen, vocabulary_size)
-        return self._histories.get(row.sequence)
+    def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
+        """That of the row's sequence, begun anew where the row tells its terms."""
+        if row.terms is not None:
+            self._choosers[row.sequence] = Chooser(row.terms, vocabulary_size)
+        return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drops the history of sequences that have ended."""
+        """Drops what was told of sequences that have ended."""
         for sequence in sequences:
-            self._histories.pop(sequence, None)
+            self._choosers.pop(sequence, None)
 
 
 def sample(logits_V: Tensor, sampling: Sampling, token_index: int, history: History | None = None) -> int:

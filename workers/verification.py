@@ -63,8 +63,9 @@ class Verifier:
     def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
         for i, row in enumerate(rows):
-            if row.reference_ids:
-                answer = self._answers.setdefault(row.sequence, Answer(row.reference_ids))
+            if row.terms is not None and row.terms.reference_ids:
+                self._answers[row.sequence] = Answer(row.terms.reference_ids)
+            if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, chosen[i], logits_RV[i])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:

@@ -16,7 +16,6 @@ from longleaf.attention.masks import Reach
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
 from longleaf.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, make_merge
@@ -143,7 +142,7 @@ def decode(case, merge, kind=Pool):
     """Out of the new tokens as rows, [T, H, D], from each rank."""
     runs = case.runs(in_rows=True)
     ids = tuple(range(case.start, case.end))
-    rows = Decode((Row(0, case.path, case.start, ids, runs[-1], Sampling(max_tokens=1), 0),))
+    rows = Decode((Row(0, case.path, case.start, ids, runs[-1], 0),))
 
     def work(rank, groups):
         make, pool = builder(case, rank, runs, "auto", kind=kind)

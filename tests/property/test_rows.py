@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from coordinator.blocks import Placer
 from longleaf.attention.masks import Reach, Reads
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
 from longleaf.step import Decode, Row
 from longleaf.tree import Wire
 from tests.dense import reaches, visible
@@ -60,7 +59,7 @@ class Forest:
         start, path = self.runs[own][0].start + held, self.paths[own]
         ids = tuple(number * IDS + i for i in range(count)) if count > 1 or self.dice.random() < 0.5 else ()
         index = self.dice.choice([-1, 0, 7])
-        self.rows.append(Row(number, path, start, ids, self.runs[own], Sampling(max_tokens=9), index))
+        self.rows.append(Row(number, path, start, ids, self.runs[own], index))
 
     def inputs(self, rank: int, reach: Reach) -> Inputs:
         layers = {0: LayerSpec(2, 1, 8, reach)}

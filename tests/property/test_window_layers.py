@@ -15,7 +15,6 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.attention.masks import Reach
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
-from longleaf.sampling import Sampling
 from longleaf.step import Decode, Prefill, Row, Windows
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
@@ -174,7 +173,7 @@ class Story:
             return Prefill(path, start, ids, runs, window_runs=self.window_runs)
         runs = self.placer.grow(self.last_run, start, end - start, self.reservation)
         self.last_run = runs[-1]
-        return Decode((Row(0, path, start, ids, runs, Sampling(max_tokens=1), 0, window_runs=self.window_runs),))
+        return Decode((Row(0, path, start, ids, runs, 0, window_runs=self.window_runs),))
 
     def expected(self, segment, start, layer, q_THD):
         """Out [T, H, V] of the rows from `start` on."""

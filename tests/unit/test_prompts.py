@@ -165,7 +165,7 @@ def test_samples_share_the_prompt_and_differ_in_their_seeds() -> None:
     assert isinstance(work, Decode)
     assert [(row.path[:-1], row.start, row.token_ids) for row in work.rows] == [((0,), 40, (40,))] * 3
     assert len({row.path[-1] for row in work.rows}) == len({row.sequence for row in work.rows}) == 3
-    assert [row.sampling.seed for row in work.rows] == [2**64 - 1, 0, 1]
+    assert [row.terms and row.terms.sampling.seed for row in work.rows] == [2**64 - 1, 0, 1]
     assert bench.answer(job, 0) == bench.answer(job, 1) == bench.answer(job, 2)
     ends = [event.sample for event in bench.seen[job] if isinstance(event, Ended)]
     assert sorted(ends) == [0, 1, 2]

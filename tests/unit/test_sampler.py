@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longleaf.sampling import MAX_LOGPROBS, Sampling
-from longleaf.step import Row, Seen
+from longleaf.step import Row, Seen, Terms
 from workers.sampler import History, Sampler, adjusted, distribution, logprobs, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
@@ -109,8 +109,9 @@ def test_ids_that_have_no_logit_are_left_alone() -> None:
     torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
 
 
-def row(sequence: int, sampling: Sampling, index: int = 0, told: Seen | None = None) -> Row:
-    return Row(sequence, (0,), index, (), (), sampling, index, told)
+def row(sequence: int, sampling: Sampling | None, index: int = 0, told: Seen | None = None) -> Row:
+    """One that tells the sequence's terms, unless `sampling` is None."""
+    return Row(sequence, (0,), index, (), (), index, Terms(sampling, told) if sampling else None)
 
 
 def test_a_step_mixes_all_kinds_of_rows() -> None:
@@ -122,7 +123,7 @@ def test_a_step_mixes_all_kinds_of_rows() -> None:
         row(4, Sampling(presence_penalty=2.0), told=Seen((), (4,))),
     ]
     chosen, told = sampler.choose(rows, LOGITS.repeat(4, 1))
-    assert chosen == [4, 3, sample(LOGITS, rows[2].sampling, 0), 0]
+    assert chosen == [4, 3, sample(LOGITS, Sampling(temperature=1.0, seed=3), 0), 0]
     logprobs_V = torch.log_softmax(LOGITS.double(), 0)
     assert set(told) == {2, 3}
     assert told[2].logprob == pytest.approx(float(logprobs_V[3]))
@@ -134,7 +135,7 @@ def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> 
     sampler = Sampler()
     sampling = Sampling(frequency_penalty=2.0)
     chosen = [
-        sampler.choose([row(7, sampling, index, Seen((), ()) if index == 0 else None)], LOGITS[None])[0][0]
+        sampler.choose([row(7, *((None, index) if index else (sampling, 0, Seen((), ()))))], LOGITS[None])[0][0]
         for index in range(5)
     ]
     scores, wanted = LOGITS.tolist(), []

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.events import Ended, Progress, Prompt, Started
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, Seen
+from longleaf.step import Decode, Prefill, Seen, encode
 from tests.scheduling import Bench, kinds
 from workers.fakes import echo_token
 
@@ -147,4 +147,50 @@ def test_penalties_are_told_what_was_seen_with_the_first_row(penalty: dict[str, 
     bench._admitted(lambda job: bench.scheduler.admit(job, prompt))
     rows = [row for plan in bench.run() if isinstance(plan.work, Decode) for row in plan.work.rows]
     assert [row.token_index for row in rows] == [0, 1, 2]
-    assert [row.seen for row in rows] == [told, None, None]
+    assert [row.terms and row.terms.seen for row in rows] == [told, None, None]
+
+
+MANY = Sampling(
+    max_tokens=6,
+    stop=("a string that ends the answer",) * 16,
+    stop_tokens=tuple(range(500, 564)),
+    logit_bias=dict.fromkeys(range(1024), 1.5),
+    repetition_penalty=1.5,
+    seed=2**63,
+)
+
+
+def bytes_of_steps(sampling: Sampling, *, is_compared: bool = False, num_samples: int = 1) -> list[list[int]]:
+    """Bytes of each step that decodes, of the first ones of the answers and of all others. One of them is preempted."""
+    bench = Bench(max_sequences=num_samples)
+    prompt = Prompt(
+        context=None, token_ids=tuple(range(9)), sampling=sampling, is_compared=is_compared, num_samples=num_samples
+    )
+    job = bench._admitted(lambda job: bench.scheduler.admit(job, prompt))
+    bench.num_jobs += num_samples - 1
+    plans = []
+    while (plan := bench.schedule()) is not None:
+        bench.commit(plan)
+        plans.append(plan)
+        if len(bench.tokens(job)) == 3 * num_samples and bench.num_jobs == num_samples:
+            bench.ask(4, max_tokens=1, priority=1)
+    assert len(bench.tokens(job)) == 6 * num_samples
+    sizes: list[list[int]] = [[], []]
+    for plan in plans:
+        if isinstance(plan.work, Decode) and all(row.sequence < job + num_samples for row in plan.work.rows):
+            sizes[not any(row.token_ids for row in plan.work.rows)].append(len(encode(plan)))
+    return sizes
+
+
+@pytest.mark.parametrize(("num_samples", "is_compared"), [(1, False), (3, False), (1, True)])
+def test_steps_of_an_answer_do_not_grow_with_its_settings(num_samples: int, is_compared: bool) -> None:
+    plain = bytes_of_steps(Sampling(max_tokens=6), num_samples=num_samples)
+    many = bytes_of_steps(MANY, num_samples=num_samples, is_compared=is_compared)
+    assert many[1] == plain[1], "what was told is not told again"
+    assert all(size > 1024 * 9 for size in many[0]), "it is told where an answer begins, and where it goes on"
+    assert len(many[0]) == len(plain[0]) >= 2
+
+
+def test_what_ends_an_answer_is_not_told_to_ranks() -> None:
+    stops = Sampling(max_tokens=6, stop=MANY.stop, stop_tokens=MANY.stop_tokens, ignore_end_token=True)
+    assert bytes_of_steps(stops) == bytes_of_steps(Sampling(max_tokens=6))
