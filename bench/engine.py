@@ -81,11 +81,11 @@ class Generations:
 async def running(config: EngineConfig) -> AsyncIterator[Generations]:
     """An engine and its ranks; they end with the block."""
     fleet = LocalFleet(worker_main)
-    control = CountingControl(config, fleet.host)
+    control = CountingControl(config, await fleet.reserve(config))
     engine = Engine(control, config, MAX_POSITIONS)
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.address, control.lost)
+        await fleet.launch(config, control.invitations, control.lost)
         await engine.start()
         loop = asyncio.create_task(engine.run())
         yield Generations(engine, control)

@@ -36,7 +36,7 @@ from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outc
 from coordinator.fleet import RayFleet, connect
 from coordinator.local import LocalFleet
 from coordinator.service import ServiceConfig
-from longleaf.config import EngineConfig
+from longleaf.config import EngineConfig, join_address
 from longleaf.errors import StartError
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
@@ -78,7 +78,7 @@ def _of_option(error: msgspec.ValidationError) -> str:
 def announce(config: ServiceConfig, outcome: Outcome) -> None:
     for note in outcome.notes:
         print(note, file=sys.stderr, flush=True)
-    address = f"{config.host}:{outcome.port}"
+    address = join_address(config.host, outcome.port)
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"listening on {address}"
     print(told, flush=True)
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from coordinator.service import HostedFleet, Service, ServiceConfig
+from coordinator.service import Service, ServiceConfig
 from longleaf.errors import LongleafError, WorkerLost
+from longleaf.ports import Fleet
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
@@ -34,7 +35,7 @@ def describe(error: Exception) -> Outcome:
 class CoordinatorActor:
     """Holds one service. Errors come back as values: exceptions would have to survive two serializers."""
 
-    def __init__(self, config: ServiceConfig, make_fleet: Callable[[], HostedFleet]) -> None:
+    def __init__(self, config: ServiceConfig, make_fleet: Callable[[], Fleet]) -> None:
         self._service = Service(config, make_fleet())
         self._is_stopping = False
 

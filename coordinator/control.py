@@ -1,8 +1,10 @@
 """The control channel: step messages to the ranks and one answer back, over ZMQ.
 
-Each rank has two connections: `rank-N`, on which it receives and answers, and `pulse-N`, on which a thread of its own
-reports that the process lives. Ray never carries a step: a ZMQ message costs tens of microseconds, a Ray call
-milliseconds.
+Each rank has two connections: one on which it receives and answers, and one on which a thread of its own reports that
+the process lives. Ray never carries a step: a ZMQ message costs tens of microseconds, a Ray call milliseconds.
+
+Whoever is no member is refused while connecting (coordinator.members), and a member is heard for its own rank only:
+what else arrives is ignored and counted.
 """
 
 import asyncio
@@ -10,12 +12,12 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from coordinator.losses import Losses
-from longleaf.config import EngineConfig
+from coordinator.members import Members, Tally
+from longleaf.config import EngineConfig, join_address
 from longleaf.errors import LongleafError, StartError, WorkerLost
 from longleaf.step import (
     Failed,
@@ -36,6 +38,8 @@ from longleaf.topology import Topology
 PULSE_SECONDS = 1.0
 """How often ranks report."""
 LINGER_MILLISECONDS = 500
+MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
+"""What a rank says at most, and for each sequence of a step. More ends its connection before memory is taken."""
 log = logging.getLogger(__name__)
 
 
@@ -50,13 +54,20 @@ class Control:
         self._epoch = epoch
         self._max_missed = max_missed
         self._context = zmq.asyncio.Context()
+        self._members = Members(self._context)
         # Untyped, because the package's own annotations are partial.
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES + config.max_sequences * MAX_ROW_BYTES)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._members.guard(self._socket)
+        self._socket.bind(f"tcp://{join_address(host, 0)}")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where the ranks connect."""
+        self.invitations = tuple(self._members.invite(rank, self.address) for rank in range(config.world_size))
+        """What each rank needs to connect, in rank order."""
+        self._ignored = Tally("ignored messages of ranks")
         self._loop = asyncio.get_running_loop()
         self._losses = Losses(self._loop)
         self._hellos: dict[int, Hello] = {}
@@ -67,6 +78,16 @@ class Control:
         self._results: dict[tuple[int, int], asyncio.Future[StepResult]] = {}
         self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch_pulses())]
         self._is_closed = False
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers so far that were ended."""
+        return self._members.num_refused
+
+    @property
+    def num_ignored(self) -> int:
+        """Messages so far that a rank may not send."""
+        return self._ignored.count
 
     @property
     def hellos(self) -> tuple[Hello, ...]:
@@ -156,20 +177,34 @@ class Control:
 
     async def _send_all(self, message: ToRank) -> None:
         data = encode(message)
-        for rank in range(self._config.world_size):
-            await self._socket.send_multipart([b"rank-%d" % rank, data])
+        for invitation in self.invitations:
+            await self._socket.send_multipart([invitation.commands_id, data])
 
     # --- receive ---
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            frames = await self._socket.recv_multipart(copy=False)
             try:
-                message = decode_from_rank(frames[-1])
-            except msgspec.DecodeError:
-                log.warning("ignored a message from %r that no rank sends", frames[0])
+                message = self._read(frames)
+            except ValueError as error:
+                self._ignored.add(str(error))
                 continue
             self._take(message)
+
+    def _read(self, frames: list[Any]) -> FromRank:
+        """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
+        rank = self._members.rank_of(frames[-1].get("User-Id").encode())
+        if rank is None or len(frames) != 2:
+            raise ValueError(f"{len(frames)} frames of {'a former member' if rank is None else f'rank {rank}'}")
+        message = decode_from_rank(frames[1].buffer)
+        invitation = self.invitations[rank]
+        expected = invitation.pulse_id if isinstance(message, Heartbeat) else invitation.commands_id
+        speaks_for = 0 if isinstance(message, StepResult) else message.rank
+        blamed = (message.blamed or 0) if isinstance(message, Failed) else 0
+        if speaks_for != rank or frames[0].bytes != expected or not 0 <= blamed < self._config.world_size:
+            raise ValueError(f"rank {rank} sends what it may not: {type(message).__name__} for rank {speaks_for}")
+        return message
 
     def _take(self, message: FromRank) -> None:
         match message:
@@ -212,5 +247,6 @@ class Control:
             task.cancel()
         await asyncio.wait(self._tasks)
         await self._send_all(Stop())
+        await self._members.close(self._socket)
         self._socket.close()
         await asyncio.to_thread(self._context.term)

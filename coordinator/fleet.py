@@ -6,18 +6,21 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment, ray_environment
 from longleaf.errors import StartError
-from longleaf.step import RankSpec
+from longleaf.step import Invitation, RankSpec
 
 OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
 ANSWER_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
 NODE_DIGITS = 12
 """Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
 
@@ -79,7 +82,7 @@ def _check_answers(address: str | None) -> None:
 
 
 class RayFleet:
-    """One actor of `worker_class` per rank. The class offers `node()` and `run(spec)`, see workers.actor.
+    """One actor of `worker_class` per rank. The class offers `run(spec)`, see workers.actor.
 
     `worker_args` go to its constructor. Needs a connection, see `connect`.
     """
@@ -88,37 +91,40 @@ class RayFleet:
         self._worker_class = worker_class
         self._worker_args = worker_args
         self._group: Any = None
+        self._bundle: dict[str, float] = {}
+        self._places: list[Place] = []
         self._actors: list[Any] = []
         self._ranks_by_run: dict[Any, int] = {}
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    @property
-    def host(self) -> str:
-        """The address on which the control channel should listen."""
-        ray = _ray()
-        return str(ray.util.get_node_ip_address())
+    async def reserve(self, config: EngineConfig) -> str:
+        return await asyncio.to_thread(self._reserve, config)
 
-    async def launch(self, config: EngineConfig, control_address: str, on_death: OnDeath) -> None:
-        await asyncio.to_thread(self._launch, config, control_address)
-        self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
-        self._watcher.start()
-
-    def _launch(self, config: EngineConfig, control_address: str) -> None:
-        bundle = check_slots(config)
-        self._group = self._reserve(bundle, config)
-        for rank, place in enumerate(places(self._group)):
-            variables = rank_environment(config.threads_per_rank, place.host)
-            self._actors.append(self._place(bundle, place.bundle, variables))
-            spec = RankSpec(rank=rank, config=config, control_address=control_address, host=place.host, node=place.node)
-            self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
-
-    def _reserve(self, bundle: dict[str, float], config: EngineConfig) -> Any:
-        group = _ray().util.placement_group([bundle] * config.world_size, strategy="PACK")
+    def _reserve(self, config: EngineConfig) -> str:
+        self._bundle = check_slots(config)
+        group = _ray().util.placement_group([self._bundle] * config.world_size, strategy="PACK")
         self._group = group
         if not group.wait(timeout_seconds=min(60.0, config.start_timeout)):
             raise StartError(f"world size {config.world_size} needs {config.world_size} free slots; some are in use")
-        return group
+        own: str = _ray().util.get_node_ip_address()
+        self._places = places(group)
+        if all(place.host == own for place in self._places):
+            self._places = [msgspec.structs.replace(place, host=LOOPBACK) for place in self._places]
+            return LOOPBACK
+        return own
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        await asyncio.to_thread(self._launch, config, invitations)
+        self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
+        self._watcher.start()
+
+    def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
+        for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
+            variables = rank_environment(config.threads_per_rank, place.host)
+            self._actors.append(self._place(self._bundle, place.bundle, variables))
+            spec = RankSpec(rank=rank, config=config, invitation=invitation, host=place.host, node=place.node)
+            self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
 
     def _place(self, bundle: dict[str, float], index: int, variables: dict[str, str]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -169,13 +175,12 @@ class RayFleet:
         self._ranks_by_run.clear()
 
 
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where a rank goes: bundle number, its machine's name and address."""
 
-    def __init__(self, bundle: int, node: str, host: str) -> None:
-        self.bundle = bundle
-        self.node = node
-        self.host = host
+    bundle: int
+    node: str
+    host: str
 
 
 def check_slots(config: EngineConfig) -> dict[str, float]:

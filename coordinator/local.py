@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
 from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment
-from longleaf.step import RankSpec
+from longleaf.step import Invitation, RankSpec
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
@@ -52,25 +52,23 @@ class LocalFleet:
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    @property
-    def host(self) -> str:
-        """The address on which the control channel should listen."""
+    async def reserve(self, config: EngineConfig) -> str:
+        check_slots_here(config.world_size)
         return HOST
 
-    async def launch(self, config: EngineConfig, control_address: str, on_death: OnDeath) -> None:
-        await asyncio.to_thread(self._launch, config, control_address)
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        await asyncio.to_thread(self._launch, config, invitations)
         self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
         self._watcher.start()
 
-    def _launch(self, config: EngineConfig, control_address: str) -> None:
+    def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
         context = multiprocessing.get_context("spawn")
         variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
         node = socket.gethostname()
-        check_slots_here(config.world_size)
-        for rank in range(config.world_size):
+        for rank, invitation in enumerate(invitations):
             if self._is_stopping.is_set():
                 return
-            spec = RankSpec(rank=rank, config=config, control_address=control_address, host=HOST, node=node)
+            spec = RankSpec(rank=rank, config=config, invitation=invitation, host=HOST, node=node)
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
             with _interrupts_blocked():
                 process.start()

@@ -22,6 +22,7 @@ from coordinator.servicers import (
 from coordinator.tokenization import Tokenization
 from coordinator.tokenizer import Tokenizer
 from coordinator.verification import Verifications
+from longleaf.config import join_address
 from longleaf.errors import StartError
 from longleaf.messages import Cluster
 from longleaf.v1 import (
@@ -50,11 +51,7 @@ def check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
-        raise StartError(f"cannot listen on {_address(host, port)}: {reason}") from error
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
 class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
@@ -95,9 +92,9 @@ class Server:
         """
         check_address(host, port)
         try:
-            bound = self._server.add_insecure_port(_address(host, port))
+            bound = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {_address(host, port)}: port {port} was taken just now") from error
+            raise StartError(f"cannot listen on {join_address(host, port)}: port {port} was taken just now") from error
         await self._server.start()
         await self.set_serving(True)
         return bound

@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -35,17 +34,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tell the address as a JSON object instead of a line for people."""
 
 
-class HostedFleet(Fleet, Protocol):
-    """A fleet that knows where the control channel should listen."""
-
-    @property
-    def host(self) -> str: ...
-
-
 class Service:
     """Life: start, wait, stop. `stop` may be called at any time, also when `start` failed."""
 
-    def __init__(self, config: ServiceConfig, fleet: HostedFleet) -> None:
+    def __init__(self, config: ServiceConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
         self._engine: Engine | None = None
@@ -60,10 +52,10 @@ class Service:
         config.check()
         check_address(self._config.host, self._config.port)
         tokenizer = Tokenizer.load(Path(config.model))
-        control = Control(config, self._fleet.host)
+        control = Control(config, await self._fleet.reserve(config))
         # without a limit of its own the model is bounded by the pool alone
         self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
-        await self._fleet.launch(config, control.address, control.lost)
+        await self._fleet.launch(config, control.invitations, control.lost)
         readies = await self._engine.start()
         self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
         self._loop = asyncio.create_task(self._engine.run())

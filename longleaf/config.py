@@ -122,6 +122,11 @@ def with_port(server: str) -> str:
     return f"{server}:{DEFAULT_PORT}" if is_host else server
 
 
+def join_address(host: str, port: int) -> str:
+    """`HOST:PORT`, with brackets around an IPv6 address, as gRPC, ZMQ and web browsers understand it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def embedded_model() -> Path:
     """Folder of the model that the package carries."""
     return Path(__file__).resolve().parent / "demo" / "lookup"

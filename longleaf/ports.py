@@ -1,11 +1,11 @@
 """Protocols between the parts of the coordinator, each small enough to be faked."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
-from longleaf.step import Hello, Ready, StepPlan, StepResult
+from longleaf.step import Hello, Invitation, Ready, StepPlan, StepResult
 
 
 class Ranks(Protocol):
@@ -39,11 +39,19 @@ class Ranks(Protocol):
 class Fleet(Protocol):
     """Places, watches and ends the processes of the ranks. Implemented for Ray and for plain processes."""
 
-    async def launch(self, config: EngineConfig, control_address: str, on_death: Callable[[int, str], None]) -> None:
-        """Starts one process per rank. Calls on_death(rank, reason) from any thread when one ends on its own.
+    async def reserve(self, config: EngineConfig) -> str:
+        """Finds a place for each rank; the address of this machine at which all of them reach the coordinator: that of
+        the loopback where all are on this machine.
 
         Raises StartError when there are fewer slots than ranks.
         """
+        ...
+
+    async def launch(
+        self, config: EngineConfig, invitations: Sequence[Invitation], on_death: Callable[[int, str], None]
+    ) -> None:
+        """Starts one process per rank, which gets its invitation, in the reserved places. Calls on_death(rank, reason)
+        from any thread when one ends on its own."""
         ...
 
     def shutdown(self) -> Awaitable[None]:

@@ -6,6 +6,7 @@ the order in which they were sent. Structs are encoded with msgpack.
 """
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -310,13 +311,41 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     rank: int
 
 
+class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member needs to speak on the control channel. Keys are ZMQ's, as text of 40 bytes."""
+
+    address: str
+    """ZMQ endpoint of the coordinator, `tcp://host:port`."""
+    server_key: bytes
+    """Public key of the coordinator: nobody else can take its place."""
+    public_key: bytes
+    """Of the member. The coordinator knows by it who speaks, and as which rank; the other members do not know it."""
+    secret_key: bytes
+
+    def __repr__(self) -> str:
+        """Without the keys: logs and tracebacks are read by others."""
+        return f"{type(self).__name__}(address={self.address!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("address", self.address)]
+
+    @property
+    def commands_id(self) -> bytes:
+        """Name of the connection on which the member receives plans and answers them."""
+        return b"commands-" + self.public_key
+
+    @property
+    def pulse_id(self) -> bytes:
+        """Name of the connection on which it reports that it lives."""
+        return b"pulse-" + self.public_key
+
+
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a launcher tells a rank at birth."""
 
     rank: int
     config: EngineConfig
-    control_address: str
-    """ZMQ endpoint of the coordinator, `tcp://host:port`."""
+    invitation: Invitation
     host: str
     """Address under which other ranks reach this one."""
     node: str
@@ -336,6 +365,9 @@ def decode_to_rank(data: bytes) -> ToRank:
     return msgspec.msgpack.decode(data, type=ToRank)
 
 
-def decode_from_rank(data: bytes) -> FromRank:
+def decode_from_rank(data: bytes | memoryview) -> FromRank:
     """Raises msgspec.DecodeError on anything else."""
-    return msgspec.msgpack.decode(data, type=FromRank)
+    try:
+        return msgspec.msgpack.decode(data, type=FromRank)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None

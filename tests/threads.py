@@ -10,7 +10,7 @@ from pathlib import Path
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.step import Hello, Join, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
+from longleaf.step import Hello, Invitation, Join, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
 from longleaf.topology import Topology
 from workers.rank import Rank
 
@@ -18,7 +18,8 @@ Spoil = Callable[[int, Rank], None]
 
 
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
-    return RankSpec(rank=rank, config=config, control_address="", host="127.0.0.1", node="here")
+    nobody = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
+    return RankSpec(rank=rank, config=config, invitation=nobody, host="127.0.0.1", node="here")
 
 
 class ThreadRanks:

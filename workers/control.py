@@ -17,6 +17,7 @@ from longleaf.step import (
     FromRank,
     Heartbeat,
     Hello,
+    Invitation,
     Join,
     RankSpec,
     Ready,
@@ -61,7 +62,7 @@ class Channel:
     """The connection on which a rank receives and answers. One thread uses it."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec) -> None:
-        self._socket = connect(context, spec, b"rank-%d" % spec.rank)
+        self._socket = connect(context, spec.invitation, spec.invitation.commands_id)
 
     def send(self, message: FromRank) -> None:
         self._socket.send(encode(message))
@@ -79,11 +80,16 @@ class Channel:
         self._socket.close()
 
 
-def connect(context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec, identity: bytes) -> "zmq.Socket[bytes]":
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: Invitation, identity: bytes) -> "zmq.Socket[bytes]":
+    """A connection to the coordinator, and to nobody else. Only members that were invited are heard there."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.connect(spec.control_address)
+    socket.setsockopt(zmq.IPV6, "[" in invitation.address)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, invitation.server_key)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, invitation.public_key)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, invitation.secret_key)
+    socket.connect(invitation.address)
     return socket
 
 
@@ -102,7 +108,7 @@ class Pulse(threading.Thread):
         self._stop_requested = threading.Event()
 
     def run(self) -> None:
-        socket = connect(self._context, self._spec, b"pulse-%d" % self._spec.rank)
+        socket = connect(self._context, self._spec.invitation, self._spec.invitation.pulse_id)
         message = encode(Heartbeat(self._spec.rank))
         while True:
             if self._parent is not None and os.getppid() != self._parent:

@@ -3,10 +3,12 @@
 CPU ranks of one machine meet in shared memory instead, where all ranks of the world can.
 """
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed
 from torch import Tensor
@@ -137,15 +139,27 @@ def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
 
 
 def _tell_all(word: Word) -> Sequence[Word]:
-    """The words of all ranks of the world, for this rank's own."""
-    words: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(words, word)
-    return words
+    """The words of all ranks of the world, for this rank's own. As msgpack: what a rank sends must not be able to run
+    code on another, and torch's own exchange of objects pickles them."""
+    world = ProcessGroupComm(dist.group.WORLD)
+    sent = torch.frombuffer(bytearray(msgspec.msgpack.encode(word)), dtype=torch.uint8)
+    sizes = [int(size) for size in world.all_gather(torch.tensor([len(sent)]))]
+    padded = sent.new_zeros(max(sizes))
+    padded[: len(sent)] = sent
+    rows = world.all_gather(padded).numpy()
+    return [msgspec.msgpack.decode(row[:size].tobytes(), type=Word) for row, size in zip(rows, sizes, strict=True)]
 
 
 def open_store(host: str) -> Store:
-    """Rank 0's store on a free port of `host`; it must be kept alive as long as the group."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    """Rank 0's store on a free port of `host`, an IP address; it must be kept alive as long as the group.
+
+    Raises OSError where nobody can listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    # Left to itself the store would listen on all addresses of the machine. It closes the socket that it is given.
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int) -> Store:

@@ -24,11 +24,11 @@ def apart(spec: RankSpec) -> None:
 @contextlib.asynccontextmanager
 async def running(config: EngineConfig) -> AsyncIterator[Engine]:
     fleet = LocalFleet(apart)
-    control = Control(config, fleet.host)
+    control = Control(config, await fleet.reserve(config))
     engine = Engine(control, config, max_positions=8192)
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.address, control.lost)
+        await fleet.launch(config, control.invitations, control.lost)
         readies = await engine.start()
         assert {ready.transport for ready in readies} == {"gloo"}
         loop = asyncio.create_task(engine.run())

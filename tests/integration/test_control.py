@@ -23,7 +23,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
-from workers.control import taking_notes
+from workers.control import connect, taking_notes
 from workers.fakes import EchoMain, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,7 +44,7 @@ async def serving(config: EngineConfig, fault: Fault | None = None, max_missed: 
     children: list[psutil.Process] = []
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.address, control.lost)
+        await fleet.launch(config, control.invitations, control.lost)
         children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
         await engine.start()
         loop = asyncio.create_task(engine.run())
@@ -169,25 +169,10 @@ async def test_cancel_frees_everything() -> None:
         service.engine.check()
 
 
-async def test_stray_message_is_ignored() -> None:
-    control = Control(config())
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context.socket(zmq.DEALER) as stranger:
-        stranger.connect(control.address)
-        stranger.send(b"\xff")
-        stranger.send(encode(Hello(0, "node", "127.0.0.1", 1)))
-        stranger.send(encode(Ready(0, "cpu", "float32", 4, 64)))
-        assert [ready.num_blocks for ready in await control.start()] == [4]
-    await control.close()
-    context.destroy(linger=0)
-
-
 async def test_two_plans_are_sent_before_the_first_answer() -> None:
     control = Control(config(step_timeout=0.3))
     context: zmq.asyncio.Context = zmq.asyncio.Context()
-    rank = context.socket(zmq.DEALER)
-    rank.setsockopt(zmq.IDENTITY, b"rank-0")
-    rank.connect(control.address)
+    rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
     await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
     await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
     await control.start()
@@ -227,7 +212,7 @@ from workers.fakes import EchoMain
 async def main():
     config = EngineConfig(model="none", world_size=2)
     control, fleet = Control(config), LocalFleet(EchoMain())
-    await fleet.launch(config, control.address, control.lost)
+    await fleet.launch(config, control.invitations, control.lost)
     await control.start()
     print(*(hello.pid for hello in control.hellos), flush=True)
     await asyncio.Event().wait()

@@ -63,7 +63,7 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
     engine = Engine(control, config, max_positions=1 << 20)
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.address, control.lost)
+        await fleet.launch(config, control.invitations, control.lost)
         (ready, *_) = await engine.start()
         loop = asyncio.create_task(engine.run())
         model = ModelInfo(name="embedded")

@@ -30,12 +30,13 @@ class Service:
             model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size, step_timeout=5.0
         )
         self.fleet = fleet or RayFleet(EchoActor, fault)
-        self.control = Control(self.config, self.fleet.host)
+        self.control = Control(self.config)
         self.engine = Engine(self.control, self.config, max_positions=100_000)
         self.loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self.fleet.launch(self.config, self.control.address, self.control.lost)
+        assert await self.fleet.reserve(self.config) == "127.0.0.1", "all ranks are here"
+        await self.fleet.launch(self.config, self.control.invitations, self.control.lost)
         await self.engine.start()
         self.loop = asyncio.create_task(self.engine.run())
 

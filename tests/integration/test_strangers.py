@@ -1,0 +1,217 @@
+"""The control channel and those who have no business there: strangers, and ranks that speak for others."""
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from coordinator.control import Control
+from longleaf.config import EngineConfig
+from longleaf.errors import WorkerLost
+from longleaf.step import (
+    Decode,
+    Failed,
+    FromRank,
+    Heartbeat,
+    Hello,
+    Invitation,
+    Ready,
+    StepPlan,
+    StepResult,
+    Stop,
+    decode_to_rank,
+    encode,
+)
+from workers.control import connect
+
+pytestmark = pytest.mark.timeout(60)
+Socket = zmq.Socket[bytes]
+
+PLAN = StepPlan(1, 1, Decode(()))
+LIES: tuple[FromRank, ...] = (
+    Hello(7, "node", "127.0.0.1", 1),
+    Hello(-1, "node", "127.0.0.1", 1),
+    Heartbeat(9),
+    Ready(7, "cpu", "float32", 4, 64),
+    Failed(7, "a lie"),
+    Hello(0, "node", "6.6.6.6", 1),
+    Ready(0, "cpu", "float32", 666, 64),
+    Failed(0, "a lie"),
+    Heartbeat(0),
+    StepResult(1, 1, {1: 666}),
+)
+"""What rank 1 may not say: it speaks for others."""
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Socket]"]:
+    context: zmq.Context[Socket] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Control]:
+    control = Control(EngineConfig(model="none", world_size=2, start_timeout=40.0))
+    yield control
+    await control.close()
+
+
+def introduce(context: "zmq.Context[Socket]", control: Control, rank: int) -> Socket:
+    """The connection of a rank that is ready."""
+    invitation = control.invitations[rank]
+    connection = connect(context, invitation, invitation.commands_id)
+    connection.send(encode(Hello(rank, "node", "127.0.0.1", 1)))
+    connection.send(encode(Ready(rank, "cpu", "float32", 4, 64)))
+    return connection
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+
+
+async def check_service(control: Control, first: Socket) -> None:
+    """The ranks are heard, nobody else was, and a step is answered by rank 0."""
+    assert [ready.num_blocks for ready in await control.start()] == [4, 4]
+    assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
+    step = asyncio.create_task(control.step(PLAN))
+    await asyncio.to_thread(lambda: [decode_to_rank(first.recv()) for _ in ("join", "plan")])
+    first.send(encode(StepResult(1, 1, {1: 5})))
+    assert (await step).token_ids == {1: 5}
+
+
+def stranger_without_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    connection = context.socket(zmq.DEALER)
+    connection.setsockopt(zmq.IDENTITY, b"rank-0")
+    connection.connect(control.address)
+    return connection
+
+
+def stranger_with_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    """It knows everything but a member's secret key."""
+    public, secret = zmq.curve_keypair()
+    invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
+    return connect(context, invitation, control.invitations[0].commands_id)
+
+
+def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    """It claims to be rank 0 by its public key, whose secret it does not have."""
+    invitation = msgspec.structs.replace(control.invitations[0], secret_key=zmq.curve_keypair()[1])
+    return connect(context, invitation, invitation.commands_id)
+
+
+@pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
+async def test_a_stranger_is_refused_and_counted(context, control: Control, caplog, enter) -> None:
+    stranger = enter(context, control)
+    for message in (*LIES, StepResult(1, 1, {1: 666})):
+        stranger.send(encode(message))
+    stranger.send(b"\xff" * 1000)
+    await until(lambda: control.num_refused)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    assert control.num_ignored == 0, "nothing of it was even read"
+    assert stranger.poll(0) == 0, "it was told nothing"
+    assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
+
+
+async def test_connections_that_say_nothing_or_rubbish_are_ended(context, control: Control, monkeypatch) -> None:
+    address = re.fullmatch(r"tcp://(.*):(\d+)", control.address)
+    assert address is not None
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
+    rubbish = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n" * 9, greeting, greeting + endless)
+    strangers = [socket.create_connection((address[1], int(address[2]))) for _ in rubbish]
+    for stranger, said in zip(strangers, rubbish, strict=True):
+        stranger.sendall(said)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    for stranger in strangers:
+        stranger.close()
+    await until(lambda: control.num_refused >= len(rubbish))
+
+
+async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplog) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    for lie in LIES:
+        ranks[1].send(encode(lie))
+    rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
+    rubbish += [encode(Heartbeat(1)), encode(Failed(1, "a lie", blamed=7)), encode(Failed(1, "a lie", blamed=-1))]
+    for message in rubbish:
+        ranks[1].send(message)
+    ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
+    await until(lambda: control.num_ignored == len(LIES) + len(rubbish) + 1)
+    await check_service(control, ranks[0])
+    told = [record.message for record in caplog.records if "ignored messages of ranks" in record.message]
+    assert len(told) == 5, "at 1, 2, 4, 8 and 16"
+    assert told[0] == "ignored messages of ranks: 1 so far; the last: rank 1 sends what it may not: Hello for rank 7"
+
+
+@pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
+async def test_a_rank_cannot_take_the_connection_of_another(context, control: Control, name: str) -> None:
+    """It would have to guess the other's public key; and should it know it, its own key still tells who it is."""
+    thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
+    for lie in LIES:
+        thief.send(encode(lie))
+    thief.send(encode(Hello(1, "node", "6.6.6.6", 1)))
+    await until(lambda: control.num_ignored == len(LIES) + 1)
+    thief.close(linger=0)
+    await asyncio.sleep(0)
+    assert control.hellos == ()
+
+
+async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: Control) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
+    replayed.send(encode(Failed(1, "from the second connection")))
+    step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
+    assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
+    ranks[0].send(encode(StepResult(1, 2, {1: 6})))
+    assert (await step).token_ids == {1: 6}
+    assert replayed.poll(0) == 0
+
+
+async def test_a_member_that_was_replaced_is_a_stranger(context, control: Control) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    control._members.invite(1, control.address)
+    ranks[1].send(encode(Failed(1, "too late")))
+    await until(lambda: control.num_ignored == 1)
+    again = connect(context, control.invitations[1], b"again")
+    again.send(encode(Failed(1, "too late")))
+    await until(lambda: control.num_refused)
+    step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
+    await asyncio.to_thread(ranks[0].recv)
+    ranks[0].send(encode(StepResult(1, 2, {1: 6})))
+    assert (await step).token_ids == {1: 6}
+
+
+async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    ranks[1].send(encode(Failed(1, "x" * (8 << 20))))
+    ranks[0].send(encode(Failed(0, "the last word")))
+    error = await control.wait_lost()
+    assert isinstance(error, WorkerLost)
+    assert (error.rank, error.reason) == (0, "the last word")
+
+
+async def test_keys_are_told_nowhere(context, control: Control, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    stranger_with_a_key(context, control)
+    await until(lambda: control.num_refused)
+    for invitation in control.invitations:
+        assert isinstance(invitation, Invitation)
+        for secret in (invitation.secret_key.decode(), control._members._secret_key.decode()):
+            assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
