@@ -8,10 +8,12 @@ import msgspec
 from coordinator.control import Control
 from coordinator.engine import Engine
 from coordinator.positions import UNLIMITED
+from coordinator.renderer import Renderer
 from coordinator.server import Server, check_address
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
 from longleaf.config import EngineConfig, Launcher
+from longleaf.errors import StartError
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.ports import Fleet
 from longleaf.step import Ready
@@ -40,6 +42,7 @@ class Service:
     def __init__(self, config: ServiceConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
+        self._renderer = Renderer()
         self._engine: Engine | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
@@ -51,7 +54,7 @@ class Service:
         config = self._config.engine
         config.check()
         check_address(self._config.host, self._config.port)
-        tokenizer = Tokenizer.load(Path(config.model))
+        tokenizer = await self._load_tokenizer(config)
         control = Control(config, await self._fleet.reserve(config))
         # without a limit of its own the model is bounded by the pool alone
         self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
@@ -61,6 +64,14 @@ class Service:
         self._loop = asyncio.create_task(self._engine.run())
         self._server = Server(self._engine, tokenizer, self._describe(self._engine, tokenizer, readies))
         return await self._server.start(self._config.host, self._config.port)
+
+    async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
+        """Raises ModelRefused, and StartError when it takes longer than `start_timeout`."""
+        loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer.split)
+        try:
+            return await asyncio.wait_for(loading, config.start_timeout)
+        except TimeoutError:
+            raise StartError(f"the tokenizer was not loaded within {config.start_timeout:g} seconds") from None
 
     def _describe(self, engine: Engine, tokenizer: Tokenizer, readies: tuple[Ready, ...]) -> "Description":
         checkpoint = tokenizer.checkpoint
@@ -81,6 +92,7 @@ class Service:
 
     async def stop(self) -> None:
         """Tells open calls, then ranks, then reaps all processes."""
+        self._renderer.stop()
         if self._engine is not None:
             self._engine.end_streams()
         if self._server is not None:

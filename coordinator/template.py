@@ -1,6 +1,11 @@
-"""Chat templates, rendered as transformers renders them: sandboxed Jinja with the same few helpers."""
+"""Chat templates, rendered as transformers renders them: sandboxed Jinja with the same few helpers.
+
+`python -m coordinator.template SECONDS` renders the one on its standard input; renderer.py starts it.
+"""
 
 import json
+import resource
+import sys
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -11,6 +16,10 @@ from longleaf.errors import ModelRefused
 
 MARK = "LONGLEAFUSERTEXT"
 """Stands for the user's text while the template is rendered."""
+MAX_CHARACTERS = 1 << 20
+"""What a template may put around a message."""
+MAX_MEMORY = 1 << 30
+"""Bytes of address space of the process that renders."""
 
 
 def split_template(source: str, special_tokens: dict[str, str]) -> tuple[str, str]:
@@ -23,7 +32,10 @@ def split_template(source: str, special_tokens: dict[str, str]) -> tuple[str, st
         template = _environment().from_string(source)
         text = template.render(messages=messages, tools=None, add_generation_prompt=True, **special_tokens)
     except Exception as error:  # templates are programs: they may raise anything
-        raise ModelRefused(f"the chat template cannot be rendered: {error}") from error
+        reason = str(error) or type(error).__name__
+        raise ModelRefused(f"the chat template cannot be rendered: {reason}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise ModelRefused(f"the chat template makes {len(text)} characters of a message, at most {MAX_CHARACTERS}")
     before, mark, after = text.partition(MARK)
     if not mark or MARK in after:
         raise ModelRefused("the chat template does not show the user's message exactly once")
@@ -57,3 +69,23 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+def _limit(seconds: int) -> None:
+    """The system ends this process when it has used so much processor time, and gives it little memory."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+
+def _answer(request: dict[str, Any]) -> dict[str, str]:
+    try:
+        before, after = split_template(request["source"], request["special_tokens"])
+    except ModelRefused as error:
+        return {"reason": str(error)}
+    return {"before": before, "after": after}
+
+
+if __name__ == "__main__":
+    _limit(int(sys.argv[1]))
+    print(json.dumps(_answer(json.load(sys.stdin))))

@@ -1,7 +1,7 @@
 """Text to ids. What a client sends is plain text, even where it looks like a control token; templates are not."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,11 +9,13 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.checkpoint import Checkpoint
 from coordinator.encoder import Encoder
-from coordinator.template import split_template
+from coordinator.renderer import split_apart
 from coordinator.text import Alphabet
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"
+Split = Callable[[str, dict[str, str]], tuple[str, str]]
+"""What a chat template, given special tokens, puts before and after a message; see template.split_template."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 """Steps before the model that drop no text (Split unless told to remove)."""
 
@@ -21,8 +23,11 @@ _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 class Tokenizer:
     """The ids of documents, questions and prompts. Calls may take seconds on long texts: make them in a thread."""
 
-    def __init__(self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint) -> None:
-        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same."""
+    def __init__(
+        self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint, parts: tuple[str, str] | None
+    ) -> None:
+        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same. `parts` are
+        what the chat template puts around a message, if there is one."""
         self._plain = plain
         self.checkpoint = checkpoint
         self.vocabulary_size = checkpoint.vocabulary_size or plain.get_vocab_size()
@@ -32,8 +37,7 @@ class Tokenizer:
         separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
         self._separator = tuple(control.encode(separator, add_special_tokens=False).ids)
         self._prefix, self._suffix = self.opening, ()
-        if checkpoint.chat_template is not None:
-            parts = split_template(checkpoint.chat_template, checkpoint.special_tokens)
+        if parts is not None:
             self._prefix, self._suffix = (tuple(control.encode(part, add_special_tokens=False).ids) for part in parts)
         description: dict[str, Any] = json.loads(plain.to_str())
         self.alphabet = self._alphabet(description)
@@ -42,8 +46,9 @@ class Tokenizer:
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Raises ModelRefused with the reason when the folder has no readable tokenizer.json or template."""
+    def load(cls, folder: Path, split: Split = split_apart) -> "Tokenizer":
+        """Takes seconds: call it in a thread. Raises ModelRefused with the reason when the folder has no readable
+        tokenizer.json or template, and what `split` raises."""
         checkpoint = Checkpoint.read(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -57,7 +62,9 @@ class Tokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         plain.encode_special_tokens = True
-        return cls(plain, control, checkpoint)
+        template = checkpoint.chat_template
+        parts = None if template is None else split(template, checkpoint.special_tokens)
+        return cls(plain, control, checkpoint, parts)
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -10,6 +10,7 @@ import msgspec
 from coordinator.engine import Engine
 from coordinator.fakes import FakeRanks
 from coordinator.server import Server
+from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.step import StepPlan, StepResult
@@ -45,7 +46,7 @@ async def serving(ranks: FakeRanks, folder: Path, **settings: int) -> AsyncItera
     engine = Engine(ranks, EngineConfig(model="none", block_size=4, **settings), max_positions=4096)  # type: ignore[arg-type]
     await engine.start()
     loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder)), FakeEngine().describe)
+    server = Server(engine, Tokenizer.load(write_model(folder), split_template), FakeEngine().describe)
     try:
         yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     finally:

@@ -15,6 +15,7 @@ from coordinator.changes import Changes
 from coordinator.jobs import NO_CLAIM, Claim
 from coordinator.positions import Positions
 from coordinator.server import Server
+from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
@@ -233,7 +234,7 @@ class FakeEngine:
 @asynccontextmanager
 async def serving(engine: FakeEngine, folder: Path) -> AsyncIterator[tuple[Server, str]]:
     """The service on a port of its own; gives the server and its address."""
-    server = Server(engine, Tokenizer.load(write_model(folder)), engine.describe)
+    server = Server(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
     port = await server.start("127.0.0.1", 0)
     try:
         yield server, f"127.0.0.1:{port}"

@@ -21,6 +21,7 @@ from coordinator.fakes import FakeRanks, echo_token
 from coordinator.local import LocalFleet
 from coordinator.server import Server
 from coordinator.service import Description, Service, ServiceConfig
+from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.messages import ModelInfo
@@ -203,7 +204,7 @@ def small_config(model: str) -> EngineConfig:
 @asynccontextmanager
 async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     """The real engine and servicers on fake ranks."""
-    tokenizer = Tokenizer.load(write_model(folder))
+    tokenizer = Tokenizer.load(write_model(folder), split_template)
     vocabulary = byte_tokenizer().get_vocab_size()
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)

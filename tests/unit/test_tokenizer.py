@@ -1,6 +1,7 @@
 """Text to ids: plain text stays plain, templates are split, long documents are cut without a trace."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from longleaf.errors import ModelRefused
 from tests.service import END, TEMPLATE, byte_tokenizer, write_model
 
 FAST = byte_tokenizer()
+load = partial(Tokenizer.load, split=split_template)
 BEGIN, USER, MODEL, SEPARATOR = (FAST.token_to_id(f"<|{name}|>") for name in ("begin", "user", "model", "separator"))
 
 
@@ -42,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_template_is_split_around_document_and_question(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load(folder)
     assert tokenizer.has_chat_template
     assert document_ids(tokenizer, "doc", is_first=True) == [BEGIN, USER, *plain("doc")]
     assert document_ids(tokenizer, "doc") == plain("doc")
@@ -53,7 +55,7 @@ def test_the_template_is_split_around_document_and_question(folder: Path) -> Non
 
 
 def test_text_that_looks_like_a_control_token_is_plain_text(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load(folder)
     sly = f"a{END}<|model|>b"
     for token_ids in (document_ids(tokenizer, sly), tokenizer.prompt_ids(sly, use_chat_template=False)):
         assert token_ids == [FAST.token_to_id(letter) for letter in sly]
@@ -63,9 +65,9 @@ def test_text_that_looks_like_a_control_token_is_plain_text(folder: Path) -> Non
 
 def test_a_separator_may_be_a_control_token(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", document_separator="<|separator|>")
-    assert Tokenizer.load(folder).question_ids("x") == [SEPARATOR, *plain("x"), MODEL]
+    assert load(folder).question_ids("x") == [SEPARATOR, *plain("x"), MODEL]
     edit(folder, "tokenizer_config.json", document_separator="")
-    assert Tokenizer.load(folder).question_ids("x") == [*plain("x"), MODEL]
+    assert load(folder).question_ids("x") == [*plain("x"), MODEL]
 
 
 def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
     fast.post_processor = processors.TemplateProcessing(
         single=f"<|begin|> $A {END}", special_tokens=[("<|begin|>", BEGIN), (END, fast.token_to_id(END))]
     )
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model", fast, template=None))
+    tokenizer = load(write_model(tmp_path / "model", fast, template=None))
     assert not tokenizer.has_chat_template
     assert document_ids(tokenizer, "a", is_first=True) == [BEGIN, *plain("a")]
     assert document_ids(tokenizer, "a") == plain("a")
@@ -84,30 +86,30 @@ def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [5, [5, 6]])
 def test_end_tokens_are_one_or_several(folder: Path, value: int | list[int]) -> None:
-    assert Tokenizer.load(folder).end_tokens == {FAST.token_to_id(END)}
+    assert load(folder).end_tokens == {FAST.token_to_id(END)}
     edit(folder, "generation_config.json", eos_token_id=value)
-    assert Tokenizer.load(folder).end_tokens == frozenset([value] if isinstance(value, int) else value)
+    assert load(folder).end_tokens == frozenset([value] if isinstance(value, int) else value)
 
 
 def test_a_template_file_comes_before_the_config_and_several_have_a_default(folder: Path) -> None:
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     edit(folder, "tokenizer_config.json", chat_template=several)
-    assert Tokenizer.load(folder).question_ids("x")[-1] == MODEL
+    assert load(folder).question_ids("x")[-1] == MODEL
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|user|>")
-    assert Tokenizer.load(folder).question_ids("x")[-1] == USER
+    assert load(folder).question_ids("x")[-1] == USER
 
 
 def test_a_files_truncation_and_padding_are_undone(tmp_path: Path) -> None:
     fast = byte_tokenizer()
     fast.enable_truncation(4)
     fast.enable_padding(length=100)
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model", fast))
+    tokenizer = load(write_model(tmp_path / "model", fast))
     assert len(document_ids(tokenizer, "a" * 50)) == 50
 
 
 def test_the_vocabulary_is_the_configs(folder: Path) -> None:
     edit(folder, "config.json", vocab_size=300)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = load(folder)
     assert tokenizer.vocabulary_size == 300
     assert {299, BEGIN} <= tokenizer.alphabet.silent
     assert tokenizer.decode([299, plain("a")[0], BEGIN]) == "a"
@@ -133,12 +135,12 @@ def test_a_folder_that_cannot_be_served_is_refused(folder: Path, name: str, cont
     else:
         (folder / name).write_text(content)
     with pytest.raises(ModelRefused, match=told):
-        Tokenizer.load(folder)
+        load(folder)
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="does not exist"):
-        Tokenizer.load(tmp_path / "none")
+        load(tmp_path / "none")
 
 
 def test_templates_have_the_helpers_of_transformers() -> None:
@@ -153,7 +155,7 @@ def test_templates_have_the_helpers_of_transformers() -> None:
 
 
 def test_a_byte_level_token_stands_for_no_more_bytes_than_its_name(folder: Path) -> None:
-    assert Tokenizer.load(folder).max_bytes_per_token == len("<|separator|>")
+    assert load(folder).max_bytes_per_token == len("<|separator|>")
 
 
 @pytest.mark.parametrize("kind", ["lowercase", "removing", "fused", "wordlevel", "greedy"])
@@ -170,7 +172,7 @@ def test_there_is_no_bound_where_text_may_vanish(kind: str, tmp_path: Path) -> N
             fast.model = models.WordLevel({"a": 0}, unk_token="a")
         case _:
             fast.add_tokens([AddedToken("x", lstrip=True)])
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model", fast, template=None))
+    tokenizer = load(write_model(tmp_path / "model", fast, template=None))
     assert tokenizer.max_bytes_per_token is None
 
 
@@ -179,6 +181,6 @@ def test_there_is_no_bound_where_text_may_vanish(kind: str, tmp_path: Path) -> N
 def test_the_bound_holds_with_composition(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     fast = byte_tokenizer()
     fast.normalizer = normalizers.NFC()
-    tokenizer = Tokenizer.load(write_model(tmp_path_factory.mktemp("m") / "model", fast, template=None))
+    tokenizer = load(write_model(tmp_path_factory.mktemp("m") / "model", fast, template=None))
     assert tokenizer.max_bytes_per_token is not None
     assert len(text.encode()) <= len(document_ids(tokenizer, text)) * tokenizer.max_bytes_per_token

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.document import Document
+from coordinator.template import split_template
 from coordinator.text_limit import TextLimit
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
@@ -27,7 +28,7 @@ class Clock:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Upload]:
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model"))
+    tokenizer = Tokenizer.load(write_model(tmp_path / "model"), split_template)
     limit = TextLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0) -> Upload:

@@ -1,0 +1,64 @@
+"""A checkpoint whose chat template never ends: whoever serves it is told, or stops it, and nothing is left behind."""
+
+import shutil
+import signal
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from time import sleep
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import CLI, end
+
+pytestmark = pytest.mark.timeout(180)
+LOOP = "{% for i in range(9999) %}"
+ENDLESS = f"{4 * LOOP}{4 * '{% endfor %}'}{{{{ messages[0].content }}}}"
+
+
+@pytest.fixture
+def endless(checkpoint: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    return folder
+
+
+def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
+    """All processes of the service, once the template is being rendered."""
+    while process.poll() is None:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in family:
+            try:
+                if "coordinator.template" in member.cmdline():
+                    return family
+            except psutil.NoSuchProcess:
+                pass
+        sleep(0.01)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_service_that_loads_it(
+    endless: Path, started: ExitStack, launcher: str, number: signal.Signals
+) -> None:
+    command = [*CLI, "serve", "--port", "0", "--model", str(endless), "--launcher", launcher, "--kv-bytes", "8000000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    started.callback(end, process)
+    family = until_rendering(process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+@pytest.mark.slow
+def test_without_a_signal_it_is_refused(endless: Path) -> None:
+    for command in (("serve", "--port", "0", "--launcher", "local", "--model"), ("models", "check")):
+        found = subprocess.run([*CLI, *command, str(endless)], capture_output=True, text=True, timeout=120, check=False)
+        assert found.returncode == 2
+        told = "the chat template takes more than 5 seconds of processor time"
+        assert told in " ".join((found.stdout + found.stderr).split())
