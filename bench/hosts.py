@@ -10,13 +10,16 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bench.arguments import tell
 
+T = TypeVar("T")
 FOLDER = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 BURST_SECONDS = 100e-6
@@ -40,6 +43,19 @@ class Network:
     """Of each host's loopback, shared by its ranks; 0 means no limit."""
     between_gbit: float
     """Of each host's cable, in each direction; 0 means no limit."""
+
+    addresses: tuple[str, ...] = ()
+    """Of the hosts on their cables; none without cables."""
+
+    def run(self, host: int, call: Callable[[], T]) -> T:
+        """What `call` returns in a thread of its own on a host. What it opens stays there."""
+
+        def enter_and_call() -> T:
+            enter(self.namespaces[host])
+            return call()
+
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(enter_and_call).result()
 
 
 LOOPBACK, TWO_TIER = "loopback", "two-tier"
@@ -87,6 +103,7 @@ def hosts(count: int, *, inside_gbit: float = 0, between_gbit: float = 0) -> Ite
     """
     prefix = f"longleaf-{os.getpid()}"
     names = tuple(f"{prefix}-{i}" for i in range(count))
+    addresses = tuple(f"10.77.0.{i + 1}" for i in range(count))
     with ExitStack() as stack:
         for name in names:
             _add(stack, name)
@@ -98,8 +115,8 @@ def hosts(count: int, *, inside_gbit: float = 0, between_gbit: float = 0) -> Ite
         _add(stack, switch)
         _run("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
         for i, name in enumerate(names):
-            _join(name, switch, f"port{i}", f"10.77.0.{i + 1}/24", between_gbit)
-        yield Network(TWO_TIER, "cable", names, inside_gbit, between_gbit)
+            _join(name, switch, f"port{i}", addresses[i], between_gbit)
+        yield Network(TWO_TIER, "cable", names, inside_gbit, between_gbit, addresses)
 
 
 def enter(namespace: str) -> None:
@@ -125,7 +142,7 @@ def _join(host: str, switch: str, port: str, address: str, gbit: float) -> None:
     """A cable from a host to a port of the switch, limited at both ends: each limits what it sends."""
     ends = ("type", "veth", "peer", "name", port, "mtu", JUMBO_FRAME, "netns", switch)
     _run("ip", "-n", host, "link", "add", "cable", "mtu", JUMBO_FRAME, *ends)
-    _run("ip", "-n", host, "address", "add", address, "dev", "cable")
+    _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", "cable")
     _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
     _run("ip", "-n", host, "link", "set", "cable", "up")
     _limit(host, "cable", gbit)

@@ -33,7 +33,8 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
-from longleaf.config import PrefillName, apply_environment, rank_environment
+from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
+from longleaf.interfaces import interface_of
 from longleaf.runs import Run
 from longleaf.step import Prefill
 from longleaf.topology import Topology
@@ -164,7 +165,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     unwind_on_terminate()
     options = parse()
-    apply_environment(rank_environment(1, HOST))
+    apply_environment(rank_environment(1) | network_environment(interface_of(HOST)))
     store = open_store(HOST)
     with subject(RANDOM_LLAMA) as measured, TemporaryDirectory() as folder:
         output = os.path.join(folder, "rows.json")

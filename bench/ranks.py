@@ -133,7 +133,7 @@ def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[A
     Raises torch's ProcessRaisedException with the traceback of the first rank that failed, or ProcessExitedException;
     then, as at the end, no rank is left.
     """
-    apply_environment(rank_environment(1, "127.0.0.1"))
+    apply_environment(rank_environment(1))
     with TemporaryDirectory(prefix="longleaf-ranks-") as folder:
         arguments = (placement, folder, work, args)
         context = mp.spawn(_live, arguments, placement.world_size, join=False, daemon=True)

@@ -120,8 +120,8 @@ class RayFleet:
         self._watcher.start()
 
     def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
+        variables = rank_environment(config.threads_per_rank)
         for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
-            variables = rank_environment(config.threads_per_rank, place.host)
             self._actors.append(self._place(self._bundle, place.bundle, variables))
             spec = RankSpec(rank=rank, config=config, invitation=invitation, host=place.host, node=place.node)
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank

@@ -63,7 +63,7 @@ class LocalFleet:
 
     def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
         context = multiprocessing.get_context("spawn")
-        variables, main = rank_environment(config.threads_per_rank, HOST), pickle.dumps(self._main)
+        variables, main = rank_environment(config.threads_per_rank), pickle.dumps(self._main)
         node = socket.gethostname()
         for rank, invitation in enumerate(invitations):
             if self._is_stopping.is_set():

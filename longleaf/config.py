@@ -150,18 +150,26 @@ def ray_environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
-def rank_environment(threads: int, host: str) -> dict[str, str]:
+def rank_environment(threads: int) -> dict[str, str]:
     """Variables that a rank must see before it imports torch.
 
-    Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Gloo must be
-    told its interface where the machine's name does not resolve; on one machine that is the loopback. Torch's memory
+    Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Torch's memory
     comes in huge pages, where the system has them: reading keys and weights once per token is what decode takes time
     for, and one core reads them up to 1.6 times as fast.
     """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     wanted["THP_MEM_ALLOC_ENABLE"] = "1"
-    if host.startswith("127."):
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def network_environment(interface: str | None) -> dict[str, str]:
+    """Variables that name the interface at which others reach this rank to gloo and NCCL, unless they are set here.
+
+    Gloo would take the address that the machine's name resolves to, which others may not reach, and NCCL any interface.
+    """
+    if interface is None:
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = NCCL takes a prefix
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

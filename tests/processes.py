@@ -1,31 +1,42 @@
 """Ranks as processes of a test, forked from one that has torch loaded already."""
 
 import multiprocessing
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
+from longleaf.config import apply_environment, network_environment
+from longleaf.interfaces import interface_of
 from longleaf.topology import Topology
 
 TIMEOUT = 60.0
 Work = Callable[..., Any]
 
 
+class Ranks(NamedTuple):
+    """Where ranks run: a letter of `machines` each, and an address of `hosts`, by default all on the loopback."""
+
+    machines: str
+    hosts: Sequence[str] = ()
+
+    def host(self, rank: int) -> str:
+        return self.hosts[rank] if self.hosts else "127.0.0.1"
+
+
 class RankProcess:
     """One rank's process and what it says."""
 
     def __init__(
-        self, rank: int, machines: str, store: Store, work: Work, prepare: Work | None, method: str, options: Any
+        self, rank: int, ranks: "Ranks", store: Store, work: Work, prepare: Work | None, method: str, options: Any
     ) -> None:
         context = multiprocessing.get_context(method)
         context.set_forkserver_preload(["longleaf.comm.process_group", "longleaf.tree"])
         self._store = store
         self._pipe, theirs = multiprocessing.Pipe()
-        self.process = context.Process(target=live, args=(theirs, rank, machines, store.port, work, prepare, options))
+        self.process = context.Process(target=live, args=(theirs, rank, ranks, store.port, work, prepare, options))
         self.process.start()
         theirs.close()
 
@@ -53,16 +64,16 @@ class Owner(ProcessGroups):
     pipe: Connection
 
 
-def live(pipe: Connection, rank: int, machines: str, port: int, work: Work, prepare: Work | None, options: Any) -> None:
+def live(pipe: Connection, rank: int, ranks: Ranks, port: int, work: Work, prepare: Work | None, options: Any) -> None:
     """The life of a rank: joins, works, says what came of it."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         if prepare is not None:
             prepare(rank)
-        store = connect_store("127.0.0.1", port)
+        apply_environment(network_environment(interface_of(ranks.host(rank))))
+        store = connect_store(ranks.host(0), port)
         settings = {"epoch": 1, "timeout": TIMEOUT, **options}
-        owner = Owner(rank, Topology(tuple(machines)), store, device="cpu", **settings)
+        owner = Owner(rank, Topology(tuple(ranks.machines)), store, device="cpu", **settings)
         owner.pipe = pipe
         pipe.send(work(rank, owner))
         owner.close()
@@ -79,7 +90,8 @@ def start_ranks(
     they are this process's own children, which nobody reaps before `end`.
     """
     store = open_store("127.0.0.1")
-    return [RankProcess(rank, machines, store, work, prepare, method, options) for rank in range(len(machines))]
+    ranks = Ranks(machines)
+    return [RankProcess(rank, ranks, store, work, prepare, method, options) for rank in range(len(machines))]
 
 
 def run_ranks(machines: str, work: Work, prepare: Work | None = None, **options: Any) -> list[Any]:

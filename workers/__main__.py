@@ -5,12 +5,15 @@ import signal
 import sys
 from collections.abc import Callable
 
+from longleaf.config import apply_environment, network_environment
+from longleaf.interfaces import interface_of
 from longleaf.step import RankSpec
 from workers.control import Rank, serve
 
 
 def main(spec: RankSpec) -> None:
     """Entry of a rank's process. Imports torch only here, when the process's environment is complete."""
+    apply_environment(network_environment(interface_of(spec.host)))
     from workers.rank import Rank
 
     live(spec, Rank)

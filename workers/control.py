@@ -1,5 +1,6 @@
 """A rank's end of the control channel: receive plans, execute them, and report."""
 
+import faulthandler
 import logging
 import os
 import threading
@@ -31,6 +32,10 @@ from longleaf.step import (
 
 PULSE_SECONDS = 1.0
 LINGER_MILLISECONDS = 2000
+CLOSE_SECONDS = 5.0
+"""How long a rank may take to close; then its process ends as it is. Longer than fleets wait before they kill."""
+MAX_REASON_CHARACTERS = 8192
+"""Of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
 log = logging.getLogger(__name__)
 
 MessageT = TypeVar("MessageT", bound=ToRank)
@@ -55,7 +60,9 @@ class Rank(Protocol):
         """Runs one step. Only rank 0's result is sent."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leaves the groups. Takes at most CLOSE_SECONDS, or the process ends."""
+        ...
 
 
 class Channel:
@@ -126,24 +133,51 @@ class Pulse(threading.Thread):
 def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | None = None) -> int:
     """Lives the life of a rank. Returns the exit code: 0 when told to leave, 1 when something raised.
 
-    `parent` is the process that must stay alive, if any.
+    `parent` is the process that must stay alive, if any. The process ends if the rank does not close in time.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel, pulse = Channel(context, spec), Pulse(context, spec, parent)
     pulse.start()
     try:
-        _live(spec, make_rank, channel)
-    except Exception as error:
-        if not isinstance(error, StartError):  # its message says it all
-            log.exception("rank %d failed", spec.rank)
-        blamed = error.rank if isinstance(error, WorkerLost) else None
-        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError), blamed))
-        return 1
+        return _live(spec, make_rank, channel)
     finally:
         pulse.stop()
         channel.close()
         context.term()
-    return 0
+
+
+def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> int:
+    rank: Rank | None = None
+    code = 0
+    try:
+        rank = make_rank(spec)
+        _work(spec, rank, channel)
+    except Exception as error:
+        if not isinstance(error, StartError):  # its message says it all
+            log.exception("rank %d failed", spec.rank)
+        blamed = error.rank if isinstance(error, WorkerLost) else None
+        # before closing, which may block or raise for the same reason
+        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError), blamed))
+        code = 1
+    finally:
+        if rank is not None and not _is_closed(rank):
+            code = 1
+    return code
+
+
+def _is_closed(rank: Rank) -> bool:
+    """Closes the rank; whether it could. The process ends if that takes too long: a timer of the interpreter's own sees
+    to it, since what blocks may let no other thread run."""
+    with open(os.devnull, "w") as nobody:
+        faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=nobody)
+        try:
+            rank.close()
+        except Exception:
+            log.exception("a rank could not close")
+            return False
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return True
 
 
 @contextmanager
@@ -177,28 +211,26 @@ class Notes(logging.Handler):
 def _reason(error: Exception) -> str:
     match error:
         case StartError():
-            return str(error)
+            reason = str(error)
         case WorkerLost():
-            return error.reason
+            reason = error.reason
         case _:
-            return f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+    return reason[:MAX_REASON_CHARACTERS]
 
 
-def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> None:
-    rank = make_rank(spec)
-    try:
-        port = rank.open_store() if spec.rank == 0 else 0
-        channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
-        with taking_notes() as notes:
-            rank.load()
-            if (join := channel.receive(Join)) is None:
-                return
-            ready = rank.join(join)
-        channel.send(msgspec.structs.replace(ready, notes=tuple(notes)))
-        while (plan := channel.receive(StepPlan)) is not None:
-            began = time.monotonic()
-            result = rank.execute(plan)
-            if spec.rank == 0 and result is not None:
-                channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))
-    finally:
-        rank.close()
+def _work(spec: RankSpec, rank: Rank, channel: Channel) -> None:
+    """All that a rank does between its birth and its end. Raises whatever ends it."""
+    port = rank.open_store() if spec.rank == 0 else 0
+    channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
+    with taking_notes() as notes:
+        rank.load()
+        if (join := channel.receive(Join)) is None:
+            return
+        ready = rank.join(join)
+    channel.send(msgspec.structs.replace(ready, notes=tuple(notes)))
+    while (plan := channel.receive(StepPlan)) is not None:
+        began = time.monotonic()
+        result = rank.execute(plan)
+        if spec.rank == 0 and result is not None:
+            channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))

@@ -1,6 +1,7 @@
 """A rank without a model: checks the plans it gets and answers by arithmetic."""
 
 import os
+import re
 import signal
 import threading
 from typing import Literal
@@ -22,15 +23,19 @@ def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
     return (last * 31 + 7 + token_index) % vocab
 
 
+FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank `rank` does wrong, at step number `step` (0: while loading)."""
+    """What rank `rank` does wrong, at step number `step` (0: while loading), and perhaps once more when it closes."""
 
     rank: int
-    kind: Literal["raise", "kill", "hang", "freeze", "refuse"]
+    kind: FaultKind
     step: int = 0
+    at_close: FaultKind | None = None
 
-    def strike(self) -> None:
-        match self.kind:
+    def strike(self, kind: FaultKind) -> None:
+        match kind:
             case "raise":
                 raise RuntimeError("was told to raise")
             case "refuse":
@@ -41,6 +46,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang":
                 threading.Event().wait()
+            case "grip":  # hangs in C code that lets no other thread run
+                re.match(r"(a|a)*b", "a" * 100)
 
 
 class Ledger:
@@ -129,7 +136,7 @@ class EchoRank:
 
     def load(self) -> None:
         if self._fault and self._fault.step == 0:
-            self._fault.strike()
+            self._fault.strike(self._fault.kind)
 
     def join(self, join: Join) -> Ready:
         assert len(join.nodes) == self._spec.config.world_size
@@ -137,11 +144,12 @@ class EchoRank:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         if self._fault and self._fault.step == plan.step:
-            self._fault.strike()
+            self._fault.strike(self._fault.kind)
         return StepResult(plan.epoch, plan.step, self._ledger.apply(plan))
 
     def close(self) -> None:
-        pass
+        if self._fault and self._fault.at_close:
+            self._fault.strike(self._fault.at_close)
 
 
 class EchoMain:

@@ -41,9 +41,8 @@ async def running(config: EngineConfig) -> AsyncIterator[Engine]:
 
 
 @pytest.mark.parametrize("window_keys", [pytest.param("sharded", marks=pytest.mark.slow), "replicated"])
-async def test_tokens_equal_generate(goldens, monkeypatch, window_keys):
+async def test_tokens_equal_generate(goldens, window_keys):
     """Fresh in chunks, and kept with a question, beside each other."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     golden = goldens("gemma3")
     config = config_for(golden.folder, world_size=3, chunk_size=300, merge="gather", window_keys=window_keys)
     async with running(config) as engine:

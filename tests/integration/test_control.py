@@ -21,8 +21,9 @@ from coordinator.local import LocalFleet
 from coordinator.stream import Stream
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
+from longleaf.runs import Run
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
+from longleaf.step import Decode, Hello, Join, Prefill, Ready, StepPlan, StepResult, decode_to_rank, encode
 from workers.control import connect, taking_notes
 from workers.fakes import EchoMain, Fault, echo_token
 
@@ -116,6 +117,23 @@ async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
             await service.loop
         with pytest.raises(Unavailable, match=f"rank {rank}"):
             service.engine.submit(prompt(4, 1))
+
+
+@pytest.mark.parametrize("at_close", ["raise", "hang", "grip"])
+async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
+    """And its process ends, by itself, however its close goes."""
+    fault = Fault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
+    control, fleet = Control(config(), max_missed=1000), LocalFleet(EchoMain(fault))
+    await fleet.launch(config(), control.invitations, control.lost)
+    await control.start()
+    process = psutil.Process(control.hellos[0].pid)
+    plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
+    await control.step(plans[0])
+    with pytest.raises(StartError, match="told to refuse"):
+        await control.step(plans[1])
+    assert await asyncio.to_thread(process.wait, timeout=40) in (None, 1)
+    await control.close()
+    await fleet.shutdown()
 
 
 async def test_hang_passes_the_deadline() -> None:
