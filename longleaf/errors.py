@@ -6,7 +6,7 @@
     ├── AlreadyExists        the name is taken
     ├── ResourceExhausted    no room now; says when to try again
     ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
-    ├── Cancelled            another call ended what this one reads
+    ├── Cancelled            another call ended what this one reads, or its client was closed
     ├── Unavailable          the service cannot answer
     │   └── WorkerLost       a rank died, raised or hung; names the rank
     ├── RanksDisagree        ranks do different things at the same time; says what two of them do
@@ -61,7 +61,7 @@ class DeadlineExceeded(LongleafError):
 
 
 class Cancelled(LongleafError):
-    """Another call ended what this one reads."""
+    """Another call ended what this one reads, or the client was closed."""
 
 
 class Unavailable(LongleafError):

@@ -1,17 +1,18 @@
 """The asynchronous client."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
+from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls
 from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
-from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
+from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry
 from longleaf.client.upload import Upload, header_of
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
@@ -40,8 +41,6 @@ from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 FAREWELL_SECONDS = 1.0
 """Longest wait to tell the service that a generation is not wanted any more."""
 
-OnProgress = Callable[[IngestProgress], None]
-
 
 class AsyncClient:
     """Talks to one service. Every call raises the errors of `longleaf.errors`.
@@ -57,7 +56,11 @@ class AsyncClient:
     """
 
     def __init__(
-        self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
+        self,
+        server: str | None = None,
+        *,
+        retries: int | Retries = DEFAULT_LIMIT,
+        on_retry: Callback[Retry] = log_retry,
     ) -> None:
         """`server` is HOST:PORT, or HOST for the default port; None takes LONGLEAF_SERVER, else localhost:50051.
         `retries` is how often a call is tried again at most, 0 for never, or how exactly; `on_retry` is told before
@@ -72,8 +75,8 @@ class AsyncClient:
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
+        self._readings: set[Reading] = set()
         self._farewells: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,10 +85,11 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection, and all calls on it."""
-        self._is_closed = True
+        """Ends the connection, and all calls on it. What still waits raises Cancelled."""
+        while self._readings:
+            self._leave(self._readings.pop())
         await asyncio.gather(*self._farewells)
-        await self._calls.channel.close()
+        await self._calls.close()
 
     async def generate(
         self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
@@ -96,13 +100,15 @@ class AsyncClient:
         and was given a `request_id` ends there when nobody has read it for a minute.
         """
         reading = Reading(input, context, options)
+        self._readings.add(reading)
         try:
             async with aclosing(self._events(reading)) as events:
                 async for event in events:
                     yield event
         finally:
-            if (request_id := reading.orphan) is not None and not self._is_closed:
-                self._leave(request_id)
+            if reading in self._readings:  # closing the client has left all
+                self._readings.remove(reading)
+                self._leave(reading)
 
     async def _events(self, reading: Reading) -> AsyncGenerator[Event, None]:
         """The events of one generation, over as many calls as it takes."""
@@ -122,11 +128,12 @@ class AsyncClient:
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
-    def _leave(self, request_id: str) -> None:
+    def _leave(self, reading: Reading) -> None:
         """Tells the service, behind the caller's back, that nobody will come back to a generation."""
-        farewell = asyncio.create_task(self._say_farewell(request_id))
-        self._farewells.add(farewell)
-        farewell.add_done_callback(self._farewells.discard)
+        if (request_id := reading.orphan) is not None:
+            farewell = asyncio.create_task(self._say_farewell(request_id))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
 
     async def _say_farewell(self, request_id: str) -> None:
         with suppress(LongleafError):  # then it ends when its time is up
@@ -147,7 +154,7 @@ class AsyncClient:
         context: str,
         document: Document,
         *,
-        on_progress: OnProgress | None = None,
+        on_progress: Callback[IngestProgress] | None = None,
         **options: Unpack[IngestOptions],
     ) -> Context:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
@@ -160,7 +167,7 @@ class AsyncClient:
         async with aclosing(self.ingest_steps(context, document, **options)) as steps:
             async for progress in steps:
                 if on_progress is not None:
-                    on_progress(progress)
+                    await tell(on_progress, progress)
                 result = progress.context
         if result is None:
             raise Unavailable(f"{self.server} ended the ingest before acknowledging it")
@@ -194,20 +201,18 @@ class AsyncClient:
 
     async def _ingest_once(self, upload: Upload, timeout: float | None) -> AsyncGenerator[IngestProgress, None]:
         """One stream of an ingest, sending from where the service wants it."""
-        call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
+        with self._calls.typed():
+            call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
         try:
             with self._calls.typed():
                 async for response in call:
                     progress = codec.decode_ingest_progress(response)
                     upload.take(progress)
                     yield progress
-        except (LongleafError, asyncio.CancelledError) as error:
+        except LongleafError:
             if upload.error is not None:  # the call only knows that its upward half broke
                 raise upload.error from None
-            if isinstance(error, LongleafError) or is_cancelled():
-                raise
-            # The library cancels a call that ended while it was being sent to.
-            raise Unavailable(f"{self.server} ended the ingest") from None
+            raise
         finally:
             upload.stop()
             call.cancel()
@@ -330,9 +335,3 @@ class AsyncClient:
 def _reached(progress: IngestProgress) -> int:
     """A number that grows with what the service has done."""
     return progress.received_bytes + progress.received_tokens + progress.processed
-
-
-def is_cancelled() -> bool:
-    """Whether somebody cancels the task that asks."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,13 +1,15 @@
 """Calls to one service: their errors typed, their time limited, and made again where that is right."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
-from longleaf.client.retries import Attempts, OnRetry, Retries
-from longleaf.errors import LongleafError
+from longleaf.client.callbacks import Callback
+from longleaf.client.retries import Attempts, Retries, Retry
+from longleaf.errors import Cancelled, LongleafError, Unavailable
 from longleaf.status import decode_error
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -26,11 +28,17 @@ OPTIONS = (
 class Calls:
     """A channel to `server`. Requests and responses are protobuf messages; the generated stubs carry no types."""
 
-    def __init__(self, server: str, retries: Retries, on_retry: OnRetry) -> None:
+    def __init__(self, server: str, retries: Retries, on_retry: Callback[Retry]) -> None:
         self.server = server
         self.channel = grpc.aio.insecure_channel(server, options=OPTIONS)
         self._retries = retries
         self._on_retry = on_retry
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Ends the channel, and all calls on it."""
+        self._is_closed = True
+        await self.channel.close()
 
     def attempts(self, name: str, timeout: float | None) -> Attempts:
         """The attempts of one call, which may take `timeout` seconds in all."""
@@ -43,6 +51,13 @@ class Calls:
             yield
         except grpc.RpcError as error:
             raise decode_error(error, self.server) from None
+        except (grpc.aio.BaseError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
+            if self._is_closed:
+                raise Cancelled("the client was closed") from None
+            # The library cancels a call that ended while it was being sent to.
+            raise Unavailable(f"{self.server} ended the call") from None
 
     async def unary(self, method: Any, request: object, attempts: Attempts, *, is_repeatable: bool = False) -> Any:
         """The response. `is_repeatable`: the call does the same when it is made twice."""
@@ -57,7 +72,8 @@ class Calls:
         """The responses. The call is made again only while none has come. Closing the iterator ends it."""
         has_begun = False
         while True:
-            call = method(request, timeout=attempts.time_left())
+            with self.typed():
+                call = method(request, timeout=attempts.time_left())
             try:
                 with self.typed():
                     async for response in call:
@@ -70,3 +86,9 @@ class Calls:
                 await attempts.wait(error, is_repeatable=True)
             finally:
                 call.cancel()
+
+
+def is_cancelled() -> bool:
+    """Whether somebody cancels the task that asks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

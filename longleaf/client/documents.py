@@ -3,10 +3,12 @@
 import asyncio
 import errno
 import os
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 from longleaf.codec import encodable
 from longleaf.errors import InvalidArgument, Unavailable
@@ -14,6 +16,9 @@ from longleaf.messages import IngestHeader, IngestPiece
 
 PIECE_BYTES = 1 << 18
 PIECE_TOKENS = 1 << 16
+END = object()
+"""After the last part of an iterator."""
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -144,7 +149,7 @@ def _cut(data: "bytes | Sequence[int]", size: int) -> "Iterable[bytes | Sequence
 
 async def _read_path(path: Path) -> AsyncIterator[bytes]:
     try:
-        file = await asyncio.to_thread(path.open, "rb")
+        file = await in_thread(path.open, "rb")
     except OSError as error:
         raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
     with file:
@@ -154,10 +159,37 @@ async def _read_path(path: Path) -> AsyncIterator[bytes]:
 
 async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
     try:
-        while piece := await asyncio.to_thread(read, PIECE_BYTES):
+        while piece := await in_thread(read, PIECE_BYTES):
             yield encodable(piece, "text").encode() if isinstance(piece, str) else piece
     except OSError as error:
         raise InvalidArgument("file", f"cannot be read: {error.strerror}") from error
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """As `asyncio.to_thread`, in a thread that no end of the interpreter waits for: a pipe may stay silent for ever."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="longleaf-read", daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+def off_the_loop(document: Document) -> Document:
+    """The same document; where it comes from an iterator, that one may block, or call the client that reads it."""
+    is_iterator = isinstance(document, Iterable) and not isinstance(document, Sequence | Readable | Path)
+    return _advanced_in_threads(cast(Iterable[Part], document)) if is_iterator else document
+
+
+async def _advanced_in_threads(parts: Iterable[Part]) -> AsyncIterator[Part]:
+    iterator = iter(parts)
+    while (part := await in_thread(next, iterator, END)) is not END:
+        yield cast(Part, part)
 
 
 def size_of(document: Document) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from longleaf.client.callbacks import Callback, tell
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
 class Attempts:
     """The attempts of one call and the time they have together."""
 
-    def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: OnRetry) -> None:
+    def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: Callback[Retry]) -> None:
         self._call = call
         self._deadline = None if timeout is None or timeout > LONGEST_TIMEOUT else time.monotonic() + timeout
         self._retries = retries
@@ -81,7 +82,7 @@ class Attempts:
         may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))
         if not may_help or self._number > self._retries.limit or self._is_too_late(delay):
             raise error
-        self._on_retry(Retry(self._call, self._number, delay, error))
+        await tell(self._on_retry, Retry(self._call, self._number, delay, error))
         await asyncio.sleep(delay)
 
     def _is_too_late(self, delay: float) -> bool:

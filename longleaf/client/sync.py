@@ -1,14 +1,15 @@
 """The client for code without an event loop: a thin face of AsyncClient."""
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable
+import atexit
+from collections.abc import AsyncGenerator, Generator, Iterable
+from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
-from longleaf.client.aio import AsyncClient, OnProgress
-from longleaf.client.documents import Document
-from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, log_retry
-from longleaf.errors import LongleafError
+from longleaf.client.aio import AsyncClient
+from longleaf.client.callbacks import Callback, OnProgress
+from longleaf.client.documents import Document, off_the_loop
+from longleaf.client.loop import LoopThread
+from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, Retry, log_retry
 from longleaf.messages import (
     Cluster,
     Context,
@@ -35,14 +36,14 @@ class Client:
     def __init__(
         self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="longleaf-client", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("longleaf-client")
         try:
-            self._client = self._run(_connect(server, retries, on_retry))
-        except LongleafError:
-            self._end()
+            self._client = self._loop.run(_connect, server, retries, partial(self._loop.tell, on_retry))
+        except BaseException:
+            self._loop.end(_nothing)
             raise
+        # A script may end with a stream open: what ends it then waits for a thread that has already gone.
+        atexit.register(self.close)
 
     @property
     def server(self) -> str:
@@ -55,33 +56,16 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection and the thread. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self._run(self._client.close())
-        self._run(_settle())
-        self._end()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:  # also an interrupt: nothing goes on behind the caller's back
-            future.cancel()
-            raise
+        """Ends the connection and the thread; calls that still wait raise Cancelled. Idempotent."""
+        atexit.unregister(self.close)
+        self._loop.end(self._client.close)
 
     def _iterate(self, stream: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:
-            while (item := self._run(_next(stream))) is not None:
+            while (item := self._loop.run(_next, stream)) is not None:
                 yield item
         finally:
-            if not self._loop.is_closed():  # closing the client has ended the call already
-                self._run(_close(stream))
+            self._loop.clean_up(partial(_close, stream))
 
     def generate(
         self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
@@ -92,7 +76,7 @@ class Client:
         return self._iterate(self._client.ask(context, question, **options))
 
     def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
-        self._run(self._client.cancel_generation(request_id, timeout=timeout))
+        self._loop.run(self._client.cancel_generation, request_id, timeout=timeout)
 
     def ingest(
         self,
@@ -102,34 +86,35 @@ class Client:
         on_progress: OnProgress | None = None,
         **options: Unpack[IngestOptions],
     ) -> Context:
-        return self._run(self._client.ingest(context, document, on_progress=on_progress, **options))
+        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        return self._loop.run(self._client.ingest, context, off_the_loop(document), on_progress=tell, **options)
 
     def ingest_steps(
         self, context: str, document: Document, **options: Unpack[IngestOptions]
     ) -> Generator[IngestProgress, None, None]:
-        return self._iterate(self._client.ingest_steps(context, document, **options))
+        return self._iterate(self._client.ingest_steps(context, off_the_loop(document), **options))
 
     def get_context(self, context: str, *, timeout: float | None = None) -> Context:
-        return self._run(self._client.get_context(context, timeout=timeout))
+        return self._loop.run(self._client.get_context, context, timeout=timeout)
 
     def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
-        return self._run(self._client.list_contexts(timeout=timeout))
+        return self._loop.run(self._client.list_contexts, timeout=timeout)
 
     def update_context(
         self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
     ) -> Context:
-        return self._run(self._client.update_context(context, timeout=timeout, **settings))
+        return self._loop.run(self._client.update_context, context, timeout=timeout, **settings)
 
     def fork_context(
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
     ) -> Context:
-        return self._run(self._client.fork_context(context, new_context, num_tokens=num_tokens, timeout=timeout))
+        return self._loop.run(self._client.fork_context, context, new_context, num_tokens=num_tokens, timeout=timeout)
 
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
-        self._run(self._client.delete_context(context, timeout=timeout))
+        self._loop.run(self._client.delete_context, context, timeout=timeout)
 
     def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
-        return self._run(self._client.count_tokens(text, timeout=timeout))
+        return self._loop.run(self._client.count_tokens, text, timeout=timeout)
 
     def tokenize(
         self,
@@ -139,18 +124,19 @@ class Client:
         with_spans: bool = False,
         timeout: float | None = None,
     ) -> Tokenized:
-        work = self._client.tokenize(
-            text, add_special_tokens=add_special_tokens, with_spans=with_spans, timeout=timeout
+        return self._loop.run(
+            self._client.tokenize, text, add_special_tokens=add_special_tokens, with_spans=with_spans, timeout=timeout
         )
-        return self._run(work)
 
     def detokenize(
         self, token_ids: Iterable[int], *, keep_special_tokens: bool = False, timeout: float | None = None
     ) -> str:
-        return self._run(self._client.detokenize(token_ids, keep_special_tokens=keep_special_tokens, timeout=timeout))
+        return self._loop.run(
+            self._client.detokenize, token_ids, keep_special_tokens=keep_special_tokens, timeout=timeout
+        )
 
     def cluster(self, *, timeout: float | None = None) -> Cluster:
-        return self._run(self._client.cluster(timeout=timeout))
+        return self._loop.run(self._client.cluster, timeout=timeout)
 
     def watch_cluster(
         self, *, min_interval: float = 1.0, timeout: float | None = None
@@ -166,24 +152,21 @@ class Client:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> Verification:
-        work = self._client.verify(text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens, timeout=timeout)
-        return self._run(work)
+        return self._loop.run(
+            self._client.verify, text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens, timeout=timeout
+        )
 
     def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
-        return self._run(self._client.is_healthy(service, timeout=timeout))
+        return self._loop.run(self._client.is_healthy, service, timeout=timeout)
 
 
-async def _connect(server: str | None, retries: int | Retries, on_retry: OnRetry) -> AsyncClient:
+async def _connect(server: str | None, retries: int | Retries, on_retry: Callback[Retry]) -> AsyncClient:
     """On the loop's thread: channels belong to the loop that made them."""
     return AsyncClient(server, retries=retries, on_retry=on_retry)
 
 
-async def _settle() -> None:
-    """Ends what is left on the loop: grpc.aio notes the end of a call in a task of its own, which may come late."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+async def _nothing() -> None:
+    pass
 
 
 async def _next(stream: AsyncGenerator[T, None]) -> T | None:

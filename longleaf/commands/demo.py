@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.client.aio import OnProgress
+from longleaf.client.callbacks import OnProgress
 from longleaf.commands.ingest import progress_bar
 from longleaf.commands.options import AsJson, human_bytes, print_json
 from longleaf.config import Launcher

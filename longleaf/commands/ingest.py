@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from longleaf.client.aio import OnProgress
+from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
 from longleaf.commands.token_files import TokenFormat, read_ids

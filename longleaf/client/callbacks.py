@@ -1,0 +1,19 @@
+"""What a caller is told by a function of its own."""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from longleaf.messages import IngestProgress
+
+T = TypeVar("T")
+Callback = Callable[[T], Awaitable[None] | None]
+"""A function, or a coroutine function, which is awaited."""
+OnProgress = Callable[[IngestProgress], None]
+
+
+async def tell(callback: Callback[T], news: T) -> None:
+    """Raises what the callback raises."""
+    answer = callback(news)
+    if inspect.isawaitable(answer):
+        await answer

@@ -1,0 +1,161 @@
+"""An event loop in a thread of its own, for code that has none."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from longleaf.errors import Cancelled
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Job = Callable[[], None]
+CLOSED = "the client was closed, or belongs to the process that this one was forked from"
+SIGNAL_SECONDS = 1.0
+"""A signal that comes just before a thread begins to wait does not wake it; so long at most it is not handled."""
+
+
+class Call(Generic[T]):
+    """Work for the loop, and what is to be done meanwhile in the thread that waits for it."""
+
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._function = function
+        self.task: asyncio.Task[T] | None = None
+        self.jobs: SimpleQueue[Job | None] = SimpleQueue()
+        """None comes last, when the task has ended."""
+        self._ended = threading.Event()
+
+    def next_job(self) -> Job | None:
+        while True:
+            with suppress(Empty):
+                return self.jobs.get(timeout=SIGNAL_SECONDS)
+
+    async def work(self) -> T:
+        return await self._function()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.jobs.put(None)
+
+    def wait_ended(self) -> None:
+        """An interrupt may have come between the last job and whoever was to get it."""
+        while not self._ended.wait(SIGNAL_SECONDS):
+            pass
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+class LoopThread:
+    """Runs coroutines for other threads, which wait for them. What a coroutine tells is called in the thread that
+    waits, never on the loop: it may call again, block, and raise."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._lock = threading.RLock()  # the collector may end a stream, which is a call, wherever memory is taken
+        self._is_ending = False
+        self._calls: dict[asyncio.Task[Any], Call[Any]] = {}
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes work. Not in a forked process: its thread stayed with the parent."""
+        return self._thread.is_alive() and not self._is_ending
+
+    def run(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **options: P.kwargs) -> T:
+        """What the coroutine function returns or raises. When the caller is interrupted, or what it is told raises, the
+        work is cancelled, and has ended before this returns. Raises Cancelled when the loop ends before the work."""
+        call = Call(partial(function, *arguments, **options))
+        if not self._submit(call):
+            raise Cancelled(CLOSED)
+        return self._result(call)
+
+    def clean_up(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs what has no purpose once the loop has ended. The collector comes here on any thread, the loop's too."""
+        if self._is_here():
+            self._start(Call(function))
+        elif self.is_open:
+            with suppress(Cancelled):
+                self.run(function)
+
+    async def tell(self, callback: Callable[[T], None], news: T) -> None:
+        """Has the thread that waits for the running task call `callback`. Background tasks tell nobody."""
+        task = asyncio.current_task()
+        if task is None or task not in self._calls:
+            return
+        call, told = self._calls[task], asyncio.Event()
+
+        def job() -> None:
+            callback(news)
+            self._post(told.set)
+
+        call.jobs.put(job)
+        await told.wait()
+
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Takes no more work, runs `last`, cancels what is left and ends the thread. Idempotent; a forked process
+        must not touch what it shares with its parent, so nothing happens there."""
+        call = Call(partial(self._wind_up, last))
+        if not self._submit(call, is_last=True):
+            return
+        try:
+            self._result(call)
+        finally:
+            self._post(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await last()
+        # grpc.aio notes the end of a call in a task of its own, which may come late.
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
+
+    def _submit(self, call: Call[Any], *, is_last: bool = False) -> bool:
+        """Whether the call will begin: all that is submitted before the last one does."""
+        if self._is_here():
+            raise RuntimeError("a client cannot be called on its own event loop, which would wait for itself")
+        if self._thread.is_alive():
+            with self._lock:
+                if not self._is_ending:
+                    self._is_ending = is_last
+                    self._loop.call_soon_threadsafe(self._start, call)
+                    return True
+        return False
+
+    def _start(self, call: Call[Any]) -> None:
+        call.task = self._loop.create_task(call.work())
+        self._calls[call.task] = call
+        call.task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._calls.pop(task).end()
+
+    def _result(self, call: Call[T]) -> T:
+        try:
+            while (job := call.next_job()) is not None:
+                job()
+        except BaseException:
+            self._post(call.cancel)
+            call.wait_ended()
+            raise
+        assert call.task is not None
+        try:
+            return call.task.result()
+        except asyncio.CancelledError:
+            raise Cancelled(CLOSED) from None
+
+    def _post(self, job: Job) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            self._loop.call_soon_threadsafe(job)
+
+    def _is_here(self) -> bool:
+        return threading.get_ident() == self._thread.ident and self._thread.is_alive()  # numbers are used again
