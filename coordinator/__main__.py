@@ -9,11 +9,12 @@ Exit code 2: the settings cannot work; 1: the service failed.
 
 import os
 import signal
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def leave(*_: object) -> None:
+def leave(*_: object) -> NoReturn:
     os._exit(0)
 
 
@@ -33,7 +34,8 @@ import msgspec
 from msgspec.structs import fields
 
 from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outcome, describe
-from coordinator.fleet import RayFleet, connect
+from coordinator.connection import connect
+from coordinator.fleet import RayFleet
 from coordinator.local import LocalFleet
 from coordinator.service import ServiceConfig
 from longleaf.config import EngineConfig, join_address
@@ -125,16 +127,19 @@ def _ray() -> Any:
 
 def serve_on_ray(config: ServiceConfig) -> Outcome:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
+    try:
+        connection = connect(config.ray_address, config.engine.world_size)
+    except SystemExit:  # how Ray answers SIGTERM while it starts; what it started ends with this process
+        leave()
     stop = threading.Event()
 
     def on_signal(*_: object) -> None:
         stop.set()
 
-    for number in SIGNALS:
+    for number in SIGNALS:  # only now: Ray put its own handlers in the place of earlier ones
         signal.signal(number, on_signal)
-    connection = connect(config.ray_address, config.engine.world_size)
     try:
-        return Outcome() if stop.is_set() else _serve_actor(config, stop)
+        return _serve_actor(config, stop)
     finally:
         connection.close()
 

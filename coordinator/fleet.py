@@ -1,10 +1,6 @@
 """The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
 
 import asyncio
-import logging
-import shutil
-import socket
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,14 +8,12 @@ from typing import Any
 
 import msgspec
 
-from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment, ray_environment
+from longleaf.config import EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.step import Invitation, RankSpec
 
-OBJECT_STORE_BYTES = 80 * 2**20
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
-ANSWER_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
 NODE_DIGITS = 12
 """Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
@@ -28,63 +22,16 @@ OnDeath = Callable[[int, str], None]
 
 
 def _ray() -> Any:
-    """The package, untyped (its annotations are partial), and imported late: see `connect`."""
+    """The package, untyped (its annotations are partial), and imported late: see coordinator.connection."""
     import ray
 
     return ray
 
 
-class Connection:
-    """This process's membership in a Ray cluster; `directory` holds the files of a cluster that it started."""
-
-    def __init__(self, directory: str | None) -> None:
-        self._directory = directory
-
-    def close(self) -> None:
-        """Leaves the cluster; ends it, and removes its files, when it was started for this process."""
-        _ray().shutdown()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def connect(address: str | None, world_size: int) -> Connection:
-    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank.
-
-    The environment is set before Ray is imported, because Ray reads it then.
-    Raises StartError when the cluster cannot be reached.
-    """
-    apply_environment(ray_environment())
-    _check_answers(address)
-    directory = None
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if address is None:
-        check_slots_here(world_size)
-        # Loopback only, and a short path: the sockets of Ray lie in it, and their names have a limit.
-        directory = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
-        settings |= {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": directory}
-    try:
-        _ray().init(address=address or "local", **settings)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise StartError(f"Ray at {address or 'this machine'} cannot be used: {error}") from error
-    return Connection(directory)
-
-
-def _check_answers(address: str | None) -> None:
-    """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return  # started here, or found by Ray (`auto`, `local`)
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
-    except OSError as error:
-        raise StartError(f"ray_address: no Ray cluster answers at {address}: {error}") from error
-
-
 class RayFleet:
     """One actor of `worker_class` per rank. The class offers `run(spec)`, see workers.actor.
 
-    `worker_args` go to its constructor. Needs a connection, see `connect`.
+    `worker_args` go to its constructor. Needs a connection, see coordinator.connection.
     """
 
     def __init__(self, worker_class: type, *worker_args: object) -> None:

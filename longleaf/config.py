@@ -144,10 +144,20 @@ def check_slots_here(world_size: int) -> None:
         raise StartError(f"world size {world_size} needs as many slots, this machine has {slots}")
 
 
-def ray_environment() -> dict[str, str]:
-    """Variables that Ray must see before it starts: no usage reports, and an explicit choice of authentication."""
-    wanted = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+def ray_environment(token_file: Path | None) -> dict[str, str]:
+    """Variables that Ray must see before it is imported. `token_file` is that of a Ray that is started here; for one
+    that is joined, how to authenticate is left to the user's environment.
+
+    A Ray that is started here refuses whoever lacks its token, whatever the environment says, and listens on the
+    loopback address alone. On Linux it does so only where it believes that its system is one without clusters; in Ray
+    2.60 nothing else hangs on that variable but what `ray start` says and refuses.
+    """
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    variables = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    if token_file is not None:
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_AUTH_TOKEN": ""}
+        variables |= {"RAY_ENABLE_K8S_TOKEN_AUTH": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return variables
 
 
 def rank_environment(threads: int) -> dict[str, str]:

@@ -19,12 +19,15 @@ CLI = [str(Path(sys.executable).with_name("longleaf"))]
 
 
 class Served:
-    """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it."""
+    """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it.
 
-    def __init__(self, *options: str) -> None:
+    `before` is a command that becomes the command that follows it.
+    """
+
+    def __init__(self, *options: str, before: tuple[str, ...] = ()) -> None:
         # a session of its own, so that nothing that it leaves behind can hide
         self.process = subprocess.Popen(
-            [*CLI, "serve", "--port", "0", *options],
+            [*before, *CLI, "serve", "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
 from coordinator.control import Control
 from coordinator.engine import Engine
@@ -53,6 +52,8 @@ class Service:
 
 
 async def test_generates(ray_cluster: int) -> None:
+    import ray  # late, because its environment is set by the cluster
+
     service = Service(world_size=ray_cluster)
     try:
         await service.start()

@@ -1,0 +1,139 @@
+"""What others find of a service: from the network nothing, and on its machine doors of Ray that ask for a token."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.e2e import stranger
+from tests.e2e.conftest import Served
+
+pytestmark = pytest.mark.timeout(240)
+
+NETWORK = """
+ip link set lo up
+ip link add outer type veth peer name other
+ip address add 198.51.100.7/24 dev outer
+ip link set outer up
+ip link set other up
+ip route add default dev outer
+exec "$@"
+"""
+"""Of a machine whose address is not the loopback's."""
+INSIDE = ("unshare", "--net", "--map-root-user", "sh", "-ec", NETWORK, "sh")
+WAITING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
+"""The state, as the kernel tells it, of a socket that waits for others."""
+KNOWN = "a token that everybody knows"
+FIGURES = {"monitor.py", "dashboard.py", "ray::DashboardAgent"}
+"""Processes of Ray that tell figures to whoever asks on this machine, and nothing else, and take no token."""
+
+
+@pytest.fixture(scope="module")
+def inside() -> tuple[str, ...]:
+    """What to put before a command that is to run in a network of its own."""
+    try:
+        tried = subprocess.run([*INSIDE, "true"], capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"no network namespaces: {error}")
+    if tried.returncode:
+        pytest.skip(f"no network namespaces: {tried.stderr.strip()}")
+    return INSIDE
+
+
+class Door(NamedTuple):
+    """A socket that waits for others, and the process that opened it."""
+
+    owner: str
+    host: str
+    port: int
+
+    @property
+    def is_on_loopback(self) -> bool:
+        return ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def doors(pid: int) -> set[Door]:
+    """All of the network in which a process runs."""
+    owners = dict(_owners())
+    found = set()
+    for family, state in WAITING.items():
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state:
+                host, port = fields[1].split(":")
+                found.add(Door(owners.get(fields[9], "?"), _host(host), int(port, 16)))
+    return found
+
+
+def _host(digits: str) -> str:
+    """An address as the kernel prints it, in words of four bytes."""
+    words = b"".join(struct.pack("=I", int(digits[start : start + 8], 16)) for start in range(0, len(digits), 8))
+    address = ip_address(words)
+    return str((address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address)
+
+
+def _owners() -> Iterator[tuple[str, str]]:
+    """Inodes of sockets, and who holds them: the name of a script, or of the process."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            scripts = [Path(word).name for word in process.cmdline() if word.endswith(".py")]
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                if match := re.match(r"socket:\[(\d+)\]", os.readlink(link)):
+                    yield match[1], (scripts or [process.name()])[0]
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_stranger_finds_no_open_door(
+    started: ExitStack, inside: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", KNOWN)
+    options = ("--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
+    service = started.enter_context(Served(*options, before=inside))
+    found = doors(service.process.pid)
+    assert len(found) >= 3, "gRPC, the control channel and the ranks' store at least"
+    assert {door for door in found if not door.is_on_loopback} == set()
+    if launcher == "ray":
+        ours = int(service.address.rpartition(":")[2])
+        check_ray(service, {door for door in found if door.port != ours})
+    assert service.stop() == 0
+
+
+def check_ray(service: Served, found: set[Door]) -> None:
+    """Ray answers only to who has its own token, and hides that."""
+    (raylet,) = (process for process in service.processes() if process.name() == "raylet")
+    token_file = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
+    token = token_file.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (token_file.parent, token_file)] == [0o700, 0o600]
+    assert not any(token in word for process in service.processes() for word in process.cmdline())
+    # not the ranks: beside Ray's doors, which are the coordinator's too, they have gloo's, which never answer
+    answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
+    refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}
+    told = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
+    assert told == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, "ZMQ says nothing"
+    assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {door.owner for door in refused}
+    gcs = {door for door in found if door.owner == "gcs_server"}
+    assert [answer[:1] for answer in knock(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
+    assert [answer[:1] for answer in knock(service, token, gcs).values()] == [["OK"]]
+
+
+def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]]:
+    """What a process that is in the service's network, and has this token or none, is answered; see stranger.py."""
+    enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
+    command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    answers = json.loads(told)
+    return {door: answers[str(door)] for door in found}
