@@ -20,6 +20,7 @@ MIB = 1 << 20
 MOST_SECONDS = 60.0
 """An attack that takes longer is broken off."""
 OPEN = "open until the attack ended"
+BROKEN_OFF = "ended while it was sent to"
 BARE = " without details"
 CONTEXT = "hostile"
 NUM_FORKS = 5000
@@ -87,6 +88,9 @@ class Attacker:
             self.statuses[status_of(error.code(), error.trailing_metadata())] += 1
             return None
         except asyncio.CancelledError:
+            if not _is_cancelled():
+                self.statuses[BROKEN_OFF] += 1
+                return None
             self._leave(call)
             raise
         return last
@@ -125,6 +129,24 @@ def status_of(code: grpc.StatusCode, trailing: Any) -> str:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details and b"RetryInfo" not in details:
         return f"{code.name} for good"
     return code.name if details or code is grpc.StatusCode.OK else code.name + BARE
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is: the library raises the same for a call that ended while it was being sent to."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def send(call: Any, *requests: bytes) -> None:
+    """Sends as much as the service takes; reading tells how the call ended."""
+    try:
+        for request in requests:
+            await call.write(request)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
 
 
 async def repeat(attacker: Attacker, method: str, make: Callable[[int], bytes], num_bytes: int, count: int) -> None:
@@ -176,9 +198,8 @@ def _generation(num_tokens: int) -> bytes:
 async def upload(attacker: Attacker, name: str, *pieces: bytes) -> bytes | None:
     """Ingests a document; its last response."""
     call = attacker.upload()
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # then reading tells why
-        for piece in (payloads.ingest_config(name), *pieces):
-            await call.write(piece)
+    await send(call, payloads.ingest_config(name), *pieces)
+    with suppress(asyncio.InvalidStateError):  # it has ended already
         await call.done_writing()
     return await attacker.read(call)
 
@@ -189,9 +210,7 @@ async def stall_uploads(attacker: Attacker) -> None:
 
     async def stall(number: int) -> None:
         call = attacker.upload()
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await call.write(payloads.ingest_config(f"{CONTEXT}-{number}"))
-            await call.write(piece)
+        await send(call, payloads.ingest_config(f"{CONTEXT}-{number}"), piece)
         await attacker.read(call)
 
     await attacker.during(stall(number) for number in range(400))
@@ -311,5 +330,5 @@ async def _attack(chosen: Attack, address: str, seconds: float) -> Counter[str]:
         try:
             await asyncio.wait_for(chosen.run(attacker), MOST_SECONDS)
         except TimeoutError:
-            attacker.statuses["broken off"] += 1
+            attacker.statuses["the attack took too long"] += 1
         return attacker.statuses
