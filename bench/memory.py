@@ -1,4 +1,4 @@
-"""The peak of a process's memory during one call, as the kernel saw it."""
+"""The memory of a process, and its peak during one call, as the kernel saw them."""
 
 import ctypes
 import gc
@@ -28,6 +28,32 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
     peak = parse((PROCESS / "status").read_text(), "VmHWM")
     del kept
     return max(0, peak - before)
+
+
+class Memory:
+    """That of another process, in bytes. Raises OSError when it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = Path(f"/proc/{pid}")
+
+    def reset_peak(self) -> None:
+        """The peak is from now on counted from what is resident now."""
+        (self._process / "clear_refs").write_text(RESET_PEAK)
+
+    @property
+    def resident(self) -> int:
+        return self._field("VmRSS")
+
+    @property
+    def peak(self) -> int:
+        """Most that was resident since the peak was reset."""
+        return self._field("VmHWM")
+
+    def _field(self, name: str) -> int:
+        status = (self._process / "status").read_text()
+        if f"{name}:" not in status:
+            raise ProcessLookupError(f"{self._process.name} has ended")
+        return parse(status, name)
 
 
 def parse(status: str, field: str) -> int:

@@ -101,6 +101,46 @@ def windows(rows: Sequence[Row]) -> list[str]:
     return [told, "", *_table(heads, table)]
 
 
+def hostile(rows: Sequence[Row]) -> list[str]:
+    """Attacks beside one honest stream."""
+    first = rows[0]
+    more, most = first["targets"]["heartbeat_more_ms"], first["targets"]["remaining_mib"]
+    told = (
+        f"Each attack beside one honest stream and small honest requests, {first['world_size']} rank(s), against the "
+        f"same without the attack; medians of {first['repeats']}, without -> with. Heartbeat is the longest time in "
+        f"which nobody was served (wanted: at most {more:g} ms more), stream the longest time between two tokens, "
+        "answer the longest wait for a small request. Memory is the coordinator's, in MiB: its peak during the attack, "
+        f"and what remains a second after it (wanted: at most {most:g}). `burn` is no attack."
+    )
+    table = [
+        [
+            row["attack"],
+            row["told"],
+            *(_without_and_with(row, f"{name}_ms") for name in ("heartbeat", "stream", "answer")),
+            *(f"{row['attacked'].get(name, float('nan')):,.0f}" for name in ("peak_mib", "remaining_mib")),
+            ", ".join(f"{status}: {count:,}" for status, count in sorted(row["statuses"].items())),
+            "; ".join(name for name, is_met in row["met"].items() if not is_met),
+        ]
+        for row in rows
+    ]
+    heads = [
+        "attack",
+        "what",
+        "heartbeat, ms",
+        "stream, ms",
+        "answer, ms",
+        "peak",
+        "remaining",
+        "calls ended",
+        "missed",
+    ]
+    return [told, "", *_table(heads, table)]
+
+
+def _without_and_with(row: Row, name: str) -> str:
+    return " -> ".join(f"{row[kind].get(name, float('nan')):,.0f}" for kind in ("alone", "attacked"))
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "shared": shared,
     "overhead": overhead,
@@ -109,6 +149,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "serve": serve,
     "prefill": prefill,
     "windows": windows,
+    "hostile": hostile,
 }
 
 

@@ -1,0 +1,91 @@
+"""Requests as a hostile client sends them: bytes that are cheap to make and dear to read.
+
+What is large is encoded by hand and put after the rest of its message: parsers of protobuf join the two.
+"""
+
+import numpy as np
+
+from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
+
+LARGEST = (64 << 20) - 4096
+"""Bytes of a request, a little below what the service takes."""
+TOKEN = b"A"
+"""A token id that every vocabulary has; it takes one byte."""
+SHORT_STRING = b"\x01x"
+"""Length and content."""
+BIAS_BYTES = 12
+FIRST_BIAS = 1 << 21
+"""From here to 2^28 ids take four bytes."""
+
+_PROMPT, _TEXT, _SAMPLING, _STOP, _BIAS = 3, 2, 5, 6, 12
+_DATA_IDS, _PATHS, _MASK = 3, 1, 2
+
+
+def generate(sampling: generation_pb2.SamplingParams | None = None) -> bytes:
+    """A generation after a short prompt."""
+    prompt = generation_pb2.TokenIds(ids=TOKEN * 8)
+    return generation_service_pb2.GenerateRequest(token_ids=prompt, sampling=sampling).SerializeToString()
+
+
+def ids(num_bytes: int) -> bytes:
+    """A TokenIds of so many ids."""
+    return field(1, TOKEN * num_bytes)
+
+
+def generate_ids(num_bytes: int) -> bytes:
+    return field(_PROMPT, ids(num_bytes))
+
+
+def generate_text(num_bytes: int) -> bytes:
+    words = b"the quick brown fox jumps over the lazy dog "
+    return field(_TEXT, (words * (num_bytes // len(words) + 1))[:num_bytes])
+
+
+def generate_stops(num_bytes: int) -> bytes:
+    """Stop strings of one character."""
+    return generate() + field(_SAMPLING, _strings(_STOP, num_bytes))
+
+
+def generate_biases(num_bytes: int) -> bytes:
+    """Biases of ids that differ: message 12 of (key: 4 bytes, value: float)."""
+    keys = np.arange(num_bytes // BIAS_BYTES, dtype=np.uint32) + FIRST_BIAS
+    entries = np.zeros((len(keys), BIAS_BYTES), np.uint8)
+    entries[:, :3] = (_BIAS << 3 | 2, BIAS_BYTES - 2, 1 << 3)
+    for place in range(4):
+        entries[:, 3 + place] = (keys >> 7 * place & 0x7F) | (0x80 if place < 3 else 0)
+    entries[:, 7] = 2 << 3 | 5
+    return generate() + field(_SAMPLING, entries.tobytes())
+
+
+def detokenize(num_bytes: int) -> bytes:
+    return field(1, ids(num_bytes))
+
+
+def update_mask(num_bytes: int) -> bytes:
+    """A change of many fields that do not exist."""
+    named = context_service_pb2.UpdateContextRequest(context=context_pb2.Context(name="contexts/nobodys"))
+    return named.SerializeToString() + field(_MASK, _strings(_PATHS, num_bytes))
+
+
+def ingest_config(name: str) -> bytes:
+    config = context_service_pb2.IngestConfig(name=f"contexts/{name}")
+    return context_service_pb2.IngestContextRequest(config=config).SerializeToString()
+
+
+def ingest_ids(num_bytes: int) -> bytes:
+    return field(_DATA_IDS, ids(num_bytes))
+
+
+def _strings(number: int, num_bytes: int) -> bytes:
+    one = _varint(number << 3 | 2) + SHORT_STRING
+    return one * (num_bytes // len(one))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes, a string or a message."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    groups = [value >> shift & 0x7F for shift in range(0, max(1, value.bit_length()), 7)]
+    return bytes([*(group | 0x80 for group in groups[:-1]), groups[-1]])
