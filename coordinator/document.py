@@ -18,8 +18,8 @@ STEP_TOKENS = 1 << 16
 class Document:
     """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
 
-    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens of
-    milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
+    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
+    of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
     """
 
     def __init__(self, encoder: Encoder, limit: TextLimit, vocabulary_size: int) -> None:
