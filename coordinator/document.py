@@ -8,7 +8,7 @@ from coordinator.encoder import Encoder
 from coordinator.text_limit import TextLimit
 from longleaf.errors import InvalidArgument
 
-STEP_BYTES = 1 << 18
+STEP_BYTES = 1 << 16
 """Text taken at once."""
 STEP_CHARACTERS = 1 << 16
 """Text that is worth a step of work."""
@@ -18,7 +18,8 @@ STEP_TOKENS = 1 << 16
 class Document:
     """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
 
-    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time.
+    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
+    of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
     """
 
     def __init__(self, encoder: Encoder, limit: TextLimit, vocabulary_size: int) -> None:
@@ -68,18 +69,19 @@ class Document:
         self._decode(text)
         self.num_bytes += len(text)
 
-    def add_ids(self, token_ids: Sequence[int]) -> None:
-        """Takes ids. Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text."""
+    def add_ids(self, token_ids: Sequence[int], offset: int = 0) -> None:
+        """Takes ids, at most STEP_TOKENS, that came after `offset` others in their message.
+
+        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text.
+        """
         self._check_open("token_ids")
         if self.num_bytes:
             raise InvalidArgument("token_ids", "cannot be mixed with text")
-        self._check_count("token_ids", len(self._ids) + len(token_ids))
-        for start in range(0, len(token_ids), STEP_TOKENS):
-            step = token_ids[start : start + STEP_TOKENS]
-            if not 0 <= min(step) <= max(step) < self._vocabulary_size:
-                wrong = next(i for i, token_id in enumerate(step) if not 0 <= token_id < self._vocabulary_size)
-                raise self._unknown(step[wrong], f"token_ids.ids[{start + wrong}]")
-            self._ids.extend(step)
+        self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
+            wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocabulary_size)
+            raise self._unknown(token_ids[wrong], f"token_ids.ids[{offset + wrong}]")
+        self._ids.extend(token_ids)
 
     def digest(self) -> None:
         """Cuts the waiting text into tokens. Raises InvalidArgument for more than can fit."""
@@ -114,7 +116,7 @@ class Document:
     def _check_text(self) -> None:
         """The ids of the text are checked as well: some tokenizers have tokens for which the model has no embedding."""
         token_ids = self._encoder.token_ids
-        self._check_count("text", len(token_ids))
+        self._limit.check_tokens("text", len(token_ids))
         new = token_ids[self._num_checked :]
         self._num_checked = len(token_ids)
         if new and max(new) >= self._vocabulary_size:
@@ -122,7 +124,3 @@ class Document:
 
     def _unknown(self, token_id: int, field: str) -> InvalidArgument:
         return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size} tokens")
-
-    def _check_count(self, field: str, count: int) -> None:
-        if count > self._limit.num_tokens:
-            raise InvalidArgument(field, f"{count} tokens or more cannot fit in the {self._limit.name}")

@@ -6,9 +6,10 @@ must give the same ids from the cut on, and the cut must stand whatever text com
 place of the text before, so that what a tokenizer adds or strips at the start of a text falls into it, and is dropped.
 """
 
+import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -22,6 +23,9 @@ WINDOW = 1 << 16
 """Characters encoded at once: the library takes some 160 bytes per character at its peak."""
 LONGEST_WINDOW = 1 << 20
 """Characters within which a cut must be found."""
+LONGEST_SECONDS = 1.0
+"""A window without a cut that took longer is not made longer: with some tokenizers' patterns the time grows with the
+square of a run of digits."""
 MARGIN = 1024
 """Characters that a window has after the place where a cut is wanted."""
 MAX_TOKENS_BACK = 512
@@ -56,12 +60,18 @@ class Encoder:
     def __init__(
         self,
         tokenizer: FastTokenizer,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
         *,
+        clock: Callable[[], float] = time.perf_counter,
         window: int = WINDOW,
         longest_window: int = LONGEST_WINDOW,
         margin: int = MARGIN,
     ) -> None:
+        """`before` and `after` are ids around those of the text. `clock` counts seconds."""
         self._tokenizer = tokenizer
+        self._after = tuple(after)
+        self._clock = clock
         self._is_local = type(tokenizer.model).__name__ == "BPE"
         self._window, self._longest_window, self._margin = window, longest_window, margin
         self._wanted = window
@@ -70,7 +80,7 @@ class Encoder:
         """Characters of the whole text before `_text`."""
         self._num_lead = 0
         """First tokens of `_text` that are settled already."""
-        self.token_ids = array("I")
+        self.token_ids = array("I", before)
         """What is settled; the caller may take it out."""
         self.spans: list[tuple[int, int]] | None = None
         """Where they lie in the text, in characters; only kept when it is set to a list."""
@@ -88,22 +98,24 @@ class Encoder:
                 self._encode_window()
 
     def finish(self) -> None:
-        """Settles all that was pushed: the text is complete."""
+        """Settles all that was pushed: the text is complete. Idempotent."""
         if self._text:
             encoding = self._encode(self._text)
             self._settle(encoding, len(encoding))
-        self._text = ""
+        self.token_ids.extend(self._after)
+        self._text, self._after = "", ()
 
     def _encode(self, text: str) -> Encoding:
         # The library lets other threads run in a batch only.
         return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     def _encode_window(self) -> None:
-        window = self._text[: self._wanted]
+        window, began = self._text[: self._wanted], self._clock()
         encoding = self._encode(window)
+        seconds = self._clock() - began
         cut = self._find_cut(window, encoding)
         if cut is None:
-            if self._wanted >= self._longest_window:
+            if self._wanted >= self._longest_window or seconds > LONGEST_SECONDS:
                 told = f"{self._wanted} characters in a row between which the tokenizer cannot be cut"
                 raise InvalidArgument("text", f"has {told}")
             self._wanted = min(2 * self._wanted, self._longest_window)

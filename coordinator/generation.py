@@ -1,6 +1,5 @@
 """A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Sequence
@@ -9,8 +8,10 @@ from typing import Protocol
 
 from coordinator import events
 from coordinator.answer import Answer
+from coordinator.encoder import Encoder
 from coordinator.replay import CallLater, Replays, call_later
 from coordinator.text_limit import Capacity, TextLimit
+from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from longleaf.errors import AlreadyExists, InvalidArgument, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
@@ -55,11 +56,13 @@ class Generation:
         self,
         engine: Submitter,
         tokenizer: Tokenizer,
+        threads: TextThreads,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._threads = threads
         self._clock = clock
         self._replays = Replays(later)
         self._running: set[str] = set()
@@ -127,34 +130,32 @@ class Generation:
         return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact)
 
     async def _check(self, request: Generate) -> Sequence[int]:
-        """The prompt's ids. Raises InvalidArgument or NotFound."""
-        self._check_size(request)
+        """The prompt's ids. Raises InvalidArgument, NotFound or ResourceExhausted."""
+        held = self._engine.get_context(request.context).tokens if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         _check_known("sampling.logit_bias", request.sampling.logit_bias, size)
         _check_known("sampling.stop_token_ids", request.sampling.stop_tokens, size)
-        return await asyncio.to_thread(self._prompt_ids, request)
-
-    def _check_size(self, request: Generate) -> None:
-        """Raises InvalidArgument for a text that cannot fit, and NotFound for a context that is not there."""
-        held = self._engine.get_context(request.context).tokens if request.context is not None else 0
         if isinstance(request.input, str):
-            limit = TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
-            limit.check("text", len(request.input.encode()))
+            return await self._text_ids(request, request.input, held)
+        return await self._threads.run(check_ids, request.input, size)
 
-    def _prompt_ids(self, request: Generate) -> Sequence[int]:
-        if not isinstance(request.input, str):
-            return check_ids(request.input, self._tokenizer.vocabulary_size)
-        if not request.input:
+    async def _text_ids(self, request: Generate, text: str, held: int) -> Sequence[int]:
+        """Stops when more ids have come out than can fit after `held` tokens."""
+        if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
-        return check_ids(self._text_ids(request, request.input), self._tokenizer.vocabulary_size, "text")
+        limit = TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+        limit.check("text", len(text.encode()))
+        encoder = self._encoder(request)
+        await self._threads.encode(encoder, text, lambda: limit.check_tokens("text", len(encoder.token_ids)))
+        return await self._threads.run(check_ids, encoder.token_ids, self._tokenizer.vocabulary_size, "text")
 
-    def _text_ids(self, request: Generate, text: str) -> Sequence[int]:
+    def _encoder(self, request: Generate) -> Encoder:
         if request.context is not None:
-            return self._tokenizer.question_ids(text)
+            return self._tokenizer.question_encoder()
         wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
         if wanted and not has_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
-        return self._tokenizer.prompt_ids(text, has_template if wanted is None else wanted)
+        return self._tokenizer.prompt_encoder(has_template if wanted is None else wanted)
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from coordinator import events
 from coordinator.contexts import check_settings
-from coordinator.document import STEP_BYTES, Document
+from coordinator.document import STEP_BYTES, STEP_TOKENS, Document
 from coordinator.generation import EventStream
 from coordinator.jobs import Claim
 from coordinator.text_limit import Capacity, TextLimit
+from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
 from coordinator.wire import context_of
@@ -21,8 +22,9 @@ from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFo
 from longleaf.messages import ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
 
 REPORT_BYTES = 1 << 18
-"""Received bytes between two reports."""
+"""Of text, received between two reports."""
 REPORT_TOKENS = 1 << 16
+"""Of token ids."""
 
 
 class Ingester(Capacity, Protocol):
@@ -46,12 +48,14 @@ class Ingest:
         self,
         engine: Ingester,
         tokenizer: Tokenizer,
+        threads: TextThreads,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         uploads: Uploads | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._threads = threads
         self._clock = clock
         self._wall_clock = wall_clock
         self._uploads = uploads or Uploads(clock)
@@ -110,7 +114,7 @@ class Ingest:
         document = Document(encoder, limit, self._tokenizer.vocabulary_size)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
-        upload = Upload(header, document, None if header.upload_id else deadline)
+        upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
         self._uploads.add(upload)
         return upload
 
@@ -197,7 +201,10 @@ async def _take(upload: Upload, claim: int, document: Document, piece: IngestPie
                     upload.check_owner(claim)
                     yield
         case _:
-            await upload.work(document.add_ids, piece)
+            for start in range(0, len(piece), STEP_TOKENS):
+                await upload.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
+                upload.check_owner(claim)
+                yield
     yield
 
 
@@ -208,5 +215,6 @@ def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestPro
 
 
 def _is_news(report: IngestProgress, last: IngestProgress) -> bool:
-    num_tokens = report.received_tokens - last.received_tokens
-    return report.received_bytes - last.received_bytes >= REPORT_BYTES or num_tokens >= REPORT_TOKENS
+    if report.received_bytes:
+        return report.received_bytes - last.received_bytes >= REPORT_BYTES
+    return report.received_tokens - last.received_tokens >= REPORT_TOKENS

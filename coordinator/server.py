@@ -19,6 +19,7 @@ from coordinator.servicers import (
     GenerationServicer,
     TokenizerServicer,
 )
+from coordinator.text_threads import TextThreads
 from coordinator.tokenization import Tokenization
 from coordinator.tokenizer import Tokenizer
 from coordinator.verification import Verifications
@@ -70,12 +71,15 @@ class Server:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
         untyped: Any = health
         self._health: Any = untyped.aio.HealthServicer()
-        contexts = ContextServicer(Ingest(engine, tokenizer), engine)
-        generations = GenerationServicer(Generation(engine, tokenizer))
+        self._threads = TextThreads()
+        contexts = ContextServicer(Ingest(engine, tokenizer, self._threads), engine)
+        generations = GenerationServicer(Generation(engine, tokenizer, self._threads))
         self._add(generation_service_pb2_grpc, "GenerationService", generations)
         self._add(context_service_pb2_grpc, "ContextService", contexts)
-        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(Tokenization(tokenizer)))
-        fleet = ClusterServicer(cluster, engine.changes, Verifications(engine, tokenizer, cluster))
+        texts = TokenizerServicer(Tokenization(tokenizer, self._threads))
+        self._add(tokenizer_service_pb2_grpc, "TokenizerService", texts)
+        verifications = Verifications(engine, tokenizer, self._threads, cluster)
+        fleet = ClusterServicer(cluster, engine.changes, verifications)
         self._add(cluster_service_pb2_grpc, "ClusterService", fleet)
         self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -114,3 +118,4 @@ class Server:
         """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
         await self.set_serving(False)
         await self._server.stop(grace)
+        await self._threads.close()

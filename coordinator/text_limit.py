@@ -50,3 +50,8 @@ class TextLimit:
             raise InvalidArgument(
                 field, f"{num_bytes} bytes cannot fit: at most {self.num_bytes} bytes make the {self.name}"
             )
+
+    def check_tokens(self, field: str, count: int) -> None:
+        """Raises InvalidArgument naming `field` when so many tokens, or more to come, cannot fit."""
+        if count > self.num_tokens:
+            raise InvalidArgument(field, f"{count} tokens or more cannot fit in the {self.name}")

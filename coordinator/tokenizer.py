@@ -21,7 +21,7 @@ _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 
 
 class Tokenizer:
-    """The ids of documents, questions and prompts. Calls may take seconds on long texts: make them in a thread."""
+    """The ids of documents, questions and prompts, and their text."""
 
     def __init__(
         self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint, parts: tuple[str, str] | None
@@ -72,28 +72,23 @@ class Tokenizer:
 
     def document_encoder(self, is_first: bool) -> Encoder:
         """Makes the ids of a document; those that start a context carry the template's opening before them."""
-        encoder = Encoder(self._plain)
-        encoder.token_ids.extend(self._prefix if is_first else ())
-        return encoder
+        return Encoder(self._plain, self._prefix if is_first else ())
 
-    def question_ids(self, question: str) -> list[int]:
-        """Ids that follow a document: separator, question, and the template's end."""
-        return [*self._separator, *self._encode(question), *self._suffix]
+    def question_encoder(self) -> Encoder:
+        """Makes the ids that follow a document: separator, question, and the template's end."""
+        return Encoder(self._plain, self._separator, self._suffix)
 
-    def prompt_ids(self, text: str, use_chat_template: bool) -> list[int]:
-        """Ids of a prompt without a context."""
-        if use_chat_template:
-            return [*self._prefix, *self._encode(text), *self._suffix]
-        return [*self.opening, *self._encode(text)]
+    def prompt_encoder(self, use_chat_template: bool) -> Encoder:
+        """Makes the ids of a prompt without a context."""
+        return Encoder(self._plain, self._prefix, self._suffix) if use_chat_template else self.plain_encoder(True)
+
+    def plain_encoder(self, has_opening: bool) -> Encoder:
+        """Makes the ids of a text without a template, on request with the special tokens that come before a prompt."""
+        return Encoder(self._plain, self.opening if has_opening else ())
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return self._plain.decode(list(token_ids), skip_special_tokens=not keep_special)
-
-    def _encode(self, text: str) -> Sequence[int]:
-        encoder = self.document_encoder(is_first=False)
-        encoder.push(text)
-        encoder.finish()
-        return encoder.token_ids
+        # The library lets other threads run in a batch only.
+        return self._plain.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
     def _alphabet(self, description: dict[str, Any]) -> Alphabet:
         added = self._plain.get_added_tokens_decoder()

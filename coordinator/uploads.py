@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
 
 from coordinator.document import Document
 from coordinator.generation import EventStream
+from coordinator.text_threads import TextThreads
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.messages import IngestHeader, IngestProgress
 
@@ -72,8 +74,11 @@ class Prefill:
 class Upload:
     """An ingest: its document while that arrives, then its prefill. The stream that claimed it last owns it."""
 
-    def __init__(self, header: IngestHeader, document: Document, deadline: float | None = None) -> None:
+    def __init__(
+        self, header: IngestHeader, document: Document, threads: TextThreads, deadline: float | None = None
+    ) -> None:
         self.header = header
+        self._threads = threads
         self.deadline = deadline
         """When nobody waits for it any more, in seconds on the engine's clock."""
         self.document: Document | None = document
@@ -82,7 +87,7 @@ class Upload:
         self.num_claims = 0
         self.idle_since: float | None = None
         """When the last stream left; None while there is one."""
-        self._work: asyncio.Future[None] | None = None
+        self._work: Future[None] | None = None
 
     @property
     def num_held_bytes(self) -> int:
@@ -108,15 +113,18 @@ class Upload:
             raise Unavailable("another stream goes on with this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """Runs a method of the document in a thread, to its end even if the caller is cancelled."""
-        self._work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-        self._work.add_done_callback(lambda work: work.cancelled() or work.exception())  # perhaps nobody waits for it
-        await asyncio.shield(self._work)
+        """Runs a short method of the document in a thread. If the caller is cancelled, it runs to its end, or not at
+        all: the document is whole either way."""
+        self._work = self._threads.submit(function, *arguments)
+        await asyncio.wrap_future(self._work)
 
     async def settle(self) -> None:
         """Waits for work that an earlier owner left behind. Raises what it raised."""
         if self._work is not None:
-            await asyncio.shield(self._work)
+            work = asyncio.wrap_future(self._work)
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
 
 
 class Uploads:

@@ -5,7 +5,6 @@ waiting, for as long as one rank takes to read the prompt alone, once or twice; 
 verification runs at a time.
 """
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Generator
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from coordinator import events
 from coordinator.generation import Submitter, check_ids
+from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import Cluster, Verification, Verify
@@ -52,11 +52,13 @@ class Verifications:
         self,
         engine: Submitter,
         tokenizer: Tokenizer,
+        threads: TextThreads,
         cluster: Callable[[], Cluster],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._threads = threads
         self._cluster = cluster
         self._clock = clock
         self._is_running = False
@@ -101,10 +103,11 @@ class Verifications:
             raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
         if len(request.text.encode()) > MAX_TEXT_BYTES:
             raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES} bytes")
-        token_ids = await asyncio.to_thread(self._tokenizer.prompt_ids, request.text, False)
-        if len(token_ids) > MAX_PROMPT:
-            raise InvalidArgument("text", f"has {len(token_ids)} tokens, at most {MAX_PROMPT} are compared")
-        return tuple(check_ids(token_ids, size, "text"))
+        encoder = self._tokenizer.prompt_encoder(False)
+        await self._threads.encode(encoder, request.text)
+        if len(encoder.token_ids) > MAX_PROMPT:
+            raise InvalidArgument("text", f"has {len(encoder.token_ids)} tokens, at most {MAX_PROMPT} are compared")
+        return tuple(check_ids(encoder.token_ids, size, "text"))
 
     def _usual_length(self, max_tokens: int) -> int:
         """Tokens enough for a block on every rank, as far as limits allow."""

@@ -12,6 +12,7 @@ from tokenizers import decoders as decoding
 
 from coordinator import events
 from coordinator.changes import Changes
+from coordinator.encoder import Encoder
 from coordinator.jobs import NO_CLAIM, Claim
 from coordinator.positions import Positions
 from coordinator.server import Server
@@ -256,6 +257,13 @@ BYTES = byte_tokenizer()
 def ids(text: str) -> tuple[int, ...]:
     """Ids of `text` in the served model's tokenizer."""
     return tuple(BYTES.encode(text).ids)
+
+
+def encoded(encoder: Encoder, text: str) -> list[int]:
+    """The ids of a text, as a tokenizer's encoder makes them."""
+    encoder.push(text)
+    encoder.finish()
+    return list(encoder.token_ids)
 
 
 async def collect(answer: AsyncIterator[Event]) -> tuple[str, Finished]:

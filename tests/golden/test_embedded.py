@@ -10,6 +10,7 @@ from longleaf.config import embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
 from tests.golden.states import running
+from tests.service import encoded
 from tests.threads import config_for
 
 NEW_TOKENS = 40
@@ -19,11 +20,8 @@ NEW_TOKENS = 40
 async def test_answers_equal_generate(world_size, window_keys):
     haystack = make_haystack(5, 3000, 2, 0, split="held_out")
     tokenizer = Tokenizer.load(embedded_model())
-    encoder = tokenizer.document_encoder(is_first=True)
-    encoder.push(haystack.text)
-    encoder.finish()
-    document = encoder.token_ids
-    question = tokenizer.question_ids(haystack.facts[0].question)
+    document = encoded(tokenizer.document_encoder(is_first=True), haystack.text)
+    question = encoded(tokenizer.question_encoder(), haystack.facts[0].question)
     prompt = torch.tensor([[*document, *question]])
     model = AutoModelForCausalLM.from_pretrained(embedded_model())
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 260}

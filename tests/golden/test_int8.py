@@ -11,6 +11,7 @@ from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
 from tests.golden.states import ingest, running
 from tests.golden.test_dtypes import plain_logits, served_logits
+from tests.service import encoded
 from tests.threads import config_for
 
 
@@ -45,14 +46,12 @@ async def test_ranks_and_ways_to_read_a_prompt_do_not_show(goldens):
 async def test_the_embedded_model_still_finds_facts(world_size):
     haystack = make_haystack(5, 3000, 3, 1, split="held_out")
     tokenizer = Tokenizer.load(embedded_model())
-    encoder = tokenizer.document_encoder(is_first=True)
-    encoder.push(haystack.text)
-    encoder.finish()
+    document = encoded(tokenizer.document_encoder(is_first=True), haystack.text)
     config = config_for(embedded_model(), world_size=world_size, chunk_size=1000, kv_dtype="int8")
     async with running(config) as engine:
-        await ingest(engine, "book", encoder.token_ids)
+        await ingest(engine, "book", document)
         for fact in (*haystack.facts, *haystack.absent):
-            ids = tuple(tokenizer.question_ids(fact.question))
+            ids = tuple(encoded(tokenizer.question_encoder(), fact.question))
             prompt = Prompt(
                 context="book", token_ids=ids, sampling=Sampling(max_tokens=60), end_tokens=tokenizer.end_tokens
             )

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from coordinator import events
-from coordinator.tokenizer import Tokenizer
+from coordinator.encoder import Encoder
 from longleaf import codec
 from longleaf.client import Client
 from longleaf.errors import (
@@ -199,8 +199,7 @@ async def test_wrong_input_names_its_field(service: Served, prompt: Any, context
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     service: Served, context: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "prompt_ids", None)
-    monkeypatch.setattr(Tokenizer, "question_ids", None)
+    monkeypatch.setattr(Encoder, "push", None)
     service.engine.contexts["moby"] = [1] * 96
     with pytest.raises(InvalidArgument, match="bytes cannot fit") as caught:
         await collect(service.client.generate("a" * (1 << 20), context=context))

@@ -21,7 +21,7 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.gated import VOCAB, GatedRanks, serving
 from tests.proxy import breaking
-from tests.service import Served
+from tests.service import Served, encoded
 
 NUM_TOKENS = 200
 
@@ -110,7 +110,7 @@ async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, t
         if not deltas:
             break
     tokenizer = Tokenizer.load(tmp_path)
-    assert ids == expected(tuple(tokenizer.prompt_ids("x", False)))
+    assert ids == expected(tuple(encoded(tokenizer.prompt_encoder(False), "x")))
 
 
 async def test_the_sequence_goes_on_while_nobody_reads(resumable: Resumable) -> None:
@@ -180,7 +180,7 @@ async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
                 proxy.drop()
                 resumable.ranks.allow(60 if breaks else 10**4)
     ids = [i for event in found if isinstance(event, Delta) and event.sample == 0 for i in event.token_ids]
-    assert ids == expected(tuple(Tokenizer.load(tmp_path).prompt_ids("x", False)))
+    assert ids == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
     for sample in range(num_samples):
         deltas = [event for event in found if isinstance(event, Delta) and event.sample == sample]
         starts = [sum(len(other.token_ids) for other in deltas[:n]) for n in range(len(deltas))]

@@ -1,5 +1,6 @@
 """Ids of a text that arrives in pieces are those of the whole text, whatever the tokenizer."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -177,6 +178,14 @@ def test_a_word_that_is_longer_than_the_longest_window_is_refused(name: str) -> 
     encoder = Encoder(tokenizer_of(name), window=200, margin=80, longest_window=800)
     with pytest.raises(InvalidArgument, match="800 characters"):
         encoder.push("a" * 1000)
+
+
+def test_a_window_that_took_long_is_not_made_longer() -> None:
+    """Some patterns take time that grows with the square of a run: the next window would take four times as long."""
+    seconds = itertools.count(step=2.0)
+    encoder = Encoder(tokenizer_of("right-digits"), window=200, margin=80, clock=lambda: next(seconds))
+    with pytest.raises(InvalidArgument, match="200 characters in a row"):
+        encoder.push("1" * 1000)
 
 
 def test_digits_grouped_from_the_end_are_not_cut_before_the_end_is_known() -> None:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
 from longleaf.errors import ModelRefused
-from tests.service import END, TEMPLATE, byte_tokenizer, write_model
+from tests.service import END, TEMPLATE, byte_tokenizer, encoded, write_model
 
 FAST = byte_tokenizer()
 load = partial(Tokenizer.load, split=split_template)
@@ -25,10 +25,15 @@ def plain(text: str) -> list[int]:
 
 
 def document_ids(tokenizer: Tokenizer, text: str, is_first: bool = False) -> list[int]:
-    encoder = tokenizer.document_encoder(is_first)
-    encoder.push(text)
-    encoder.finish()
-    return list(encoder.token_ids)
+    return encoded(tokenizer.document_encoder(is_first), text)
+
+
+def question_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return encoded(tokenizer.question_encoder(), text)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, use_chat_template: bool) -> list[int]:
+    return encoded(tokenizer.prompt_encoder(use_chat_template), text)
 
 
 def edit(folder: Path, name: str, **changes: Any) -> Path:
@@ -48,26 +53,26 @@ def test_the_template_is_split_around_document_and_question(folder: Path) -> Non
     assert tokenizer.has_chat_template
     assert document_ids(tokenizer, "doc", is_first=True) == [BEGIN, USER, *plain("doc")]
     assert document_ids(tokenizer, "doc") == plain("doc")
-    assert tokenizer.question_ids("why?") == [*plain("\n\n"), *plain("why?"), MODEL]
-    assert tokenizer.prompt_ids("hi", use_chat_template=True) == [BEGIN, USER, *plain("hi"), MODEL]
-    assert tokenizer.prompt_ids("hi", use_chat_template=False) == plain("hi")
+    assert question_ids(tokenizer, "why?") == [*plain("\n\n"), *plain("why?"), MODEL]
+    assert prompt_ids(tokenizer, "hi", use_chat_template=True) == [BEGIN, USER, *plain("hi"), MODEL]
+    assert prompt_ids(tokenizer, "hi", use_chat_template=False) == plain("hi")
     assert len(document_ids(tokenizer, "hi")) == 2
 
 
 def test_text_that_looks_like_a_control_token_is_plain_text(folder: Path) -> None:
     tokenizer = load(folder)
     sly = f"a{END}<|model|>b"
-    for token_ids in (document_ids(tokenizer, sly), tokenizer.prompt_ids(sly, use_chat_template=False)):
+    for token_ids in (document_ids(tokenizer, sly), prompt_ids(tokenizer, sly, use_chat_template=False)):
         assert token_ids == [FAST.token_to_id(letter) for letter in sly]
         assert tokenizer.decode(token_ids) == sly
-    assert tokenizer.question_ids(sly).count(MODEL) == 1
+    assert question_ids(tokenizer, sly).count(MODEL) == 1
 
 
 def test_a_separator_may_be_a_control_token(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", document_separator="<|separator|>")
-    assert load(folder).question_ids("x") == [SEPARATOR, *plain("x"), MODEL]
+    assert question_ids(load(folder), "x") == [SEPARATOR, *plain("x"), MODEL]
     edit(folder, "tokenizer_config.json", document_separator="")
-    assert load(folder).question_ids("x") == [*plain("x"), MODEL]
+    assert question_ids(load(folder), "x") == [*plain("x"), MODEL]
 
 
 def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
@@ -79,8 +84,8 @@ def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     assert document_ids(tokenizer, "a", is_first=True) == [BEGIN, *plain("a")]
     assert document_ids(tokenizer, "a") == plain("a")
-    assert tokenizer.question_ids("q") == plain("\n\nq")
-    assert tokenizer.prompt_ids("a", use_chat_template=False) == [BEGIN, *plain("a")]
+    assert question_ids(tokenizer, "q") == plain("\n\nq")
+    assert prompt_ids(tokenizer, "a", use_chat_template=False) == [BEGIN, *plain("a")]
     assert len(document_ids(tokenizer, "a")) == 1
 
 
@@ -94,9 +99,9 @@ def test_end_tokens_are_one_or_several(folder: Path, value: int | list[int]) -> 
 def test_a_template_file_comes_before_the_config_and_several_have_a_default(folder: Path) -> None:
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     edit(folder, "tokenizer_config.json", chat_template=several)
-    assert load(folder).question_ids("x")[-1] == MODEL
+    assert question_ids(load(folder), "x")[-1] == MODEL
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<|user|>")
-    assert load(folder).question_ids("x")[-1] == USER
+    assert question_ids(load(folder), "x")[-1] == USER
 
 
 def test_a_files_truncation_and_padding_are_undone(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """What is kept of broken ingests, and for how long."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from coordinator.document import Document
 from coordinator.template import split_template
 from coordinator.text_limit import TextLimit
+from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
 from longleaf.errors import InvalidArgument, Unavailable
@@ -27,7 +29,14 @@ class Clock:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Upload]:
+async def threads() -> AsyncIterator[TextThreads]:
+    threads = TextThreads(1)
+    yield threads
+    await threads.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
     tokenizer = Tokenizer.load(write_model(tmp_path / "model"), split_template)
     limit = TextLimit(FakeEngine(), None)
 
@@ -35,7 +44,7 @@ def make(tmp_path: Path) -> Callable[..., Upload]:
         document = Document(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
         if num_tokens:
             document.add_ids([1] * num_tokens)
-        return Upload(IngestHeader("moby", upload_id=upload_id), document)
+        return Upload(IngestHeader("moby", upload_id=upload_id), document, threads)
 
     return upload
 
@@ -108,6 +117,52 @@ def test_a_stream_that_was_replaced_does_not_let_go(make: Callable[..., Upload])
     upload.check_owner(new)
     clock.now = 100
     assert kept(uploads, "a") == [True]
+
+
+class Blocked:
+    """A step at which the only thread waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.go_on.wait(30)
+
+
+async def begin(work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_work_that_waits_is_dropped_with_its_stream_and_a_new_stream_goes_on(
+    make: Callable[..., Upload], threads: TextThreads
+) -> None:
+    upload, blocked = make("a"), Blocked()
+    assert upload.document is not None
+    first = threads.submit(blocked)
+    old = await begin(upload.work(upload.document.add_ids, [1, 2, 3]))
+    settling = await begin(upload.settle())
+    old.cancel()
+    await asyncio.wait([old])
+    await settling
+    blocked.go_on.set()
+    await asyncio.wrap_future(first)
+    await upload.work(upload.document.add_ids, [4])
+    assert list(upload.document.token_ids) == [4], "the client was told that nothing had come, and sends it again"
+
+
+async def test_work_that_has_begun_ends_before_a_new_stream_goes_on(make: Callable[..., Upload]) -> None:
+    upload, blocked = make("a"), Blocked()
+    old = await begin(upload.work(blocked))
+    await asyncio.to_thread(blocked.begun.wait, 30)
+    old.cancel()
+    await asyncio.wait([old])
+    settling = await begin(upload.settle())
+    assert not settling.done()
+    blocked.go_on.set()
+    await settling
 
 
 async def reports(gate: asyncio.Event, error: Exception | None = None) -> AsyncGenerator[IngestProgress, None]:

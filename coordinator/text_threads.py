@@ -1,0 +1,157 @@
+"""The threads in which texts become ids, in short steps.
+
+The steps of all texts take turns, in the order in which they were asked for: a short text waits for a step of each long
+one, never for a whole one. What nobody waits for any more takes no further step.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from longleaf.errors import ResourceExhausted, Unavailable
+
+NUM_THREADS = 2
+STEP_CHARACTERS = 1 << 16
+"""Text of a step: it takes tens of milliseconds, in which the library lets other threads run."""
+MAX_CHARACTERS = 1 << 27
+"""Of all texts that are on their way to ids."""
+RETRY_SECONDS = 1.0
+LEAVE_SECONDS = 1.0
+"""How long running steps are waited for at the end. One that takes longer is left behind: it holds no exit."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class TextEncoder(Protocol):
+    """What makes the ids of one text; see coordinator.encoder."""
+
+    def push(self, text: str) -> None:
+        """Takes the next piece."""
+        ...
+
+    def finish(self) -> None:
+        """There is no further piece."""
+        ...
+
+
+class TextThreads:
+    """Few threads, which begin with the first step. Those who ask for steps share one event loop."""
+
+    def __init__(
+        self,
+        num_threads: int = NUM_THREADS,
+        *,
+        max_characters: int = MAX_CHARACTERS,
+        leave_seconds: float = LEAVE_SECONDS,
+    ) -> None:
+        self._num_threads = num_threads
+        self._max_characters = max_characters
+        self._leave_seconds = leave_seconds
+        self._steps: SimpleQueue[_Step | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._num_characters = 0
+        self._is_closed = False
+
+    async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
+        """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread.
+
+        Raises ResourceExhausted when too much text is on its way already, and what `encoder` and `after_step` raise.
+        """
+
+        def step(piece: str, is_last: bool) -> None:
+            encoder.push(piece)
+            if is_last:
+                encoder.finish()
+            after_step()
+
+        with self._on_its_way(len(text)):
+            for start in range(0, len(text) or 1, STEP_CHARACTERS):
+                end = start + STEP_CHARACTERS
+                await self.run(step, text[start:end], end >= len(text))
+
+    @contextmanager
+    def _on_its_way(self, num_characters: int) -> Generator[None, None, None]:
+        if self._num_characters + num_characters > self._max_characters:
+            told = f"{self._num_characters} characters of other texts are being tokenized, at most"
+            raise ResourceExhausted("text", f"{told} {self._max_characters} are at once", RETRY_SECONDS)
+        self._num_characters += num_characters
+        try:
+            yield
+        finally:
+            self._num_characters -= num_characters
+
+    async def run(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Calls a short function in a thread. If the caller is cancelled before it has begun, it never will.
+
+        Raises Unavailable at the end of the service, and what the function raises.
+        """
+        return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
+
+    def submit(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> "Future[Result]":
+        """The same for who may want to wait later."""
+        if self._is_closed:
+            raise Unavailable("the service is stopping")
+        future: Future[Result] = Future()
+        self._steps.put(_Step(future, partial(function, *args, **kwargs)))
+        if len(self._threads) < self._num_threads:
+            self._begin()
+        return future
+
+    def _begin(self) -> None:
+        name = f"text-{len(self._threads)}"
+        thread = threading.Thread(target=_work, args=(self._steps,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    async def close(self) -> None:
+        """Drops what waits, and lets running steps end, if they do so soon. Idempotent."""
+        self._is_closed = True
+        with suppress(Empty):
+            while (step := self._steps.get_nowait()) is not None:
+                step.drop()
+        for _ in self._threads:
+            self._steps.put(None)
+        await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join(self._leave_seconds / self._num_threads)
+
+
+class _Step:
+    """A call, and what comes of it."""
+
+    def __init__(self, future: "Future[Any]", function: Callable[[], Any]) -> None:
+        self._future = future
+        self._function = function
+
+    def call(self) -> None:
+        future, function = self._future, self._function
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            del self, future, function  # the error keeps this frame, which must not keep the error
+
+    def drop(self) -> None:
+        if self._future.set_running_or_notify_cancel():
+            self._future.set_exception(Unavailable("the service is stopping"))
+
+
+def _work(steps: "SimpleQueue[_Step | None]") -> None:
+    """The life of a thread."""
+    while (step := steps.get()) is not None:
+        step.call()
+        del step  # its text must not stay while there is nothing to do

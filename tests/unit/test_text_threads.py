@@ -1,0 +1,139 @@
+"""Texts take turns step by step, and what nobody waits for any more takes no further step."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from coordinator.text_threads import STEP_CHARACTERS, TextThreads
+from longleaf.errors import ResourceExhausted, Unavailable
+
+pytestmark = pytest.mark.timeout(60)
+LONG = 5 * STEP_CHARACTERS
+
+
+class Recorder:
+    """Notes whose turn it was; each step waits until it is let."""
+
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+        self.begun = threading.Semaphore(0)
+        self._allowed = threading.Semaphore(0)
+
+    def allow(self, steps: int) -> None:
+        self._allowed.release(steps)
+
+    def take(self, name: str) -> None:
+        self.turns.append(name)
+        self.begun.release()
+        assert self._allowed.acquire(timeout=30)
+
+
+class Encoder:
+    """One text."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._name, self._recorder = name, recorder
+        self.num_characters = 0
+        self.is_finished = False
+
+    def push(self, text: str) -> None:
+        self._recorder.take(self._name)
+        self.num_characters += len(text)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[TextThreads]:
+    threads = TextThreads(1, max_characters=3 * LONG)
+    yield threads
+    await threads.close()
+
+
+async def until_begun(recorder: Recorder) -> None:
+    assert await asyncio.to_thread(recorder.begun.acquire, timeout=30)
+
+
+async def begin(threads: TextThreads, recorder: Recorder, *names: str) -> list[asyncio.Task[None]]:
+    """Long texts that take turns; the step of the first one has begun."""
+    tasks = [asyncio.create_task(threads.encode(Encoder(name, recorder), "x" * LONG)) for name in names]
+    await until_begun(recorder)
+    return tasks
+
+
+@pytest.mark.parametrize("size", [0, 1, STEP_CHARACTERS, STEP_CHARACTERS + 1, LONG])
+async def test_a_text_is_given_whole(threads: TextThreads, size: int) -> None:
+    recorder, steps = Recorder(), []
+    recorder.allow(10)
+    encoder = Encoder("a", recorder)
+    await threads.encode(encoder, "x" * size, lambda: steps.append(encoder.is_finished))
+    assert (encoder.num_characters, encoder.is_finished) == (size, True)
+    assert steps == [False] * (len(steps) - 1) + [True]
+    assert len(steps) == max(1, -(-size // STEP_CHARACTERS))
+
+
+async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TextThreads) -> None:
+    recorder = Recorder()
+    long = await begin(threads, recorder, "a", "b")
+    short = asyncio.create_task(threads.encode(Encoder("short", recorder), "x"))
+    recorder.allow(3)
+    await short
+    assert recorder.turns[:4] == ["a", "b", "short", "a"]
+    recorder.allow(10)
+    await asyncio.gather(*long)
+    assert recorder.turns[3:] == ["a", "b"] * 4
+
+
+async def test_what_is_cancelled_takes_no_further_step(threads: TextThreads) -> None:
+    recorder = Recorder()
+    tasks = await begin(threads, recorder, "a", "b", "c")
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    recorder.allow(2)
+    await threads.encode(Encoder("next", recorder), "x")
+    assert recorder.turns == ["a", "next"]
+
+
+async def test_an_error_after_a_step_ends_the_text(threads: TextThreads) -> None:
+    recorder = Recorder()
+    recorder.allow(9)
+
+    def refuse() -> None:
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        await threads.encode(Encoder("a", recorder), "x" * LONG, refuse)
+    assert recorder.turns == ["a"]
+
+
+async def test_the_text_on_its_way_is_bounded(threads: TextThreads) -> None:
+    recorder = Recorder()
+    tasks = await begin(threads, recorder, "a", "b", "c")
+    with pytest.raises(ResourceExhausted, match=f"{3 * LONG} characters of other texts") as caught:
+        await threads.encode(Encoder("d", recorder), "x")
+    assert caught.value.retry_seconds
+    tasks[2].cancel()
+    await asyncio.wait(tasks[2:])
+    recorder.allow(99)
+    await threads.encode(Encoder("e", recorder), "x" * LONG)
+    await asyncio.gather(*tasks[:2])
+
+
+async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_long() -> None:
+    recorder, threads = Recorder(), TextThreads(1, leave_seconds=0.01)
+    tasks = await begin(threads, recorder, "a", "b")
+    await threads.close()
+    with pytest.raises(Unavailable, match="stopping"):
+        await tasks[1]
+    with pytest.raises(Unavailable, match="stopping"):
+        await threads.run(len, "")
+    assert not tasks[0].done()
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("text-"))
+    recorder.allow(1)
+    with pytest.raises(Unavailable, match="stopping"):
+        await tasks[0]
+    assert recorder.turns == ["a"]
