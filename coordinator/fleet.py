@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 from longleaf.config import EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.step import Invitation, RankSpec
+from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
@@ -70,7 +71,15 @@ class RayFleet:
         variables = rank_environment(config.threads_per_rank)
         for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
             self._actors.append(self._place(self._bundle, place.bundle, variables))
-            spec = RankSpec(rank=rank, config=config, invitation=invitation, host=place.host, node=place.node)
+            spec = RankSpec(
+                rank=rank,
+                config=config,
+                invitation=invitation,
+                host=place.host,
+                node=place.node,
+                num_ranks_here=sum(other.node == place.node for other in self._places),
+                gpu=0 if "GPU" in self._bundle else None,  # Ray shows each rank its own GPU alone
+            )
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
 
     def _place(self, bundle: dict[str, float], index: int, variables: dict[str, str]) -> Any:
@@ -132,9 +141,18 @@ class Place(msgspec.Struct, frozen=True):
 
 def check_slots(config: EngineConfig) -> dict[str, float]:
     """What one rank takes of the cluster. Raises StartError when the cluster has fewer slots than ranks."""
-    ray = _ray()
-    total: dict[str, float] = ray.cluster_resources()
-    takes_gpus = config.device == "cuda" or (config.device == "auto" and total.get("GPU", 0) >= config.world_size)
+    return bundle_for(config, _ray().cluster_resources())
+
+
+def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
+    """What one rank takes of a cluster that has `total`: a GPU each where there are any. Raises StartError when there
+    are too few of them, or fewer slots than ranks."""
+    num_gpus = int(total.get("GPU", 0))
+    if config.device == "cuda" and not num_gpus:
+        raise StartError("device: cuda was asked for, and the cluster has no GPU")
+    takes_gpus = config.device != "cpu" and num_gpus > 0
+    if takes_gpus and num_gpus < config.world_size:
+        raise too_few_gpus(config.world_size, "the cluster", num_gpus)
     bundle = {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
     slots = int(min(total.get(name, 0) for name in bundle))
     if slots < config.world_size:

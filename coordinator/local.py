@@ -68,7 +68,15 @@ class LocalFleet:
         for rank, invitation in enumerate(invitations):
             if self._is_stopping.is_set():
                 return
-            spec = RankSpec(rank=rank, config=config, invitation=invitation, host=HOST, node=node)
+            spec = RankSpec(
+                rank=rank,
+                config=config,
+                invitation=invitation,
+                host=HOST,
+                node=node,
+                num_ranks_here=config.world_size,
+                gpu=rank,
+            )
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
             with _interrupts_blocked():
                 process.start()

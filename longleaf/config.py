@@ -17,6 +17,7 @@ PartialDtype = Literal["float32", "bfloat16"]
 PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeName = Literal["auto", "int8"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
@@ -57,8 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int | None = None
     """Part of kv_bytes that replicated keys of windowed layers take; None: enough for max_sequences generations and as
     many contexts, but no more than half."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute."""
+    device: DeviceName = "auto"
+    """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs."""
     threads_per_rank: int = 1
     """CPU threads of each rank."""
     step_timeout: float = 60.0

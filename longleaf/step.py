@@ -350,6 +350,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Address under which other ranks reach this one."""
     node: str
     """Name of this rank's machine."""
+    num_ranks_here: int
+    """Ranks of this machine, which share its memory."""
+    gpu: int | None
+    """Which of the GPUs that it sees is this rank's own, from 0; None: none of them."""
 
 
 ToRank = StepPlan | Join | Stop

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StartError
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -60,3 +60,11 @@ class Topology(msgspec.Struct, frozen=True):
 def count_ranks(number: int) -> str:
     """So many ranks, for people."""
     return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def too_few_gpus(num_ranks: int, where: str, num_gpus: int) -> StartError:
+    """Why ranks do not start where there are some GPUs, but not one for each: what carries tensors between GPUs (NCCL)
+    refuses ranks that share one, and ranks on CPUs are so slow that they must have been asked for."""
+    gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    ways = f"start with --world-size {num_gpus} at most, or with --device cpu"
+    return StartError(f"device: {count_ranks(num_ranks)}, and {where} has {gpus}: each rank needs its own; {ways}")

@@ -19,7 +19,8 @@ Spoil = Callable[[int, Rank], None]
 
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
     nobody = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
-    return RankSpec(rank=rank, config=config, invitation=nobody, host="127.0.0.1", node="here")
+    place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": config.world_size, "gpu": 0}
+    return RankSpec(rank=rank, config=config, invitation=nobody, **place)
 
 
 class ThreadRanks:

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -27,12 +26,14 @@ from workers.pools import (
     FREE_MEMORY_SHARE,
     kv_bytes_per_token,
     kv_dtype,
+    memory_of,
     name_of,
     reaches_of,
     sharded_layers,
+    sharing,
     windowed_layers,
 )
-from workers.rank import choose_device
+from workers.rank import choose_device, count_gpus
 
 WEIGHT = 2.0**-10
 """Not 0: what mixes rows outside of attention must show."""
@@ -139,10 +140,8 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
 
 def kv_bytes_beside(weight_bytes: int, config: EngineConfig) -> int:
     """What each rank would take for keys and values by itself, all on this machine, once the weights are loaded."""
-    if choose_device(config.device, 0) == "cpu":
-        free, num_sharing = psutil.virtual_memory().available, config.world_size
-    else:
-        free, num_sharing = torch.cuda.mem_get_info(torch.device("cuda:0"))[0], 1
+    device = choose_device(config.device, 0, count_gpus(), config.world_size)
+    free, num_sharing = memory_of(device).free, sharing(device, config.world_size)
     return max(0, int((free - num_sharing * weight_bytes) * FREE_MEMORY_SHARE / num_sharing))
 
 

@@ -140,6 +140,7 @@ class EchoRank:
 
     def join(self, join: Join) -> Ready:
         assert len(join.nodes) == self._spec.config.world_size
+        assert join.nodes.count(self._spec.node) == self._spec.num_ranks_here
         return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
 
     def execute(self, plan: StepPlan) -> StepResult | None:

@@ -3,12 +3,13 @@
 import logging
 
 import msgspec
-import psutil
 import torch
 
+from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.step import UNLIMITED_TOKENS, Windows
+from longleaf.topology import count_ranks
 from workers import model as models
 from workers.cache import Pool
 from workers.model import LayerSpec
@@ -33,10 +34,13 @@ def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, Layer
     return {i: spec for i, spec in model.layers.items() if i not in windowed}
 
 
-def make_pool(model: models.Model, config: EngineConfig) -> tuple[Pool | QuantizedPool, Windows | None]:
-    """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Raises
-    StartError when there is none, or no room for them, and ModelRefused when they cannot be kept as asked."""
-    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, config.world_size)
+def make_pool(
+    model: models.Model, config: EngineConfig, num_ranks_here: int
+) -> tuple[Pool | QuantizedPool, Windows | None]:
+    """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
+    size was asked for, the ranks of this machine share what is free. Raises StartError when there is no block, or no
+    room for windows, and ModelRefused when they cannot be kept as asked."""
+    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, num_ranks_here)
     windows = make_windows(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
     taken = (num_window_blocks or 0) * bytes_per_block(windowed_layers(model, config), model.dtype, config)
@@ -109,9 +113,32 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def default_kv_bytes(device: str, num_ranks: int) -> int:
+def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int) -> None:
+    """Raises StartError when the pools that were asked for are larger than all the memory that there is for them."""
+    if config.kv_bytes is None:
+        return
+    memory, num_sharing = memory_of(device), sharing(device, num_ranks_here)
+    if config.kv_bytes * num_sharing > memory.total:
+        where = "this machine" if device == "cpu" else device
+        there = f"the {memory.total} bytes of memory that {where} has for them"
+        raise StartError(
+            f"kv_bytes: {config.kv_bytes} for each of {count_ranks(num_sharing)} here is more than {there}"
+        )
+
+
+def default_kv_bytes(device: str, num_ranks_here: int) -> int:
     """Bytes for keys and values when none were asked for: a share of what is free now."""
-    if device != "cpu":
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        return int(free * FREE_MEMORY_SHARE)
-    return int(psutil.virtual_memory().available * FREE_MEMORY_SHARE / num_ranks)
+    return int(memory_of(device).free * FREE_MEMORY_SHARE / sharing(device, num_ranks_here))
+
+
+def memory_of(device: str) -> machine.Memory:
+    """What there is for weights, keys and values."""
+    if device == "cpu":
+        return machine.memory()
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    return machine.Memory(total, free)
+
+
+def sharing(device: str, num_ranks_here: int) -> int:
+    """How many ranks share that: those of the machine; a GPU has one rank only."""
+    return num_ranks_here if device == "cpu" else 1

@@ -13,14 +13,22 @@ from longleaf.comm.process_group import ProcessGroups, Store, connect_store, ope
 from longleaf.errors import StartError
 from longleaf.sampling import Logprobs
 from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
-from longleaf.topology import Topology
+from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models
 from workers.cache import Segments
 from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.inputs import InputBuilder, Inputs
 from workers.past import PastBuilder
-from workers.pools import kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers, windowed_layers
+from workers.pools import (
+    check_kv_bytes,
+    kv_bytes_per_token,
+    kv_dtype,
+    make_pool,
+    name_of,
+    sharded_layers,
+    windowed_layers,
+)
 from workers.sampler import Sampler
 from workers.verification import Verifier
 from workers.windows import WindowBuilder
@@ -35,7 +43,7 @@ class Rank:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._config = spec.config
-        self._device = choose_device(self._config.device, spec.rank)
+        self._device = choose_device(self._config.device, spec.gpu, count_gpus(), spec.num_ranks_here)
         self._peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
@@ -55,9 +63,10 @@ class Rank:
         """Loads the model and lays out the pool. Raises ModelRefused or StartError."""
         if self._device == "cpu":
             torch.set_num_threads(self._config.threads_per_rank)
-        config = self._config
+        config, num_ranks_here = self._config, self._spec.num_ranks_here
+        check_kv_bytes(config, self._device, num_ranks_here)
         self._model = models.load(config.model, config.dtype, self._device)
-        self._pool, windows = make_pool(self._model, config)
+        self._pool, windows = make_pool(self._model, config, num_ranks_here)
         self._segments = Segments(self._spec.rank, config.block_size)
         self._wire = Wire(getattr(torch, config.partials))
         self._inputs = self._make_inputs()
@@ -185,10 +194,18 @@ class Rank:
         return module(**arguments, return_dict=False, **options)
 
 
-def choose_device(wanted: str, rank: int) -> str:
-    """`cpu`, or `cuda:N` with the ranks of a machine dealt over its GPUs."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
+def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks_here: int) -> str:
+    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it sees. Raises
+    StartError when GPUs were asked for and there is none, or when ranks would share one."""
+    if wanted == "cuda" and not num_gpus:
         raise StartError("device: cuda was asked for, and torch sees no GPU")
-    return f"cuda:{rank % torch.cuda.device_count()}"
+    if wanted == "cpu" or gpu is None or not num_gpus:
+        return "cpu"
+    if gpu >= num_gpus:
+        raise too_few_gpus(num_ranks_here, "this machine", num_gpus)
+    return f"cuda:{gpu}"
+
+
+def count_gpus() -> int:
+    """GPUs that this process sees and can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from typing import Annotated, Any, cast, get_type_hints
 
-import typer
-
+from longleaf.commands.options import option
 from longleaf.errors import InvalidArgument
 from longleaf.messages import GenerateOptions
 
@@ -16,55 +15,49 @@ ANSWER = "What is answered"
 SERVICE = "How the service treats it"
 
 
-def _option(panel: str, told: str, *names: str, default: bool | str = True) -> Any:
-    return typer.Option(*names, help=told, rich_help_panel=panel, show_default=default)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """Their values, as they were typed."""
 
-    max_tokens: Annotated[int, _option(ANSWER, "Most tokens to generate.")] = 128
-    temperature: Annotated[float, _option(CHOICE, "0 is greedy; higher is livelier.")] = 0.0
-    top_k: Annotated[int, _option(CHOICE, "Keep the k most likely tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, _option(CHOICE, "Keep the likeliest tokens up to this share of probability.")] = 1.0
-    min_p: Annotated[float, _option(CHOICE, "Drop tokens less likely than this share of the likeliest one.")] = 0.0
-    repetition_penalty: Annotated[float, _option(CHOICE, "Above 1 avoids all tokens seen so far.")] = 1.0
-    presence_penalty: Annotated[float, _option(CHOICE, "Above 0 avoids tokens that the answer has already.")] = 0.0
-    frequency_penalty: Annotated[float, _option(CHOICE, "As before, for each time that it has them.")] = 0.0
+    max_tokens: Annotated[int, option(ANSWER, "Most tokens to generate.")] = 128
+    temperature: Annotated[float, option(CHOICE, "0 is greedy; higher is livelier.")] = 0.0
+    top_k: Annotated[int, option(CHOICE, "Keep the k most likely tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, option(CHOICE, "Keep the likeliest tokens up to this share of probability.")] = 1.0
+    min_p: Annotated[float, option(CHOICE, "Drop tokens less likely than this share of the likeliest one.")] = 0.0
+    repetition_penalty: Annotated[float, option(CHOICE, "Above 1 avoids all tokens seen so far.")] = 1.0
+    presence_penalty: Annotated[float, option(CHOICE, "Above 0 avoids tokens that the answer has already.")] = 0.0
+    frequency_penalty: Annotated[float, option(CHOICE, "As before, for each time that it has them.")] = 0.0
     logit_bias: Annotated[
         list[str] | None,
-        _option(CHOICE, "Make a token more or less likely, as ID=BIAS; may be given several times.", default=False),
+        option(CHOICE, "Make a token more or less likely, as ID=BIAS; may be given several times.", default=False),
     ] = None
-    seed: Annotated[int | None, _option(CHOICE, "Same seed, same tokens.", default="random")] = None
+    seed: Annotated[int | None, option(CHOICE, "Same seed, same tokens.", default="random")] = None
     stop: Annotated[
-        list[str] | None, _option(ANSWER, "Text that ends the answer; may be given several times.", default=False)
+        list[str] | None, option(ANSWER, "Text that ends the answer; may be given several times.", default=False)
     ] = None
     stop_token: Annotated[
-        list[int] | None, _option(ANSWER, "Token id that ends the answer; may be given several times.", default=False)
+        list[int] | None, option(ANSWER, "Token id that ends the answer; may be given several times.", default=False)
     ] = None
-    ignore_end_token: Annotated[bool, _option(ANSWER, "Go on past the model's end token.", "--ignore-end-token")] = (
-        False
-    )
-    samples: Annotated[int, _option(ANSWER, "Answers to the same prompt, which is read once.")] = 1
+    ignore_end_token: Annotated[bool, option(ANSWER, "Go on past the model's end token.", "--ignore-end-token")] = False
+    samples: Annotated[int, option(ANSWER, "Answers to the same prompt, which is read once.")] = 1
     logprobs: Annotated[
         int | None,
-        _option(ANSWER, "With --json: tell how likely each token was, and so many others.", default=False),
+        option(ANSWER, "With --json: tell how likely each token was, and so many others.", default=False),
     ] = None
-    priority: Annotated[int, _option(SERVICE, "Higher goes first.")] = 0
-    client: Annotated[str, _option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
+    priority: Annotated[int, option(SERVICE, "Higher goes first.")] = 0
+    client: Annotated[str, option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
     resumable: Annotated[
-        bool, _option(SERVICE, "Go on where the answer broke off when the connection is lost.", "--resumable")
+        bool, option(SERVICE, "Go on where the answer broke off when the connection is lost.", "--resumable")
     ] = False
     request_id: Annotated[
         str,
-        _option(
+        option(
             SERVICE,
             "Names the answer; with --resumable the same command again, for a minute, reads it from its begin.",
             default="random",
         ),
     ] = ""
-    timeout: Annotated[float | None, _option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
+    timeout: Annotated[float | None, option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
 
     def options(self, as_json: bool) -> GenerateOptions:
         """The same in the client's words. Raises InvalidArgument."""

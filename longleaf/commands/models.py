@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.commands.options import AsJson, KvDtype, connect, dtypes_told, human_bytes, print_json
-from longleaf.config import DtypeName, EngineConfig
+from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, human_bytes, print_json
+from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster
 from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Room, TextReport
@@ -43,7 +43,7 @@ def check(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
-    kv_dtype: KvDtype = _DEFAULTS.kv_dtype,
+    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running fleet.", show_default="none"),

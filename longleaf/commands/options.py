@@ -1,13 +1,13 @@
 """Options that several commands share, and the ways to print."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from longleaf.client import Client, Retry
-from longleaf.config import KvDtypeName, default_server
+from longleaf.config import default_server
 from longleaf.errors import InvalidArgument
 from longleaf.messages import ModelInfo
 from longleaf.model_report import AttentionReport
@@ -22,11 +22,13 @@ Server = Annotated[
         show_default="LONGLEAF_SERVER, else localhost:50051",
     ),
 ]
-KvDtype = Annotated[
-    KvDtypeName,
-    typer.Option(help="Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."),
-]
+KV_DTYPE_TOLD = "Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+
+
+def option(panel: str, told: str, *names: str, default: bool | str = True) -> Any:
+    """An option under a heading of the help page."""
+    return typer.Option(*names, help=told, rich_help_panel=panel, show_default=default)
 
 
 IMPATIENT = 3

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from longleaf.commands.options import AsJson, KvDtype
+from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
+    DeviceName,
     DtypeName,
     EngineConfig,
+    KvDtypeName,
     Launcher,
     MergeChoice,
     PartialDtype,
@@ -22,61 +22,77 @@ from longleaf.config import (
 from longleaf.launch import coordinator_command
 from longleaf.topology import count_ranks
 
+SERVICE = "What is served, and where"
+RANKS = "Ranks, and how they work together"
+KEYS = "Keys and values"
+REQUESTS = "Requests and times"
 _DEFAULTS = EngineConfig(model="")
 
 
 def serve(
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the checkpoint.", show_default="the small model in the package")
+        Path | None, option(SERVICE, "Folder of the checkpoint.", default="the small model in the package")
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Number of ranks (worker processes).")] = 1,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT,
-    launcher: Annotated[Launcher, typer.Option(help="What starts the ranks.")] = "ray",
+    host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT,
+    dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    allow_long: Annotated[
+        bool, option(SERVICE, "Take what goes beyond the positions that the model was trained for.", "--allow-long")
+    ] = _DEFAULTS.allow_long,
+    world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1,
+    launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray",
     ray_address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster to join, such as auto.", show_default="start one here")
+        str | None, option(RANKS, "A running Ray cluster to join, such as auto.", default="start one here")
     ] = None,
+    device: Annotated[
+        DeviceName, option(RANKS, "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs.")
+    ] = _DEFAULTS.device,
+    threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
     merge: Annotated[
-        MergeChoice, typer.Option(help="How partial attention is merged; auto measures at the start.")
+        MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")
     ] = _DEFAULTS.merge,
     partials: Annotated[
-        PartialDtype, typer.Option(help="Type in which partials travel; bfloat16 rounds them by 2^-8 per hop.")
+        PartialDtype, option(RANKS, "Type in which partials travel; bfloat16 rounds them by 2^-8 per hop.")
     ] = _DEFAULTS.partials,
     prefill: Annotated[
-        PrefillName, typer.Option(help="What ranks gather while they read; auto: what has fewer bytes.")
+        PrefillName, option(RANKS, "What ranks gather while they read; auto: what has fewer bytes.")
     ] = _DEFAULTS.prefill,
-    chunk_size: Annotated[int, typer.Option(help="Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     kv_bytes: Annotated[
         int | None,
-        typer.Option(help="Bytes of keys and values per rank.", show_default="40 % of free memory over the ranks"),
+        option(KEYS, "Bytes of keys and values per rank.", default="40 % of a machine's free memory over its ranks"),
     ] = None,
+    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
+    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.")] = _DEFAULTS.block_size,
     window_keys: Annotated[
         WindowKeys,
-        typer.Option(
-            help="Where keys of windowed layers lie: all of them, each on its rank, or the last ones on every rank, "
-            "which then exchange nothing in these layers."
+        option(
+            KEYS,
+            "Where keys of windowed layers lie: all of them, each on its rank, or the last ones on every rank, "
+            "which then exchange nothing in these layers.",
         ),
     ] = _DEFAULTS.window_keys,
     window_bytes: Annotated[
         int | None,
-        typer.Option(
-            help="With --window-keys replicated: the part of --kv-bytes for windowed layers.",
-            show_default="by generations at once, at most half",
+        option(
+            KEYS,
+            "With --window-keys replicated: the part of --kv-bytes for windowed layers.",
+            default="by --max-sequences, at most half",
         ),
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
-    kv_dtype: KvDtype = _DEFAULTS.kv_dtype,
-    threads: Annotated[int, typer.Option(help="CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
-    step_timeout: Annotated[
-        float, typer.Option(help="Seconds a step of few tokens may take before the fleet is given up.")
-    ] = _DEFAULTS.step_timeout,
+    max_sequences: Annotated[int, option(REQUESTS, "Generations that run at once.")] = _DEFAULTS.max_sequences,
+    max_waiting: Annotated[
+        int, option(REQUESTS, "Generations and ingests that wait; more are refused, and told when to come again.")
+    ] = _DEFAULTS.max_waiting,
+    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
     target_itl_ms: Annotated[
-        float, typer.Option(help="Milliseconds between tokens that running streams should keep while prompts are read.")
+        float, option(REQUESTS, "Milliseconds between tokens that running streams should keep while prompts are read.")
     ] = _DEFAULTS.target_itl_ms,
-    allow_long: Annotated[
-        bool, typer.Option("--allow-long", help="Take what goes beyond the positions that the model was trained for.")
-    ] = _DEFAULTS.allow_long,
+    start_timeout: Annotated[
+        float, option(REQUESTS, "Seconds that ranks may take to load the model; a large one needs more.")
+    ] = _DEFAULTS.start_timeout,
+    step_timeout: Annotated[
+        float, option(REQUESTS, "Seconds a step of few tokens may take before the fleet is given up.")
+    ] = _DEFAULTS.step_timeout,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model until interrupted.
@@ -98,8 +114,12 @@ def serve(
         window_bytes=window_bytes,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        device=device,
         threads_per_rank=threads,
         step_timeout=step_timeout,
+        start_timeout=start_timeout,
+        max_sequences=max_sequences,
+        max_waiting=max_waiting,
         target_itl_ms=target_itl_ms,
         allow_long=allow_long,
     )

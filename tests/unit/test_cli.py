@@ -251,7 +251,14 @@ def test_exit_codes(error: LongleafError, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--world-size", "0"], ["--model", "/nowhere"], ["--port", "70000"], ["--window-bytes", "4096"]]
+    "arguments",
+    [
+        ["--world-size", "0"],
+        ["--model", "/nowhere"],
+        ["--port", "70000"],
+        ["--window-bytes", "4096"],
+        ["--max-waiting", "0"],
+    ],
 )
 def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -272,12 +279,14 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 str(tmp_path),
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
                 *"--window-keys replicated --window-bytes 4096".split(),
+                *"--device cpu --start-timeout 20 --max-sequences 3 --max-waiting 5".split(),
             ]
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
     wanted |= {"--prefill=keys", "--allow-long=True", "--window-keys=replicated", "--window-bytes=4096"}
+    wanted |= {"--device=cpu", "--start-timeout=20.0", "--max-sequences=3", "--max-waiting=5"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 

@@ -1,15 +1,19 @@
 """How many bytes of a rank's keys and values go to windowed layers that it holds itself."""
 
+import msgspec
 import pytest
 
 from bench.checkpoints import make_checkpoint
 from bench.families import SECTION, WINDOW
+from longleaf import machine
 from longleaf.config import EngineConfig
-from longleaf.errors import StartError
+from longleaf.errors import ModelRefused, StartError
 from longleaf.step import Windows
+from tests.threads import make_spec
 from tests.unit.test_prompts import Asker
-from workers.check import outline
+from workers.check import kv_bytes_beside, outline
 from workers.pools import make_pool
+from workers.rank import Rank
 
 BLOCK = 64
 LAYER = 2 * (2 * 16) * 4
@@ -21,11 +25,11 @@ def pool_of(tmp_path_factory):
     """The pool of a family, and what is held of its windows."""
     models = {}
 
-    def get(family, **settings):
+    def get(family, num_ranks_here=1, **settings):
         if family not in models:
             models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
         config = EngineConfig(model="", **{"block_size": BLOCK, "window_keys": "replicated", **settings})
-        return make_pool(models[family], config)
+        return make_pool(models[family], config, num_ranks_here)
 
     return get
 
@@ -117,3 +121,31 @@ def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_o
 def test_too_few_bytes_are_named(pool_of, settings, reason):
     with pytest.raises(StartError, match=reason):
         pool_of("gemma3", **settings)
+
+
+def test_the_ranks_of_a_machine_share_what_it_has_free(pool_of, monkeypatch):
+    """Not all ranks of the world: the others have machines of their own."""
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 50 << 20))
+    pool, _ = pool_of("llama", num_ranks_here=2, world_size=8)
+    assert pool.num_blocks == (20 << 20) // 2 // (4 * LAYER * BLOCK)
+
+
+def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1000, 500))
+    config = EngineConfig(model="/no/such/folder", kv_bytes=251, world_size=4, device="cpu")
+    reason = (
+        "^kv_bytes: 251 for each of 4 ranks here is more than the 1000 bytes of memory that this machine has for them$"
+    )
+    with pytest.raises(StartError, match=reason):
+        Rank(make_spec(0, config)).load()
+    with pytest.raises(ModelRefused):
+        Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=250))).load()
+    with pytest.raises(StartError, match="^kv_bytes: 1001 for each of 1 rank here is more than the 1000 bytes"):
+        Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=1001, world_size=1))).load()
+
+
+def test_what_a_check_foretells_is_what_a_container_may_use(monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 500))
+    config = EngineConfig(model="", world_size=4, device="cpu")
+    assert kv_bytes_beside(25, config) == (500 - 4 * 25) * 0.4 / 4
+    assert kv_bytes_beside(150, config) == 0
