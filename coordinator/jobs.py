@@ -63,8 +63,8 @@ class Job:
         """The step that read the last chunk, or after which the job began."""
         self.seconds_per_token: float | None = None
         """What the last chunk took."""
-        self.num_passed = 0
-        """Jobs that began before this one though it was next."""
+        self.passed = frozenset[int]()
+        """Ids of the jobs that were before this one when it began, and had no room: it gives way to them."""
         self.num_charged = 0
         """Tokens that its client was charged with when it began."""
         self.is_spared = False
@@ -86,7 +86,10 @@ class Job:
         return len(self.token_ids) - self.num_read + self.num_tails * self.num_answer_left
 
     def may_preempt(self, other: "Job") -> bool:
-        return other.is_paused or (other.claim.priority < self.claim.priority and not other.is_spared)
+        """Whether a running job gives way to this one: if it does not read, came out of turn, or is less urgent."""
+        if other.is_paused or self.id in other.passed:
+            return True
+        return other.claim.priority < self.claim.priority and not other.is_spared
 
     @property
     def rank_as_victim(self) -> tuple[bool, int, int]:
@@ -205,6 +208,7 @@ class Sequence(Job):
             other.origin, other.start, other.num_cached = self.origin, self.start, self.num_cached
             other.num_placed = other.num_read = self.num_read
             other.num_begins, other.is_spared, other.is_paused = 1, self.is_spared, self.is_paused
+            other.passed = self.passed
             other.num_blocks, other.rope, other.capacity = self.num_blocks, self.rope, self.capacity
             other.sampling = self.sampling.of_sample(i)
             other.reservation = self.reservation.split(each)

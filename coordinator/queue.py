@@ -6,8 +6,6 @@ from coordinator.jobs import Job
 
 AGEING = 8
 """One of so many turns goes to whoever waits longest, whatever its priority and its client."""
-MAX_PASSED = 16
-"""How often others may begin before a job that is next and has no room."""
 
 
 class Turns:
@@ -81,26 +79,26 @@ class Queue:
     def take(self, has_room: Callable[[Job], bool]) -> Job | None:
         """The next job for which there is room, taken out; None when there is none.
 
-        Jobs without room let others pass, but not for ever: small ones would keep a large one from ever beginning.
+        Jobs without room let others pass. Those give way to them later, so that a job begins at the latest when what
+        ran when it became the next one has ended: as if nobody had passed it.
         """
-        passed: list[Job] = []
+        passed: list[int] = []
         for job in self.order():
             if has_room(job):
-                for other in passed:
-                    other.num_passed += 1
-                self._begin(job)
+                self._begin(job, frozenset(passed))
                 return job
-            if job.num_passed >= MAX_PASSED:
-                return None
-            passed.append(job)
+            passed.append(job.id)
         return None
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
-        job.num_passed = 0
-        job.is_spared = self._turns.is_for_the_oldest  # or it might never get to its end
+        job.passed = passed
         job.num_charged = job.num_tokens_left
-        self._turns.take(job.claim.client, job.num_charged)
+        job.is_spared = self._turns.is_for_the_oldest and not passed  # or it might never get to its end
+        if passed and self._turns.is_for_the_oldest:
+            self._turns.charge(job.claim.client, job.num_charged)  # the oldest keeps its turn
+        else:
+            self._turns.take(job.claim.client, job.num_charged)
 
     def settle(self, job: Job) -> None:
         """Gives back what a job that was running did not use."""

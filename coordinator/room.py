@@ -69,12 +69,15 @@ class Room:
         return taken + job.num_tails - self._config.max_sequences if job.num_tails else 0
 
     def victims(self, job: Job, running: Iterable[Job]) -> list[Sequence] | None:
-        """Sequences that must give way so that the job can begin, None when it is no use.
+        """Sequences that must give way so that a job that has no room can begin, None when it is no use.
 
-        Whoever does not read gives way to everybody; else only to a higher priority, the lowest and youngest first.
+        Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
+        priority. The lowest and youngest are first.
         """
         running = list(running)
-        candidates = [other for other in running if isinstance(other, Sequence) and job.may_preempt(other)]
+        candidates = [other for other in running if job.may_preempt(other) and isinstance(other, Sequence)]
+        if not candidates:
+            return None  # the usual case, and many jobs may wait
         places = self._num_places_lacking(job, running)
         lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
         chosen: list[Sequence] = []

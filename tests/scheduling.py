@@ -34,7 +34,13 @@ class Bench:
         self.seconds_per_token = 1e-6
 
     def ask(
-        self, count: int, max_tokens: int = 4, context: str | None = None, ends: tuple[int, ...] = (), priority: int = 0
+        self,
+        count: int,
+        max_tokens: int = 4,
+        context: str | None = None,
+        ends: tuple[int, ...] = (),
+        priority: int = 0,
+        num_samples: int = 1,
     ) -> int:
         prompt = Prompt(
             context=context,
@@ -42,8 +48,11 @@ class Bench:
             sampling=Sampling(max_tokens=max_tokens),
             end_tokens=frozenset(ends),
             priority=priority,
+            num_samples=num_samples,
         )
-        return self._admitted(lambda job: self.scheduler.admit(job, prompt))
+        job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
+        self.num_jobs += num_samples - 1
+        return job
 
     def ingest(self, context: str, count: int, append: bool = False) -> int:
         tokens = list(range(count))
@@ -77,10 +86,15 @@ class Bench:
         for job, outcome in outcomes:
             self.seen.setdefault(job, []).append(outcome)
 
+    def step(self) -> StepPlan | None:
+        """Plans and does one step, if there is something to do."""
+        if (plan := self.schedule()) is not None:
+            self.commit(plan)
+        return plan
+
     def run(self) -> list[StepPlan]:
         plans: list[StepPlan] = []
-        while (plan := self.schedule()) is not None:
-            self.commit(plan)
+        while (plan := self.step()) is not None:
             plans.append(plan)
         return plans
 

@@ -98,6 +98,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What is answered, context included, by sequence."""
         self.answers: dict[int, list[int]] = {}
         self.expected: dict[int, list[int]] = {}
+        self.ran: set[int] = set()
+        """Jobs that ran when the last step was scheduled, and those that waited, with how often they had begun."""
+        self.waited: dict[int, int] = {}
 
     @rule(
         tokens=TEXTS,
@@ -182,12 +185,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self) -> bool:
         """Whether there was something to do."""
+        is_full = self.scheduler._planner.is_full
         plan = self.scheduler.schedule(self.now)
         self._see(self.scheduler.drain())
+        if not is_full:
+            self._nobody_waits_for_those_behind()
         self.plans.extend([plan] if plan else [])
         # Whoever runs or waits for room has something to do, but for those whose readers are behind.
         assert self.plans or self.open.keys() <= self.paused
         return plan is not None
+
+    def _nobody_waits_for_those_behind(self) -> None:
+        """Whoever has no room waits for something that did not begin out of turn, at its expense."""
+        running = {job.id: job for job in self.scheduler._running.values()}
+        waiting = self.scheduler._queue.order()
+        for job in waiting:
+            assert any(job.id not in other.passed for other in running.values())
+        stayed = [job for job in waiting if self.waited.get(job.id) == job.num_begins]
+        for other in (running[job_id] for job_id in running.keys() - self.ran):
+            before = {job.id for job in stayed if job.claim == other.claim and job.id < other.owner}
+            assert before <= other.passed
+        self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
 
     @precondition(lambda self: self.plans)
     @rule()
@@ -240,6 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             job = data.draw(st.sampled_from(readers))
             self.scheduler.pause(job, is_paused)
             (self.paused.add if is_paused else self.paused.discard)(job)
+            self.waited.clear()  # whoever is paused is not in the queue's order
 
     @rule(seconds=st.floats(0, 1))
     def wait(self, seconds: float) -> None:

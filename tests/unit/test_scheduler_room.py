@@ -1,8 +1,12 @@
 """What can never fit, who waits, and who may pass."""
 
-import pytest
+import itertools
 
-from coordinator.queue import MAX_PASSED
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.events import Acknowledged, Ended
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from tests.scheduling import Bench
 
@@ -60,18 +64,79 @@ def test_what_has_no_room_lets_small_ones_pass() -> None:
     assert list(bench.seen) == [first, third, second]
 
 
-def test_a_large_job_is_not_passed_for_ever() -> None:
-    bench = Bench(blocks=(5, 5), max_waiting=100)
-    small = [bench.ask(1, 2 + i % 7) for i in range(4)]
-    bench.schedule()
-    large = bench.ask(20, 20)
-    small += [bench.ask(1, 2 + i % 7) for i in range(3 * MAX_PASSED)]
-    plan = bench.scheduler._planner._flights._flights[0][0]
-    bench.commit(plan)
+@pytest.fixture
+def busy() -> tuple[Bench, list[int]]:
+    """One on which two answers run, of 40 of its 100 blocks each; the second one ends later."""
+    bench = Bench(blocks=(100,), max_sequences=6)
+    running = [bench.ask(126, 30), bench.ask(40, 120)]
+    bench.step()
+    assert bench.scheduler.num_running == 2
+    return bench, running
+
+
+def until_ended(bench: Bench, job: int) -> None:
+    while not isinstance(bench.seen[job][-1], Ended):
+        assert bench.step()
+
+
+def test_small_ones_pass_a_document_for_as_long_as_it_has_no_room(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 240)
+    small = [bench.ask(2, 2) for _ in range(60)]
+    until_ended(bench, running[0])
+    assert all(isinstance(bench.seen[job][-1], Ended) for job in small)
     bench.run()
-    began = list(bench.seen)
-    assert began.index(large) == 4 + MAX_PASSED
-    assert all(bench.tokens(job) for job in small)
+    assert bench.seen[document][-1] == Acknowledged("doc")
+
+
+def test_whoever_passes_gives_way_when_nothing_else_is_in_the_way(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 200)
+    passing = [bench.ask(1, 39) for _ in range(2)]
+    until_ended(bench, running[0])
+    assert [0 < len(bench.tokens(job)) < 39 for job in passing] == [True, True]
+    bench.step()
+    assert document in bench.scheduler._running, "it does not wait for what is left of the other answers"
+    assert list(bench.scheduler.positions()) == passing[1:], "one gave enough"
+    bench.run()
+    assert [bench.tokens(job) for job in passing] == [bench.alone(1, 39)] * 2
+    assert bench.seen[document][-1] == Acknowledged("doc")
+
+
+def test_samples_that_passed_give_way_too(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 216)
+    passing = bench.ask(2, 34, num_samples=2)
+    until_ended(bench, running[0])
+    assert 0 < len(bench.tokens(passing)) < 68
+    bench.step()
+    assert document in bench.scheduler._running
+    bench.run()
+    assert len(bench.tokens(passing)) == 68
+
+
+@given(
+    running=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    num_tokens=st.integers(150, 240),
+    small=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=8),
+    per_step=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_document_begins_when_those_before_it_have_ended(
+    running: list[int], num_tokens: int, small: list[tuple[int, int]], per_step: int
+) -> None:
+    """However many small requests come."""
+    bench = Bench(blocks=(40, 40), max_waiting=5000, max_sequences=8)
+    before = [bench.ask(3, max_tokens) for max_tokens in running]
+    bench.step()
+    document, sizes = bench.ingest("doc", num_tokens), itertools.cycle(small)
+    while not all(isinstance(bench.seen[job][-1], Ended) for job in before):
+        assert bench.scheduler.num_running
+        for _ in range(per_step):
+            bench.ask(*next(sizes))
+        bench.step()
+    bench.step()
+    assert document in bench.scheduler._running or document in bench.seen
 
 
 def test_queue_is_bounded() -> None:
