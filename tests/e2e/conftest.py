@@ -77,13 +77,32 @@ class Served:
     def _parent(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
 
-    def stop(self) -> int:
-        """Stops the service and proves that no process of it is left; returns the exit code."""
-        processes = self.processes() if self.process.poll() is None else []
-        self.process.send_signal(signal.SIGTERM)
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends the service with a signal and proves that nothing of it is left; returns the exit code."""
+        left = Left(self.process)
+        self.process.send_signal(number)
         code = self.process.wait(timeout=60)
-        assert psutil.wait_procs(processes, timeout=20)[1] == []
+        left.check()
         return code
+
+
+class Left:
+    """What a service has made so far, and must not leave behind: processes, and the folder of a Ray."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self.processes: list[psutil.Process] = []
+        self.folders: list[Path] = []
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(process.pid)
+            self.processes = [parent, *parent.children(recursive=True)]
+        for one in self.processes:
+            with suppress(psutil.Error):
+                words = one.cmdline()
+                self.folders += [Path(words[-1])] if "coordinator.ray_folder" in words else []
+
+    def check(self) -> None:
+        assert psutil.wait_procs(self.processes, timeout=20)[1] == []
+        assert [folder for folder in self.folders if folder.exists()] == []
 
 
 def end(process: subprocess.Popen) -> None:

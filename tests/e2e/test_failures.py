@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from bench.checkpoints import make_checkpoint
-from tests.e2e.conftest import CLI, Served, end
+from tests.e2e.conftest import CLI, Left, Served, end
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -172,13 +173,71 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     assert generated.returncode == 0
 
 
-def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, started: ExitStack):
-    service = started.enter_context(Served("--model", str(checkpoint), "--launcher", "local", "--kv-bytes", "80000000"))
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, started: ExitStack, launcher: str):
+    options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "80000000")
+    service = started.enter_context(Served(*options))
     stream = start_stream(service, started)
     assert service.stop() == 0
+    check_told(service, stream)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))]
+)
+def test_a_service_on_a_joined_ray_is_stopped_by_any_signal(
+    checkpoint: Path, started: ExitStack, ray_cluster: int, number: int
+):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    options = ("--model", str(checkpoint), "--ray-address", address, "--kv-bytes", "80000000")
+    service = started.enter_context(Served(*options))
+    ranks = [psutil.Process(pid) for pid in service.rank_pids()]
+    stream = start_stream(service, started)
+    assert service.stop(number) == 0
+    check_told(service, stream)
+    assert psutil.wait_procs(ranks, timeout=20)[1] == []
+    assert ray.is_initialized(), "the cluster is not ours to end"
+
+
+def check_told(service: Served, stream: subprocess.Popen) -> None:
+    """The open answer ended with the reason; the service itself had nothing to complain about."""
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1
     assert errors == "error: the service is stopping\n"
+    assert service.process.stdout is not None
+    assert [line for line in service.process.stdout if not line.endswith("the service is stopping\n")] == []
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_service_that_is_killed_leaves_nothing_behind(checkpoint: Path, started: ExitStack, launcher: str):
+    options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "8000000")
+    service = started.enter_context(Served(*options))
+    assert service.stop(signal.SIGKILL) == -signal.SIGKILL
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("gcs_server", signal.SIGTERM),
+        pytest.param("raylet", signal.SIGHUP, marks=pytest.mark.slow),
+        ("ray::WorkerActor", signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_ray_starts_leaves_nothing_behind(checkpoint: Path, started: ExitStack, name: str, number: int):
+    command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2"]
+    process = start([*command, "--kv-bytes", "8000000"], started)
+    while not any(one.name().startswith(name) for one in psutil.Process(process.pid).children(recursive=True)):
+        time.sleep(0.01)
+    left = Left(process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    left.check()
+    assert process.returncode == 0
+    assert errors.splitlines() == ["starting 2 ranks (ray) …"]
 
 
 def test_nobody_there_is_one_clear_line():
