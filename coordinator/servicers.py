@@ -12,7 +12,7 @@ import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
-from coordinator.changes import Changes, watch
+from coordinator.changes import Changes, Watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
 from coordinator.tokenization import Tokenization
@@ -46,8 +46,8 @@ class ContextStore(Protocol):
         """Raises NotFound."""
         ...
 
-    def list_contexts(self) -> list[events.ContextView]:
-        """By id."""
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+        """By id, those that come after `after`, at most `limit`."""
         ...
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
@@ -139,7 +139,7 @@ class ContextServicer(ContextServiceServicer):
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = _decode_page_token(request.page_token)
-        views = [view for view in self._contexts.list_contexts() if view.id > after]
+        views = self._contexts.list_contexts(after, size + 1)
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
@@ -222,7 +222,7 @@ class ClusterServicer(ClusterServiceServicer):
 
     def __init__(self, cluster: Callable[[], Cluster], changes: Changes, verifications: Verifications) -> None:
         self._cluster = cluster
-        self._changes = changes
+        self._watch = Watch(self._look, changes)
         self._verifications = verifications
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
@@ -231,9 +231,12 @@ class ClusterServicer(ClusterServiceServicer):
     async def WatchCluster(
         self, request: cluster_pb.WatchClusterRequest, context: object
     ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
-        async with aclosing(watch(self._cluster, self._changes, codec.decode_watch(request))) as seen:
-            async for cluster in seen:
-                yield cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(cluster))
+        async with aclosing(self._watch.values(codec.decode_watch(request))) as responses:
+            async for response in responses:
+                yield response
+
+    def _look(self) -> cluster_pb.WatchClusterResponse:
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
 
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call
