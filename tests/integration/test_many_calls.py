@@ -1,19 +1,42 @@
 """Many calls at once, and large requests, over real sockets."""
 
+import asyncio
 import gc
 import threading
+from collections import Counter
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.requests import MAX_REQUEST_BYTES, MAX_SMALL_BYTES
 from longleaf import codec
+from longleaf.errors import ResourceExhausted
 from longleaf.messages import Generate, Started
+from longleaf.status import DETAILS_KEY
 from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.fuzz.messages import methods
 from tests.service import Served
 
+MANY = 2500
+"""Calls; the library's own limit of those that nobody has looked at is 1000."""
 TEXTS = {"Generate", "IngestContext", "CountTokens", "Tokenize", "Detokenize"}
+
+
+async def test_every_call_that_is_refused_says_when_to_come_back(service: Served, channel: grpc.aio.Channel) -> None:
+    service.engine.error = ResourceExhausted("queue", "is full", 1.5)
+    stub = GenerationServiceStub(channel)
+
+    async def ask() -> tuple[grpc.StatusCode, tuple[str, ...]]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(service_pb.GenerateRequest(text="x")).read()
+        data = dict(caught.value.trailing_metadata() or ()).get(DETAILS_KEY, b"")
+        return caught.value.code(), tuple(packed.TypeName() for packed in status_pb2.Status.FromString(data).details)
+
+    details = tuple(kind.DESCRIPTOR.full_name for kind in (error_details_pb2.QuotaFailure, error_details_pb2.RetryInfo))
+    ends = Counter(await asyncio.gather(*(ask() for _ in range(MANY))))
+    assert ends == {(grpc.StatusCode.RESOURCE_EXHAUSTED, details): MANY}
 
 
 @pytest.mark.parametrize("method", methods(), ids=lambda method: method.name)
