@@ -1,11 +1,19 @@
 """Who waits for changes is woken by them: nothing is polled."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from longleaf.errors import ResourceExhausted
 
 T = TypeVar("T")
+MAX_WATCHERS = 256
+SECONDS_PER_WATCHER = 0.01
+"""Telling one of them takes a few tenths of a millisecond, in which nothing else happens."""
+RETRY_SECONDS = 5.0
 
 
 class Changes:
@@ -20,6 +28,11 @@ class Changes:
     def count(self) -> int:
         """Changes so far."""
         return self._count
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will change any more."""
+        return self._over.is_set()
 
     def note(self) -> None:
         """Something has changed."""
@@ -44,15 +57,67 @@ class Changes:
                 await self._over.wait()
 
 
-async def watch(look: Callable[[], T], changes: Changes, min_interval: float) -> AsyncGenerator[T, None]:
-    """What `look` sees now, and again when it sees something else; it looks once in `min_interval` seconds, and only
-    after a change. Ends when `look` raises."""
-    shown: T | None = None
-    while True:
-        count = changes.count
-        seen = look()
-        if seen != shown:
-            shown = seen
-            yield seen
-        await changes.pause(min_interval)
-        await changes.after(count)
+@dataclass(frozen=True)
+class Sight(Generic[T]):
+    """What was seen, when, and after how many changes. What is equal to what was seen before is the same object."""
+
+    count: int
+    time: float
+    seen: T
+
+
+class Watch(Generic[T]):
+    """Shows what `look` sees to all who watch, `max_watchers` at most. `clock` counts seconds.
+
+    One look serves them all, and each is told once in `spacing` seconds for each of them: many cost no more than one.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], T],
+        changes: Changes,
+        max_watchers: int = MAX_WATCHERS,
+        spacing: float = SECONDS_PER_WATCHER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look = look
+        self._changes = changes
+        self._max_watchers = max_watchers
+        self._spacing = spacing
+        self._clock = clock
+        self._num_watchers = 0
+        self._sight: Sight[T] | None = None
+
+    @property
+    def _interval(self) -> float:
+        return self._num_watchers * self._spacing
+
+    async def values(self, min_interval: float) -> AsyncGenerator[T, None]:
+        """What there is to see now, and again when that is something else, not more often than every `min_interval`
+        seconds. Raises ResourceExhausted, and what `look` raises."""
+        if self._num_watchers >= self._max_watchers:
+            raise ResourceExhausted("watchers", f"{self._max_watchers} watch already", RETRY_SECONDS)
+        self._num_watchers += 1
+        try:
+            shown: T | None = None
+            while True:
+                sight = self._latest()
+                if sight.seen is not shown:
+                    shown = sight.seen
+                    yield shown
+                await self._changes.pause(max(min_interval, self._interval))
+                await self._changes.after(sight.count)
+        finally:
+            self._num_watchers -= 1
+
+    def _latest(self) -> "Sight[T]":
+        last = self._sight
+        if last is None or self._is_old(last):
+            count, seen = self._changes.count, self._look()
+            same = last.seen if last is not None and last.seen == seen else seen
+            self._sight = last = Sight(count, self._clock(), same)
+        return last
+
+    def _is_old(self, sight: "Sight[T]") -> bool:
+        is_due = self._changes.is_over or self._clock() - sight.time >= self._interval
+        return self._changes.count > sight.count and is_due

@@ -1,5 +1,7 @@
 """The contexts: names for paths of sealed segments."""
 
+from bisect import bisect_left, bisect_right, insort
+
 from msgspec import UNSET
 
 from coordinator.paths import Path, Segment
@@ -77,6 +79,8 @@ class Contexts:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._by_id: dict[str, Context] = {}
+        self._ids: list[str] = []
+        """Sorted."""
         self.next_expiry: float | None = None
         """When the next context expires; None while none does."""
 
@@ -89,9 +93,15 @@ class Contexts:
             raise NotFound(f"contexts/{context_id}")
         return self._by_id[context_id]
 
-    def list(self) -> list[Context]:
-        """Sorted by id."""
-        return [context for _, context in sorted(self._by_id.items())]
+    def list(self, after: str = "", limit: int | None = None) -> list[Context]:
+        """Sorted by id: those that come after `after`, at most `limit`."""
+        start = bisect_right(self._ids, after)
+        ids = self._ids[start:] if limit is None else self._ids[start : start + limit]
+        return [self._by_id[context_id] for context_id in ids]
+
+    def _add(self, context: Context) -> None:
+        self._by_id[context.id] = context
+        insort(self._ids, context.id)
 
     def append(
         self,
@@ -104,7 +114,9 @@ class Contexts:
         """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
         is new. Takes over the caller's reference."""
         self._segments.seal(segment)
-        context = self._by_id.setdefault(context_id, Context(context_id, now, Path(), capacity))
+        if context_id not in self:
+            self._add(Context(context_id, now, Path(), capacity))
+        context = self._by_id[context_id]
         assert segment.before == context.path
         context.path = segment.path
         context.updated = now
@@ -144,7 +156,7 @@ class Contexts:
         self._check_seam(path, num_tokens)
         context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
         self._segments.retain(context.path.segments)
-        self._by_id[context_id] = context
+        self._add(context)
         return context
 
     def _check_seam(self, path: Path, position: int) -> None:
@@ -163,9 +175,11 @@ class Contexts:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
         path = self.get(context_id).path
         del self._by_id[context_id]
+        del self._ids[bisect_left(self._ids, context_id)]
         self._segments.release(path.segments)
         self._find_next_expiry()
 
     def check(self) -> None:
+        assert self._ids == sorted(self._by_id)
         for context in self._by_id.values():
             context.check(self._segments.windows)

@@ -125,9 +125,9 @@ class Engine:
         """Raises NotFound."""
         return self._view(self._open().contexts.get(context_id))
 
-    def list_contexts(self) -> list[ContextView]:
-        """Sorted by id."""
-        return [self._view(context) for context in self._open().contexts.list()]
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[ContextView]:
+        """Sorted by id: those that come after `after`, at most `limit`."""
+        return [self._view(context) for context in self._open().contexts.list(after, limit)]
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.

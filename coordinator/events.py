@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out, in token ids; text is the business of `coordinator.generation`."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -17,7 +18,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     context: str | None
     """Id of the context to ask, without the `contexts/` prefix."""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""

@@ -95,7 +95,7 @@ class Generation:
             answer = self._answer(request_id, request)
             prompt = events.Prompt(
                 context=request.context,
-                token_ids=tuple(token_ids),
+                token_ids=token_ids,
                 sampling=request.sampling,
                 end_tokens=self._tokenizer.end_tokens,
                 num_samples=request.num_samples,
@@ -103,6 +103,7 @@ class Generation:
                 client=request.client,
                 deadline=deadline,
             )
+            del request, token_ids  # the text may be large, and the answer long
             async with aclosing(self._engine.submit(prompt)) as stream:
                 async for event in stream:
                     for message in answer.take(event):

@@ -1,36 +1,33 @@
 """The one place where errors become statuses."""
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from coordinator.requests import Call, Handler, Incoming, Requests
+from longleaf.errors import LongleafError, Unavailable
 from longleaf.status import DETAILS_KEY, encode_error, grpc_code
 
 logger = logging.getLogger(__name__)
 
-# The library types handlers loosely: requests, responses and the call pass through here unread.
-Call = Any
-Handler = Any
-
-
-class Malformed:
-    """Stands for a request that is not a valid message of its type."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+Refusal = tuple[Any, ...]
+"""A status code, its message, and what trails it."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-    """Answers every LongleafError of the methods of `package` with its status, and all else with INTERNAL."""
+    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL.
 
-    def __init__(self, package: str = "/longleaf.v1.") -> None:
-        self._package = package
+    Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
+    come as bytes, when they are asked for, and the library holds none of them while it is answered.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
 
     async def intercept_service(
         self,
@@ -38,88 +35,76 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        method = _text(handler_call_details.method)
-        if handler is None or not method.startswith(self._package):
-            return handler
-        if not handler.response_streaming:
-            return _unary(method, handler)
-        return _bidirectional(method, handler) if handler.request_streaming else _streaming(method, handler)
+        if handler is None:
+            return None
+        name = handler_call_details.method
+        method = name.decode() if isinstance(name, bytes) else name
+
+        async def answer(_: object, call: Call) -> None:
+            await _answer(method, self._serve(method, handler, call), call)
+
+        untyped: Any = grpc
+        return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    async def _serve(self, method: str, handler: Handler, call: Call) -> None:
+        with self._requests.of(method, handler) as incoming:
+            if not handler.response_streaming:
+                await call.write(await handler.unary_unary(await incoming.one(call), call))
+            elif handler.request_streaming:
+                await _send(handler.stream_stream(incoming.all(call), call), call, incoming)
+            elif inspect.iscoroutinefunction(handler.unary_stream):
+                await handler.unary_stream(await incoming.one(call), call)  # writes its responses itself
+            else:
+                await _send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
 
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
-
-
-def _unary(method: str, handler: Handler) -> Handler:
-    async def answer(request: object, call: Call) -> object:
-        async with _answered(method, call):
-            return await handler.unary_unary(_checked(request), call)
-
-    return grpc.unary_unary_rpc_method_handler(answer, _tolerant(handler), handler.response_serializer)
-
-
-def _streaming(method: str, handler: Handler) -> Handler:
-    async def answer(request: object, call: Call) -> None:
-        async with _answered(method, call):
-            await _send(handler.unary_stream(_checked(request), call), call)
-
-    return grpc.unary_stream_rpc_method_handler(answer, _tolerant(handler), handler.response_serializer)
-
-
-def _bidirectional(method: str, handler: Handler) -> Handler:
-    async def answer(requests: AsyncIterator[object], call: Call) -> None:
-        async with _answered(method, call):
-            checked = (_checked(request) async for request in requests)
-            await _send(handler.stream_stream(checked, call), call)
-
-    return grpc.stream_stream_rpc_method_handler(answer, _tolerant(handler), handler.response_serializer)
-
-
-async def _send(responses: Any, call: Call) -> None:
+async def _send(responses: Any, call: Call, incoming: Incoming) -> None:
     """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once."""
     async with aclosing(responses):
         async for response in responses:
             await call.write(response)
+            incoming.release()  # who answers has taken out of the request what it needs
 
 
-def _tolerant(handler: Handler) -> Callable[[bytes], object]:
-    """Lets requests that cannot be parsed come through: the library would answer INTERNAL."""
-
-    def parse(data: bytes) -> object:
-        try:
-            return handler.request_deserializer(data)
-        except DecodeError as error:
-            return Malformed(str(error))
-
-    return parse
-
-
-def _checked(request: object) -> object:
-    if isinstance(request, Malformed):
-        raise InvalidArgument("request", f"is not a valid message (strings must be UTF-8): {request.reason}")
-    return request
-
-
-@asynccontextmanager
-async def _answered(method: str, call: Call) -> AsyncGenerator[None, None]:
+async def _answer(method: str, work: Awaitable[None], call: Call) -> None:
+    """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
     try:
-        yield
-    except (asyncio.CancelledError, grpc.aio.AbortError):
+        await work
+        return
+    except asyncio.CancelledError:
         raise
     except LongleafError as error:
         logger.log(logging.WARNING if isinstance(error, Unavailable) else logging.INFO, "%s: %s", method, error)
-        await _abort(error, call)
+        refusal = _refusal(error)
+        _forget(error)
+    except grpc.aio.AbortError as error:  # the library's own services say no by themselves
+        _forget(error)
+        return
     except grpc.aio.InternalError as error:  # nothing can be sent: the client left
         raise asyncio.CancelledError from error
     except Exception as error:
         logger.exception("%s failed", method)
-        await call.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
-
-
-async def _abort(error: LongleafError, call: Call) -> NoReturn:
-    status = encode_error(error)
+        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
+        _forget(error)
     try:
-        await call.abort(grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),))
-    except grpc.aio.InternalError as gone:  # the client left, so nobody is there to be told
-        raise asyncio.CancelledError from gone
-    raise AssertionError("abort raises")
+        await call.abort(*refusal)
+    except grpc.aio.AbortError as error:
+        _forget(error)
+    except grpc.aio.InternalError:  # the client left, so nobody is there to be told
+        return
+
+
+def _refusal(error: LongleafError) -> Refusal:
+    status = encode_error(error)
+    return grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Lets go of the frames that an error and those before it came through. The library keeps an AbortError with its
+    call, and streams keep the error that ended them: with their frames, which know call and stream, they would keep
+    the request until the garbage collector comes."""
+    while error is not None:
+        cause, context = error.__cause__, error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        _forget(cause)
+        error = context

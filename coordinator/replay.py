@@ -1,6 +1,7 @@
 """Generations that are held while their clients are away, and what such a client reads when it comes back."""
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol
@@ -155,7 +156,8 @@ class Replay:
 
 def _question(request: Generate) -> int:
     """Stands for what is asked: the input itself may be large, and a generation is held for minutes."""
-    return hash((request.input, request.context))
+    asked = request.input if isinstance(request.input, str) else array("I", request.input).tobytes()
+    return hash((asked, request.context))
 
 
 def _num_tokens(event: Event) -> int:

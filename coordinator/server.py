@@ -12,6 +12,7 @@ from coordinator.changes import Changes
 from coordinator.generation import Generation, Submitter
 from coordinator.ingest import Ingest, Ingester
 from coordinator.interceptors import ErrorInterceptor
+from coordinator.requests import MAX_CALLS, MAX_REQUEST_BYTES, Requests
 from coordinator.servicers import (
     ClusterServicer,
     ContextServicer,
@@ -33,11 +34,17 @@ from longleaf.v1 import (
     tokenizer_service_pb2_grpc,
 )
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_RESPONSE_BYTES = 64 << 20
+MAX_PENDING_CALLS = 2 * MAX_CALLS
+"""Calls that arrived and were not looked at yet. Of more, by default of more than 1000, the library ends some without a
+word; of one connection it takes in as many as may be open."""
 SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Context", "Tokenizer", "Cluster"))
 OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
     ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -68,7 +75,7 @@ class Server:
     """Serves one engine. `cluster` describes it; raises what the engine raises."""
 
     def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Requests())], options=OPTIONS)
         untyped: Any = health
         self._health: Any = untyped.aio.HealthServicer()
         self._threads = TextThreads()

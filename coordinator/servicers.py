@@ -6,16 +6,16 @@ import binascii
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator import events
-from coordinator.changes import Changes, watch
+from coordinator.changes import Changes, Watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
-from coordinator.tokenization import Tokenization
+from coordinator.tokenization import MAX_TOKENS, Tokenization
 from coordinator.verification import Verifications
 from coordinator.wire import context_of
 from longleaf import codec
@@ -28,12 +28,15 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1.cluster_service_pb2_grpc import ClusterServiceServicer
 from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
+from longleaf.v1.generation_pb2 import TokenIds
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
+Given = ParamSpec("Given")
+Decoded = TypeVar("Decoded")
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-LARGE_PIECE = 1 << 16
+MANY_IDS = 1 << 14
 """Token ids above which decoding a message would keep other calls waiting."""
 DRAIN_SECONDS = 5.0
 """Longest wait for the end of an upload that was refused in its middle."""
@@ -46,8 +49,8 @@ class ContextStore(Protocol):
         """Raises NotFound."""
         ...
 
-    def list_contexts(self) -> list[events.ContextView]:
-        """By id."""
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+        """By id, those that come after `after`, at most `limit`."""
         ...
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
@@ -79,6 +82,15 @@ def _host(peer: str) -> str:
     return peer.rpartition(":")[0] or peer
 
 
+async def _decoded(
+    decode: Callable[Given, Decoded], token_ids: TokenIds, *arguments: Given.args, **options: Given.kwargs
+) -> Decoded:
+    """What `decode` makes of a message that carries `token_ids`: in a thread, if they are many."""
+    if len(token_ids.ids) > MANY_IDS:
+        return await asyncio.to_thread(decode, *arguments, **options)
+    return decode(*arguments, **options)
+
+
 def random_seed() -> int:
     """A seed for a caller who gave none."""
     return secrets.randbits(64)
@@ -94,10 +106,11 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(
         self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
-        decoded = codec.decode_generate(request, self._seed())
+        decoded = await _decoded(codec.decode_generate, request.token_ids, request, self._seed())
         if isinstance(decoded, Generate) and not decoded.client:
             decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
         async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
+            del request, decoded  # they may be large, and the answer long
             async for event in answer:
                 yield codec.encode_event(event)
 
@@ -139,7 +152,7 @@ class ContextServicer(ContextServiceServicer):
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = _decode_page_token(request.page_token)
-        views = [view for view in self._contexts.list_contexts() if view.id > after]
+        views = self._contexts.list_contexts(after, size + 1)
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
@@ -163,10 +176,7 @@ async def _pieces(
 ) -> AsyncGenerator[IngestPiece, None]:
     """The requests decoded; `host` is the client that names none."""
     async for request in requests:
-        if len(request.token_ids.ids) > LARGE_PIECE:
-            yield await asyncio.to_thread(codec.decode_ingest_piece, request)
-            continue
-        piece = codec.decode_ingest_piece(request)
+        piece = await _decoded(codec.decode_ingest_piece, request.token_ids, request)
         if isinstance(piece, IngestHeader) and not piece.client:
             piece = msgspec.structs.replace(piece, client=host)
         yield piece
@@ -212,7 +222,8 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def Detokenize(
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
-        token_ids, keep_special = codec.decode_ids(request.token_ids), request.keep_special_tokens
+        token_ids = await _decoded(codec.decode_ids, request.token_ids, request.token_ids, MAX_TOKENS)
+        keep_special = request.keep_special_tokens
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 
@@ -222,7 +233,7 @@ class ClusterServicer(ClusterServiceServicer):
 
     def __init__(self, cluster: Callable[[], Cluster], changes: Changes, verifications: Verifications) -> None:
         self._cluster = cluster
-        self._changes = changes
+        self._watch = Watch(self._look, changes)
         self._verifications = verifications
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
@@ -231,9 +242,12 @@ class ClusterServicer(ClusterServiceServicer):
     async def WatchCluster(
         self, request: cluster_pb.WatchClusterRequest, context: object
     ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
-        async with aclosing(watch(self._cluster, self._changes, codec.decode_watch(request))) as seen:
-            async for cluster in seen:
-                yield cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(cluster))
+        async with aclosing(self._watch.values(codec.decode_watch(request))) as responses:
+            async for response in responses:
+                yield response
+
+    def _look(self) -> cluster_pb.WatchClusterResponse:
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
 
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call

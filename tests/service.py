@@ -192,8 +192,8 @@ class FakeEngine:
             is_exact=self.is_exact,
         )
 
-    def list_contexts(self) -> list[events.ContextView]:
-        return [self.get_context(name) for name in sorted(self.contexts)]
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+        return [self.get_context(name) for name in sorted(self.contexts) if name > after][:limit]
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
         self.get_context(source)

@@ -12,10 +12,11 @@ from longleaf.client.retries import Attempts, Retries, Retry
 from longleaf.errors import Cancelled, LongleafError, Unavailable
 from longleaf.status import decode_error
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 4 << 20
+MAX_RESPONSE_BYTES = 64 << 20
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries

@@ -25,6 +25,7 @@ from longleaf.codec.context import (
     encode_ingest_progress,
     encode_update,
 )
+from longleaf.codec.fields import has_more_fields
 from longleaf.codec.generation import (
     decode_cancel,
     decode_event,
@@ -73,4 +74,5 @@ __all__ = [
     "encode_verification",
     "encode_verify",
     "encode_watch",
+    "has_more_fields",
 ]

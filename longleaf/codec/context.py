@@ -28,6 +28,8 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 MAX_DISPLAY_NAME = 256
 """Characters."""
 MAX_UPLOAD_ID = 128
+MAX_PATHS = 16
+"""Of a field mask."""
 MAX_TIME = 253402300799
 """The last second of the year 9999: timestamps end there."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
@@ -160,7 +162,10 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
 
 def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, ContextSettings]:
     """The context's id and what to change. Raises InvalidArgument naming the field."""
-    wanted = list(message.update_mask.paths) or _given(message.context)
+    paths = message.update_mask.paths
+    if len(paths) > MAX_PATHS:
+        raise InvalidArgument("update_mask", f"has {len(paths)} paths, at most {MAX_PATHS} are taken")
+    wanted = list(paths) or _given(message.context)
     unknown = next((path for path in wanted if path not in (*_PATHS, "*")), None)
     if unknown is not None:
         raise InvalidArgument("update_mask", f"{unknown[:100]!r} is none of {', '.join(_PATHS)}, *")

@@ -8,7 +8,7 @@ from typing import get_args
 from google.protobuf.duration_pb2 import Duration
 
 from longleaf.codec.claims import decode_claim, encode_claim
-from longleaf.codec.names import context_id, context_name, encodable, encode_ids, within
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, within
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -91,7 +91,7 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     priority, client = decode_claim(message)
     duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
     return Generate(
-        input=message.text if kind == "text" else tuple(message.token_ids.ids),
+        input=message.text if kind == "text" else decode_ids(message.token_ids),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),

@@ -9,6 +9,8 @@ from longleaf.errors import InvalidArgument
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)
+STEP_IDS = 1 << 16
+"""Token ids that are converted at once."""
 _CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
 
 
@@ -51,10 +53,18 @@ def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
         raise InvalidArgument("token_ids", str(error)) from None
 
 
-def decode_ids(message: generation_pb.TokenIds) -> "array[int]":
-    """The ids as 32-bit numbers. Raises InvalidArgument naming the first that is negative."""
+def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "array[int]":
+    """The ids as 32-bit numbers, made in steps, between which other threads have their turn.
+
+    Raises InvalidArgument for more than `max_ids`, and naming the first that is negative.
+    """
+    if max_ids is not None and len(message.ids) > max_ids:
+        raise InvalidArgument("token_ids", f"are {len(message.ids)}, at most {max_ids} are taken at once")
+    token_ids = array("I")
     try:
-        return array("I", message.ids)
+        for start in range(0, len(message.ids), STEP_IDS):
+            token_ids.extend(message.ids[start : start + STEP_IDS])
     except OverflowError:
         place = next(i for i, token_id in enumerate(message.ids) if token_id < 0)
         raise InvalidArgument(f"token_ids.ids[{place}]", f"{message.ids[place]} is negative") from None
+    return token_ids

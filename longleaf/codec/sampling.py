@@ -6,7 +6,7 @@ from typing import Any
 from longleaf.codec.names import encodable
 from longleaf.errors import InvalidArgument
 from longleaf.messages import SamplingOptions
-from longleaf.sampling import Sampling
+from longleaf.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
 from longleaf.v1 import generation_pb2 as generation_pb
 
 _WIRE_NAMES = {"max_tokens": "max_token_count", "stop_tokens": "stop_token_ids", "num_logprobs": "logprob_count"}
@@ -44,8 +44,20 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
 
 
+def _check_counts(message: generation_pb.SamplingParams) -> None:
+    """Before anything is converted."""
+    for field, values, limit, kind in (
+        ("logit_bias", message.logit_bias, MAX_BIASES, "ids"),
+        ("stop", message.stop, MAX_STOPS, "strings"),
+        ("stop_token_ids", message.stop_token_ids, MAX_STOP_TOKENS, "ids"),
+    ):
+        if len(values) > limit:
+            raise InvalidArgument(f"sampling.{field}", f"must be at most {limit} {kind}")
+
+
 def decode_sampling(message: generation_pb.SamplingParams, random_seed: int) -> Sampling:
     """Sampling with its defaults filled in, and `random_seed` when the caller gave none. Raises InvalidArgument."""
+    _check_counts(message)
     names = (name for name in Sampling.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
     given = {name: _WIRE_NAMES.get(name, name) for name in names}
     values = {name: getattr(message, wire) for name, wire in given.items() if message.HasField(wire)}

@@ -1,5 +1,6 @@
 """Generations: what is asked, and the events that answer it."""
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 import msgspec
@@ -50,7 +51,7 @@ class GenerateOptions(SamplingOptions, total=False):
 class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """A request to generate; `input` is text, or token ids that are used as they are."""
 
-    input: str | tuple[int, ...]
+    input: str | Sequence[int]
     context: str | None = None
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None

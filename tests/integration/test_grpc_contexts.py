@@ -9,7 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.contexts import Context
+from coordinator.views import view_context
 from longleaf import codec
+from longleaf.client import AsyncClient
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -19,6 +22,7 @@ from longleaf.errors import (
 from longleaf.messages import ContextSettings, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.fuzz.target import fuzzed
 from tests.service import BYTES, TEXT, Served, ids
 
 
@@ -189,7 +193,7 @@ async def test_a_context_is_named_pinned_and_dated(service: Served, channel: grp
     [
         (update("token_count"), "update_mask"),
         (update("name"), "update_mask"),
-        (update("x" * 10**6), "update_mask"),
+        (update("x" * 60_000), "update_mask"),
         (update(ttl={"seconds": -1}), "context.ttl"),
         (update("ttl", ttl={}), "context.ttl"),
         (update(ttl={"nanos": 10**9}), "context.ttl"),
@@ -272,3 +276,26 @@ async def test_wrong_settings_are_refused_before_the_text_is_sent(
         await ingest_with(channel, None, **config)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert (caught.value.details() or "").startswith(field + ": ")
+
+
+async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+
+    def look(context: Context, *rest: object) -> object:
+        looked_at.append(context.id)
+        return view_context(context, *rest)  # type: ignore[arg-type]
+
+    async with fuzzed(tmp_path) as target, AsyncClient(target.address) as client:
+        await client.ingest("c00", range(10))
+        for number in range(1, 30):
+            await client.fork_context("c00", f"c{number:02}")
+        monkeypatch.setattr("coordinator.engine.view_context", look)
+        async with grpc.aio.insecure_channel(target.address) as channel:
+            page, names = ingest_pb.ListContextsResponse(), list[str]()
+            while not names or page.next_page_token:
+                looked_at.clear()
+                request = ingest_pb.ListContextsRequest(page_size=7, page_token=page.next_page_token)
+                page = await ContextServiceStub(channel).ListContexts(request)
+                names += [context.name for context in page.contexts]
+                assert len(looked_at) <= 7 + 1, "the first of the next page tells that there is one"
+        assert names == [f"contexts/c{number:02}" for number in range(30)]

@@ -8,7 +8,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.server import MAX_MESSAGE_BYTES, Server
+from coordinator.requests import MAX_REQUEST_BYTES
+from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import (
@@ -123,7 +124,7 @@ async def test_a_request_that_is_too_large_must_change(
         monkeypatch.setattr("longleaf.client.calls.OPTIONS", (("grpc.max_send_message_length", max_sent),))
     async with AsyncClient(service.address) as client:
         with pytest.raises(
-            InvalidArgument, match=rf"request: has {MAX_MESSAGE_BYTES + 5} bytes, at most {1 << 26} fit"
+            InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5} bytes, at most {4 << 20} fit"
         ):
-            await client.count_tokens("x" * MAX_MESSAGE_BYTES)
+            await client.count_tokens("x" * MAX_REQUEST_BYTES)
     assert await service.client.count_tokens("x") == 1

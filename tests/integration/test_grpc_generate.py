@@ -43,7 +43,7 @@ async def test_a_prompt_goes_through_the_chat_template(service: Served) -> None:
     prompt = service.engine.prompts[0]
     begin, user, model = (BYTES.token_to_id(name) for name in ("<|begin|>", "<|user|>", "<|model|>"))
     plain = tuple(BYTES.token_to_id(c) for c in "<|end|>")
-    assert prompt.token_ids == (begin, user, *plain, model)
+    assert tuple(prompt.token_ids) == (begin, user, *plain, model)
     assert prompt.end_tokens == {BYTES.token_to_id("<|end|>")}
 
 
@@ -53,7 +53,7 @@ async def test_sampling_arrives_and_defaults_are_filled_in(service: Served) -> N
     given, default = (prompt.sampling for prompt in service.engine.prompts)
     assert (given.temperature, given.top_k, given.seed, given.stop) == (0.5, 7, 2**64 - 1, ("a", "b"))
     assert (default.temperature, default.top_p, default.max_tokens, default.stop) == (0.0, 1.0, 128, ())
-    assert service.engine.prompts[0].token_ids == (1, 2)
+    assert tuple(service.engine.prompts[0].token_ids) == (1, 2)
 
 
 async def test_priority_client_samples_and_deadline_reach_the_engine(

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from longleaf.client import AsyncClient, Retries
-from longleaf.client.calls import MAX_MESSAGE_BYTES
+from longleaf.client.calls import MAX_REQUEST_BYTES
 from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
@@ -288,9 +288,9 @@ async def test_token_ids_may_be_any_sequence(service: Served, document: Document
 
 
 async def test_a_part_may_be_larger_than_a_message() -> None:
-    pieces = [piece async for piece in pieces_of(iter([bytes(MAX_MESSAGE_BYTES + 1), b"end"]))]
+    pieces = [piece async for piece in pieces_of(iter([bytes(MAX_REQUEST_BYTES + 1), b"end"]))]
     assert max(map(len, pieces)) == PIECE
-    assert b"".join(pieces) == bytes(MAX_MESSAGE_BYTES + 1) + b"end"
+    assert b"".join(pieces) == bytes(MAX_REQUEST_BYTES + 1) + b"end"
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,22 @@ async def _until_held(changes: AsyncIterator[Cluster], tokens: int) -> None:
     async for cluster in changes:
         if sum(worker.tokens for worker in cluster.workers) == tokens and not cluster.running:
             return
+
+
+async def test_all_who_watch_share_what_is_described(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[int] = []
+    cluster = service.engine.cluster
+
+    def count() -> object:
+        described.append(1)
+        return cluster()
+
+    monkeypatch.setattr(service.engine, "cluster", count)
+    watching = [service.client.watch_cluster(min_interval=0.01) for _ in range(20)]
+    assert {seen.running for seen in await asyncio.gather(*map(anext, watching))} == {3}
+    service.engine.running = 7
+    service.engine.changes.note()
+    assert {seen.running for seen in await asyncio.gather(*map(anext, watching))} == {7}
+    assert len(described) < len(watching)
+    for changes in watching:
+        await changes.aclose()

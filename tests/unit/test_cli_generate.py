@@ -55,13 +55,13 @@ async def test_questions_may_come_from_standard_input(terminal: Terminal, monkey
     terminal.engine.contexts["moby"] = [1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
     await terminal.run("ask", "moby", "-")
-    assert byte_tokenizer().decode(terminal.engine.prompts[0].token_ids).count("Grüße?") == 1
+    assert byte_tokenizer().decode(list(terminal.engine.prompts[0].token_ids)).count("Grüße?") == 1
 
 
 async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
     await terminal.run("generate", "--prompt", "x")
     await terminal.run("generate", "--prompt", "x", "--raw")
-    templated, raw = (prompt.token_ids for prompt in terminal.engine.prompts)
+    templated, raw = (tuple(prompt.token_ids) for prompt in terminal.engine.prompts)
     assert raw == tuple(byte_tokenizer().encode("x").ids)
     assert len(templated) == 4
 

@@ -2,7 +2,8 @@
 
 import math
 from array import array
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -225,7 +226,7 @@ SAMPLING = Sampling(
     [
         Generate(input="x", sampling=SAMPLING),
         Generate(
-            input=(1, 2),
+            input=array("I", [1, 2]),
             context="moby",
             sampling=Sampling(seed=5),
             num_samples=16,
@@ -282,6 +283,31 @@ def test_what_is_out_of_range_is_named(fields: dict[str, Any], field: str) -> No
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_generate(service_pb.GenerateRequest(**({"text": "x"} | fields)), 42)
     assert caught.value.field == field
+
+
+class Uncounted(list[int]):
+    """Has a length, and cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was converted before it was counted")
+
+    __getitem__ = keys = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("field", "limit"), [("stop", 16), ("stop_token_ids", 64), ("logit_bias", 1024)])
+def test_collections_are_counted_before_they_are_converted(field: str, limit: int) -> None:
+    fields = {"stop": [], "stop_token_ids": [], "logit_bias": {}} | {field: Uncounted([1] * (limit + 1))}
+    with pytest.raises(InvalidArgument, match=rf"sampling\.{field}: must be at most {limit}"):
+        codec.decode_sampling(cast(Any, SimpleNamespace(**fields)), 42)
+
+
+def test_ids_and_paths_are_counted_before_they_are_converted() -> None:
+    ids = SimpleNamespace(ids=Uncounted([1, 2, 3]))
+    with pytest.raises(InvalidArgument, match="token_ids: are 3, at most 2 are taken at once"):
+        codec.decode_ids(cast(Any, ids), 2)
+    update = SimpleNamespace(update_mask=SimpleNamespace(paths=Uncounted([1] * 17)))
+    with pytest.raises(InvalidArgument, match="update_mask: has 17 paths, at most 16 are taken"):
+        codec.decode_update(cast(Any, update))
 
 
 def test_zero_is_a_value_and_absence_a_default() -> None:

@@ -71,6 +71,12 @@ def test_contexts_are_listed_by_id() -> None:
     for name in "cab":
         store.contexts.append(name, store.segment(Path(), 1), now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
+    assert [context.id for context in store.contexts.list("a", 1)] == ["b"]
+    assert [context.id for context in store.contexts.list("aa")] == ["b", "c"]
+    store.contexts.delete("b")
+    assert [context.id for context in store.contexts.list("a", 5)] == ["c"]
+    assert store.contexts.list("c", 5) == []
+    store.contexts.check()
 
 
 def forked_store() -> Store:

@@ -1,0 +1,141 @@
+"""Requests on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import DecodeError
+
+from longleaf.codec import has_more_fields
+from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+
+MAX_REQUEST_BYTES = 4 << 20
+"""Of the methods that take texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds to
+parse, in which nothing else happens. Longer documents come in pieces."""
+MAX_SMALL_BYTES = 64 << 10
+"""Of all other methods; and what is parsed without being looked through."""
+MAX_FIELDS = 4096
+"""Of a request that is not small, those of its messages included: fields take far longer to parse than bytes."""
+MAX_CALLS = 8192
+"""Calls that are open at once."""
+MAX_HELD_BYTES = 64 << 20
+"""Of all large requests that are not answered yet."""
+ARRIVAL_SECONDS = 120.0
+"""How long the request of a call may be on its way."""
+RETRY_SECONDS = 1.0
+LARGE = {"Generate", "IngestContext", "CountTokens", "Tokenize", "Detokenize"}
+"""The methods that take texts or token ids."""
+
+# The library types these loosely, or not at all.
+_untyped: Any = grpc.aio
+EOF = _untyped.EOF
+Call = Any
+Handler = Any
+
+
+class Requests:
+    """Those of all calls of a server."""
+
+    def __init__(
+        self,
+        max_calls: int = MAX_CALLS,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        arrival_seconds: float = ARRIVAL_SECONDS,
+    ) -> None:
+        self.arrival_seconds = arrival_seconds
+        self._max_calls = max_calls
+        self._max_held = max_held_bytes
+        self._num_calls = 0
+        self._num_held = 0
+        self._turn = asyncio.Lock()
+
+    @contextmanager
+    def of(self, method: str, handler: Handler) -> Generator["Incoming", None, None]:
+        """Those of one call, which is open meanwhile. Raises ResourceExhausted."""
+        if self._num_calls >= self._max_calls:
+            raise ResourceExhausted("calls", f"{self._max_calls} are open already", RETRY_SECONDS)
+        self._num_calls += 1
+        incoming = Incoming(self, method, handler)
+        try:
+            yield incoming
+        finally:
+            incoming.release()
+            self._num_calls -= 1
+
+    def hold(self, num_bytes: int) -> None:
+        """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""
+        if self._num_held + num_bytes > self._max_held:
+            told = f"those that wait for an answer have {self._num_held} bytes, {num_bytes} more are over"
+            raise ResourceExhausted("requests", f"{told} {self._max_held}", RETRY_SECONDS)
+        self._num_held += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self._num_held -= num_bytes
+
+    async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
+        """Raises InvalidArgument. Large requests take turns, with other work between two of them."""
+        if len(data) <= MAX_SMALL_BYTES:
+            return _parse(data, handler)
+        async with self._turn:
+            if has_more_fields(data, descriptor.input_type, MAX_FIELDS):
+                told = f"has {len(data)} bytes and more than {MAX_FIELDS} fields; numbers must be packed"
+                raise InvalidArgument("request", told)
+            request = _parse(data, handler)
+            await asyncio.sleep(0)
+            return request
+
+
+class Incoming:
+    """The requests of one call."""
+
+    def __init__(self, requests: Requests, method: str, handler: Handler) -> None:
+        self._requests = requests
+        self._handler = handler
+        self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
+        self._num_held = 0
+
+    async def one(self, call: Call) -> object:
+        """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
+        DeadlineExceeded when it does not come."""
+        seconds = self._requests.arrival_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                data = await call.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no request came within {seconds:g} seconds") from None
+        if data is EOF:
+            raise InvalidArgument("request", "is missing")
+        self._check_size(data)
+        if len(data) > MAX_SMALL_BYTES:
+            self._requests.hold(len(data))
+            self._num_held = len(data)
+        return await self._requests.parse(data, self._descriptor, self._handler)
+
+    async def all(self, call: Call) -> AsyncGenerator[object, None]:
+        """One after another. Raises InvalidArgument."""
+        while (data := await call.read()) is not EOF:
+            self._check_size(data)
+            yield await self._requests.parse(data, self._descriptor, self._handler)
+
+    def release(self) -> None:
+        """What was held need not be counted any more."""
+        self._requests.release(self._num_held)
+        self._num_held = 0
+
+    def _check_size(self, data: bytes) -> None:
+        name = self._descriptor.name
+        limit = MAX_REQUEST_BYTES if name in LARGE else MAX_SMALL_BYTES
+        if len(data) > limit:
+            raise InvalidArgument("request", f"has {len(data)} bytes, {name} takes at most {limit}")
+
+
+def _parse(data: bytes, handler: Handler) -> object:
+    try:
+        return handler.request_deserializer(data)
+    except DecodeError as error:
+        told = f"is not a valid message (strings must be UTF-8): {error}"
+        raise InvalidArgument("request", told) from None

@@ -1,0 +1,47 @@
+"""Encoded messages, looked through before they are parsed."""
+
+from google.protobuf.descriptor import Descriptor
+
+VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
+"""How a field is encoded; groups are only a pair of tags around their fields."""
+MAX_VARINT = 10
+"""Bytes."""
+_SIZES = {FIXED64: 8, FIXED32: 4, GROUP: 0, GROUP_END: 0}
+
+
+def has_more_fields(data: bytes, descriptor: Descriptor, limit: int) -> bool:
+    """Whether an encoded message of this kind has more than `limit` fields, those of the messages in it included.
+
+    Looks no further than it must. Packed numbers are one field. What is malformed ends its message here, as it ends
+    the parser's work.
+    """
+    count, waiting = 0, [(0, len(data), descriptor)]
+    while waiting:
+        at, end, kind = waiting.pop()
+        while at < end:
+            count += 1
+            if count > limit:
+                return True
+            tag, at = _varint(data, at)
+            encoding, number = tag & 7, tag >> 3
+            if encoding == VARINT:
+                at = _varint(data, at)[1]
+            elif encoding == BYTES:
+                size, at = _varint(data, at)
+                field = kind.fields_by_number.get(number)
+                if field is not None and field.message_type is not None:
+                    waiting.append((at, min(at + size, end), field.message_type))
+                at += size
+            else:
+                at += _SIZES.get(encoding, end)
+    return False
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends; what never ends reaches to the end of the data."""
+    value = 0
+    for i, byte in enumerate(data[at : at + MAX_VARINT]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, at + i + 1
+    return 0, len(data)

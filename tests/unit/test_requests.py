@@ -1,0 +1,151 @@
+"""What is refused of requests before they are parsed, and how large ones take turns."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from google.protobuf.message import DecodeError
+
+from coordinator.requests import EOF, MAX_FIELDS, MAX_REQUEST_BYTES, MAX_SMALL_BYTES, Requests
+from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+
+GENERATE = "/longleaf.v1.GenerationService/Generate"
+GET = "/longleaf.v1.ContextService/GetContext"
+LARGE = b"\x12\x80\x80\x08" + bytes(1 << 17)  # one field, `text`
+
+
+class Parser:
+    """A handler that notes what it is given to parse."""
+
+    def __init__(self) -> None:
+        self.parsed: list[bytes] = []
+
+    def request_deserializer(self, data: bytes) -> bytes:
+        self.parsed.append(data)
+        if data == b"\xff":
+            raise DecodeError("no message")
+        return data
+
+
+def call(*requests: bytes) -> SimpleNamespace:
+    """A call with these requests."""
+    waiting = list(requests)
+
+    async def read() -> object:
+        return waiting.pop(0) if waiting else EOF
+
+    return SimpleNamespace(read=read)
+
+
+async def refused(method: str, data: bytes) -> str:
+    """Why a request is refused, which must not have come to the parser, alone or in a stream."""
+    parser = Parser()
+    with Requests().of(method, parser) as incoming:
+        with pytest.raises(InvalidArgument) as caught:
+            await incoming.one(call(data))
+        with pytest.raises(InvalidArgument):
+            [_ async for _ in incoming.all(call(data))]
+    assert parser.parsed == [] and caught.value.field == "request"
+    return caught.value.description
+
+
+async def test_each_method_has_its_limit() -> None:
+    told = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
+    assert told == f"has {MAX_SMALL_BYTES + 1} bytes, GetContext takes at most {MAX_SMALL_BYTES}"
+    assert f"Generate takes at most {MAX_REQUEST_BYTES}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"\x0a\x00",
+        b"\x78\x01",
+        b"\x7a\x00",
+        b"\x7d0000",
+        b"\x7900000000",
+        b"\x7b\x7c",
+        b"\x1a\x00",
+        b"\x1a\x02\x08\x05",
+    ],
+    ids=["strings", "unknown numbers", "unknown bytes", "32 bits", "64 bits", "groups", "messages", "ids"],
+)
+async def test_many_fields_are_refused(field: bytes) -> None:
+    assert f"more than {MAX_FIELDS} fields" in await refused(GENERATE, field * (MAX_SMALL_BYTES // len(field) + 1))
+
+
+@pytest.mark.parametrize("field", [b"\x32\x00", b"\x62\x00", b"\x62\x02\x08\x05"], ids=["stops", "biases", "keys"])
+async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None:
+    size = 1 << 17
+    inside = field * (size // len(field))
+    assert "fields" in await refused(GENERATE, b"\x2a\x80\x80\x08" + inside)
+    assert "fields" in await refused(GENERATE, b"\x2a\x80\x80\x08" + inside + b"\x12\xff"), (
+        "though its end is malformed"
+    )
+
+
+@pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
+async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
+    parser = Parser()
+    with Requests().of(GENERATE, parser) as incoming:
+        assert await incoming.one(call(data)) == data
+        assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
+
+
+async def test_what_is_missing_or_no_message_is_told() -> None:
+    with Requests().of(GENERATE, Parser()) as incoming:
+        with pytest.raises(InvalidArgument, match="request: is missing"):
+            await incoming.one(call())
+        with pytest.raises(InvalidArgument, match="request: is not a valid message"):
+            await incoming.one(call(b"\xff"))
+
+
+async def test_between_two_large_requests_others_have_their_turn() -> None:
+    parser, requests = Parser(), Requests()
+
+    async def read(data: bytes) -> None:
+        with requests.of(GENERATE, parser) as incoming:
+            await incoming.one(call(data))
+
+    reading = [asyncio.create_task(read(data)) for data in (LARGE, LARGE + b"\0", LARGE + b"\0\0")]
+    parsed = [0]
+    while parsed[-1] < 3:
+        await asyncio.sleep(0)
+        parsed.append(len(parser.parsed))
+    assert max(b - a for a, b in zip(parsed, parsed[1:], strict=False)) == 1
+    await asyncio.gather(*reading)
+
+
+async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
+    requests = Requests(max_held_bytes=len(LARGE))
+    with requests.of(GENERATE, Parser()) as first, requests.of(GENERATE, Parser()) as second:
+        await first.one(call(LARGE))
+        with pytest.raises(ResourceExhausted, match=f"{len(LARGE)} more are over {len(LARGE)}") as caught:
+            await second.one(call(LARGE))
+        assert caught.value.retry_seconds
+        assert await second.one(call(b"small")) == b"small"
+        first.release()
+        assert await second.one(call(LARGE)) == LARGE
+    with requests.of(GENERATE, Parser()) as third:
+        assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
+
+
+async def test_open_calls_have_a_limit() -> None:
+    requests = Requests(max_calls=1)
+    with (
+        requests.of(GENERATE, Parser()),
+        pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
+        requests.of(GENERATE, Parser()),
+    ):
+        pass
+    assert caught.value.retry_seconds
+    with requests.of(GENERATE, Parser()):
+        pass
+
+
+async def test_a_request_that_does_not_come_ends_its_call() -> None:
+    never = SimpleNamespace(read=asyncio.Event().wait)
+    with (
+        Requests(arrival_seconds=0.001).of(GENERATE, Parser()) as incoming,
+        pytest.raises(DeadlineExceeded, match="no request came within"),
+    ):
+        await incoming.one(never)
