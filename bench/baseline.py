@@ -31,7 +31,9 @@ class Baseline:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
         self._model = model.eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.max_length = None

@@ -161,4 +161,4 @@ def _limit(namespace: str, interface: str, gbit: float) -> None:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -71,7 +71,7 @@ def file(name: str) -> Path:
 def run(name: str) -> None:
     """Measures in a process of its own, so that one measurement leaves nothing behind for the next."""
     command = [sys.executable, "-m", f"bench.{name}", "--json"]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout
     file(name).write_text(output)
 
 

@@ -67,7 +67,12 @@ class ServiceProcess:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         # A session of its own: an interrupt in the terminal ends the client first, which then ends the service.
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)

@@ -120,7 +120,8 @@ def _is_open_to_all(found: os.stat_result) -> bool:
 def _run(*command: str) -> str:
     """What the command prints. Raises OSError, with what it says, when it fails."""
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True, timeout=60)
+        return done.stdout
     except subprocess.CalledProcessError as error:
         raise OSError(f"{command[0]} failed: {error.stderr.strip()}") from error
     except subprocess.SubprocessError as error:

@@ -11,7 +11,9 @@ MACHINE_DEPENDENT = ("torch==", "nvidia-", "cuda-", "triton==")
 
 def main() -> None:
     freeze = [sys.executable, "-m", "pip", "freeze", "--exclude-editable"]
-    lines = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        freeze, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    ).stdout.splitlines()
     kept = [line for line in lines if "==" in line and not line.startswith(MACHINE_DEPENDENT)]
     LOCK.write_text(HEAD + "\n".join(kept) + "\n")
     print(f"{LOCK.name}: {len(kept)} packages")

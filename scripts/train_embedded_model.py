@@ -92,7 +92,7 @@ def resume(path: Path, model: EmbeddedModel, optimizers: Sequence[torch.optim.Op
     """Loads the checkpoint, if there is one; returns how many steps it has made."""
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

@@ -92,7 +92,9 @@ def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
     named = config.dtype if wanted == "auto" else wanted
     dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
     with torch.device("meta"), no_init_weights():
-        module = models.auto_class(config).from_config(config, dtype=dtype, attn_implementation=hook.NAME)
+        module = models.auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
+        )
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)

@@ -1,5 +1,6 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,7 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from longleaf.attention.kernels import lies_in
 from longleaf.attention.masks import Reach
@@ -25,6 +27,9 @@ from workers import hook, latent
 from workers.rotary import Ropes, replace_rotary
 
 PREFLIGHT_ROWS = 4
+UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How all of a checkpoint is read: None would ask on standard input whether to run its code."""
+SAFE_WEIGHTS: dict[str, Any] = {"use_safetensors": True, "weights_only": True}
 SEEING = ("mistral3",)
 """Types of models that see images, and that transformers does not count among the causal language models though they
 hold one: their text is served. Named one by one, for others read a prompt in their own way (PaliGemma all at once)."""
@@ -134,14 +139,16 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
     config = read_config(folder)
     try:
+        check_weights(Path(folder), config)
         loader: Any = auto_class(config)  # its annotations do not know output_loading_info
         module, report = loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             attn_implementation=hook.NAME,
-            local_files_only=True,
             output_loading_info=True,
+            **UNTRUSTED,
+            **SAFE_WEIGHTS,
         )
     except ModelRefused:
         raise
@@ -163,11 +170,47 @@ def read_config(folder: str) -> PreTrainedConfig:
     if not (Path(folder) / "config.json").is_file():
         raise ModelRefused(f"{folder} holds no config.json: not a model folder")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_code(folder)
+        config = AutoConfig.from_pretrained(folder, **UNTRUSTED)
+        forget_code(config)
+    except ModelRefused:
+        raise
     except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
         raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
     check_config(config)
     return config
+
+
+def check_code(folder: str) -> None:
+    """Refuses a checkpoint of a type that only its own code knows."""
+    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    kind = fields.get("model_type")
+    if "auto_map" in fields and kind not in CONFIG_MAPPING:
+        raise ModelRefused(f"{folder} is of type {kind} and needs code of its own, which is never run")
+
+
+def forget_code(part: Any) -> None:
+    """Strikes out the code that a config or its parts name: of parts, transformers asks on standard input whether to
+    run it, whatever it was told of the whole."""
+    fields: Any = vars(part) if isinstance(part, PreTrainedConfig) else part
+    if isinstance(fields, dict):
+        fields.pop("auto_map", None)
+        for value in fields.values():
+            forget_code(value)
+    elif isinstance(fields, list | tuple):
+        for value in fields:
+            forget_code(value)
+
+
+def check_weights(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuses weights in pickles, which are programs, also where only the config or an index names them."""
+    first: str = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
+    names, index = [first], folder / first
+    if first.endswith(".index.json"):
+        names = list(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else []
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise ModelRefused(f"{folder} has weights in {name}, which is not in safetensors, the only form read")
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

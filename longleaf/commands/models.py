@@ -110,11 +110,14 @@ def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
     """What `module` says of a checkpoint. Raises LongleafError when it fails to say anything."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [sys.executable, "-P", "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise LongleafError(f"{module} ended with exit code {done.returncode}: {''.join(last)}")
-    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=kind)
+    try:
+        return msgspec.json.decode("".join(done.stdout.strip().splitlines()[-1:]), type=kind)
+    except msgspec.DecodeError as error:
+        raise LongleafError(f"{module} did not answer with a report: {error}") from None
 
 
 def _rooms(config: EngineConfig, attention: AttentionReport, fleet: Cluster | None) -> tuple[Room, ...]:

@@ -1,5 +1,6 @@
 """The service as a process of its own: found when it is ready, ended, and asked why it failed."""
 
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,21 @@ def test_a_service_that_is_ready_is_found_and_ended() -> None:
         assert service.wait_ready(20) == "127.0.0.1:5"
         process = service._process
     assert process.returncode is not None
+
+
+def test_no_child_can_read_what_is_typed() -> None:
+    """Neither the service nor a compiler: nobody looks at what they might ask."""
+    code = """
+import os, sys
+from longleaf import launch, native
+tell = "import os; print('listening on', os.readlink('/proc/self/fd/0'), flush=True)"
+with launch.ServiceProcess([sys.executable, "-c", tell]) as service:
+    print(service.wait_ready(60))
+print(native._run(sys.executable, "-c", tell).split()[-1])
+print(os.readlink("/proc/self/fd/0").split(":")[0])
+"""
+    found = subprocess.run(python(code), input="y\n", capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["/dev/null", "/dev/null", "pipe"]
 
 
 @pytest.mark.parametrize(

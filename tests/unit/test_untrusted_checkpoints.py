@@ -1,0 +1,187 @@
+"""Nothing that a checkpoint brings is run: neither its Python files nor a pickle, whatever waits on standard input."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.checkpoints import make_checkpoint
+from longleaf.errors import LongleafError, ModelRefused
+from longleaf.model_report import TextReport
+from workers import model as models
+from workers.check import outline
+
+CLI = str(Path(sys.executable).with_name("longleaf"))
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("it ran").touch()
+Path({marker!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PixtralVisionModel
+class Config(LlamaConfig):
+    model_type = "stranger"
+class Model(LlamaForCausalLM):
+    config_class = Config
+def generate(model, **kwargs):
+    return "never"
+"""
+OWN = {"AutoConfig": "stranger.Config", "AutoModelForCausalLM": "stranger.Model", "AutoModel": "stranger.Model"}
+
+
+class Stranger:
+    """A checkpoint with code of its own, which leaves a mark where it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "model"
+        self._marker = folder / "marker"
+
+    def make(self, family: Any = "llama") -> "Stranger":
+        make_checkpoint(self.folder, family, num_layers=1)
+        for name in ("stranger.py", "custom_generate/generate.py"):
+            path = self.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(CODE.format(marker=str(self._marker)))
+        return self
+
+    def configure(self, change: Callable[[dict[str, Any]], object]) -> None:
+        path = self.folder / "config.json"
+        settings = json.loads(path.read_text())
+        change(settings)
+        path.write_text(json.dumps(settings))
+
+    @property
+    def payload(self) -> "Touch":
+        return Touch(self._marker)
+
+    def check_asleep(self) -> None:
+        assert not self._marker.exists()
+        assert not list(self.folder.rglob("it ran"))
+
+
+class Touch:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch '{self._path}'",)
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stranger:
+    """With somebody at the terminal who says yes to everything."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    return Stranger(tmp_path).make()
+
+
+def refusals(folder: Path) -> list[str]:
+    """Why a checkpoint is refused: by its outline, and when it is loaded."""
+    reasons: list[str] = []
+    for read in (lambda: outline(str(folder), "auto"), lambda: models.load(str(folder), "auto", "cpu")):
+        with pytest.raises(ModelRefused) as caught:
+            read()
+        reasons.append(str(caught.value))
+    return reasons
+
+
+@pytest.mark.parametrize(("said", "options"), [("y\n" * 9, []), ("", ["--load"])], ids=["yes", "nothing"])
+def test_models_check_refuses_code_without_asking(tmp_path: Path, said: str, options: list[str]) -> None:
+    stranger = Stranger(tmp_path).make()
+    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
+    command = [CLI, "models", "check", str(stranger.folder), *options]
+    found = subprocess.run(command, input=said, capture_output=True, text=True, timeout=120, check=False)
+    assert (found.returncode, found.stderr) == (2, "")
+    assert "code of its own, which is never run" in found.stdout
+    assert "[y/N]" not in found.stdout
+    stranger.check_asleep()
+
+
+def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
+    stranger = Stranger(tmp_path).make()
+    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
+    command = [CLI, "serve", "--model", str(stranger.folder), "--launcher", "local", "--port", "0"]
+    found = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 2
+    assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
+    stranger.check_asleep()
+
+
+def test_code_that_a_config_needs_is_refused(stranger: Stranger) -> None:
+    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
+    assert all("code of its own, which is never run" in reason for reason in refusals(stranger.folder))
+    stranger.check_asleep()
+
+
+@pytest.mark.parametrize("auto_map", [OWN, {"AutoConfig": "some/where--stranger.Config"}, "stranger.Model", [1]])
+def test_a_known_model_is_the_librarys_own_whatever_code_lies_beside_it(stranger: Stranger, auto_map: object) -> None:
+    stranger.configure(lambda settings: settings.update(auto_map=auto_map))
+    for model in (outline(str(stranger.folder), "auto"), models.load(str(stranger.folder), "auto", "cpu")):
+        assert type(model.module).__module__.startswith("transformers.models.llama")
+    stranger.check_asleep()
+
+
+def test_code_that_a_part_of_a_config_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models make their parts without passing on whether code is trusted."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    stranger = Stranger(tmp_path).make("mistral3")
+    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{stranger.folder}--stranger.Model"}}
+    stranger.configure(lambda settings: settings["vision_config"].update(named))
+    refusals(stranger.folder)
+    stranger.check_asleep()
+
+
+def pickled(stranger: Stranger, name: str) -> None:
+    """The weights as a pickle that is a program too."""
+    safe = stranger.folder / "model.safetensors"
+    torch.save(load_file(safe) | {"program": stranger.payload}, stranger.folder / name)
+    safe.unlink()
+
+
+def test_the_pickle_of_these_tests_is_a_program(stranger: Stranger, tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(stranger.payload))
+    assert (tmp_path / "marker").exists()
+
+
+def test_pickled_weights_are_refused(stranger: Stranger) -> None:
+    pickled(stranger, "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match=r"no file named model\.safetensors"):
+        models.load(str(stranger.folder), "auto", "cpu")
+    stranger.check_asleep()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "weights.safetensors.index.json"])
+def test_an_index_that_names_pickles_is_refused(stranger: Stranger, name: str) -> None:
+    names = dict.fromkeys(load_file(stranger.folder / "model.safetensors"), "evil.bin")
+    pickled(stranger, "evil.bin")
+    (stranger.folder / name).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    if not name.startswith("model"):
+        stranger.configure(lambda settings: settings.update(transformers_weights=name))
+    with pytest.raises(ModelRefused, match=r"evil\.bin, which is not in safetensors"):
+        models.load(str(stranger.folder), "auto", "cpu")
+    stranger.check_asleep()
+
+
+def test_a_config_that_names_a_pickle_is_refused(stranger: Stranger) -> None:
+    pickled(stranger, "adapter_model.bin")
+    stranger.configure(lambda settings: settings.update(transformers_weights="adapter_model.bin"))
+    with pytest.raises(ModelRefused, match=r"adapter_model\.bin, which is not in safetensors"):
+        models.load(str(stranger.folder), "auto", "cpu")
+    stranger.check_asleep()
+
+
+def test_what_answers_nothing_of_a_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longleaf.commands import models as command
+
+    for module in ("this", "antigravity_is_no_module"):
+        with pytest.raises(LongleafError, match=module):
+            command._ask(module, [], TextReport)
