@@ -131,7 +131,7 @@ class Generation:
         return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact)
 
     async def _check(self, request: Generate) -> Sequence[int]:
-        """The prompt's ids. Raises InvalidArgument, NotFound or ResourceExhausted."""
+        """The prompt's ids. Raises InvalidArgument or NotFound."""
         held = self._engine.get_context(request.context).tokens if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         _check_known("sampling.logit_bias", request.sampling.logit_bias, size)

@@ -6,21 +6,18 @@ one, never for a whole one. What nobody waits for any more takes no further step
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from longleaf.errors import ResourceExhausted, Unavailable
+from longleaf.errors import Unavailable
 
 NUM_THREADS = 2
 STEP_CHARACTERS = 1 << 16
 """Text of a step: it takes tens of milliseconds, in which the library lets other threads run."""
-MAX_CHARACTERS = 1 << 27
-"""Of all texts that are on their way to ids."""
-RETRY_SECONDS = 1.0
 LEAVE_SECONDS = 1.0
 """How long running steps are waited for at the end. One that takes longer is left behind: it holds no exit."""
 
@@ -43,26 +40,16 @@ class TextEncoder(Protocol):
 class TextThreads:
     """Few threads, which begin with the first step. Those who ask for steps share one event loop."""
 
-    def __init__(
-        self,
-        num_threads: int = NUM_THREADS,
-        *,
-        max_characters: int = MAX_CHARACTERS,
-        leave_seconds: float = LEAVE_SECONDS,
-    ) -> None:
+    def __init__(self, num_threads: int = NUM_THREADS, *, leave_seconds: float = LEAVE_SECONDS) -> None:
         self._num_threads = num_threads
-        self._max_characters = max_characters
         self._leave_seconds = leave_seconds
         self._steps: SimpleQueue[_Step | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._num_characters = 0
         self._is_closed = False
 
     async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
-        """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread.
-
-        Raises ResourceExhausted when too much text is on its way already, and what `encoder` and `after_step` raise.
-        """
+        """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread. Raises what both
+        raise."""
 
         def step(piece: str, is_last: bool) -> None:
             encoder.push(piece)
@@ -70,21 +57,9 @@ class TextThreads:
                 encoder.finish()
             after_step()
 
-        with self._on_its_way(len(text)):
-            for start in range(0, len(text) or 1, STEP_CHARACTERS):
-                end = start + STEP_CHARACTERS
-                await self.run(step, text[start:end], end >= len(text))
-
-    @contextmanager
-    def _on_its_way(self, num_characters: int) -> Generator[None, None, None]:
-        if self._num_characters + num_characters > self._max_characters:
-            told = f"{self._num_characters} characters of other texts are being tokenized, at most"
-            raise ResourceExhausted("text", f"{told} {self._max_characters} are at once", RETRY_SECONDS)
-        self._num_characters += num_characters
-        try:
-            yield
-        finally:
-            self._num_characters -= num_characters
+        for start in range(0, len(text) or 1, STEP_CHARACTERS):
+            end = start + STEP_CHARACTERS
+            await self.run(step, text[start:end], end >= len(text))
 
     async def run(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs

@@ -24,7 +24,7 @@ class Tokenization:
     async def count(self, text: str) -> int:
         """Tokens of `text` as of a document, without the template's opening. Holds a window of the ids only.
 
-        Raises InvalidArgument for a text in which the tokenizer cannot be cut, and ResourceExhausted.
+        Raises InvalidArgument for a text in which the tokenizer cannot be cut.
         """
         encoder = self._tokenizer.plain_encoder(has_opening=False)
         counts: list[int] = []
@@ -37,7 +37,7 @@ class Tokenization:
         return sum(counts)
 
     async def tokenize(self, text: str, *, add_special: bool, has_spans: bool) -> Tokenized:
-        """Raises InvalidArgument for a text that is too long, or has too many tokens, and ResourceExhausted."""
+        """Raises InvalidArgument for a text that is too long, or has too many tokens."""
         size = len(text.encode())
         if size > MAX_TEXT_BYTES:
             told = f"has {size} bytes, at most {MAX_TEXT_BYTES} are tokenized at once; CountTokens takes more"

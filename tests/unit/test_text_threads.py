@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.text_threads import STEP_CHARACTERS, TextThreads
-from longleaf.errors import ResourceExhausted, Unavailable
+from longleaf.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(60)
 LONG = 5 * STEP_CHARACTERS
@@ -48,7 +48,7 @@ class Encoder:
 
 @pytest.fixture
 async def threads() -> AsyncIterator[TextThreads]:
-    threads = TextThreads(1, max_characters=3 * LONG)
+    threads = TextThreads(1)
     yield threads
     await threads.close()
 
@@ -108,19 +108,6 @@ async def test_an_error_after_a_step_ends_the_text(threads: TextThreads) -> None
     with pytest.raises(ValueError, match="enough"):
         await threads.encode(Encoder("a", recorder), "x" * LONG, refuse)
     assert recorder.turns == ["a"]
-
-
-async def test_the_text_on_its_way_is_bounded(threads: TextThreads) -> None:
-    recorder = Recorder()
-    tasks = await begin(threads, recorder, "a", "b", "c")
-    with pytest.raises(ResourceExhausted, match=f"{3 * LONG} characters of other texts") as caught:
-        await threads.encode(Encoder("d", recorder), "x")
-    assert caught.value.retry_seconds
-    tasks[2].cancel()
-    await asyncio.wait(tasks[2:])
-    recorder.allow(99)
-    await threads.encode(Encoder("e", recorder), "x" * LONG)
-    await asyncio.gather(*tasks[:2])
 
 
 async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_long() -> None:
