@@ -35,6 +35,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench.arguments import tell, unwind_on_terminate
 from bench.attacks import ATTACKS, BARE, Outcome, attack
@@ -167,7 +168,7 @@ def measure(name: str, options: argparse.Namespace, attackers: Executor) -> dict
     return row(name, options, turns)
 
 
-def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, object]:
+def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     """Medians and worst values; and whether the targets were met."""
     alone, attacked = medians(turns.alone), medians(turns.attacked)
     more = attacked["heartbeat_ms"] - alone["heartbeat_ms"] if attacked else None
