@@ -40,7 +40,7 @@ class RayFolder:
         self._watcher = subprocess.Popen(command, **quiet, start_new_session=True)
 
     def close(self) -> None:
-        """Removes the folder. What still uses it is killed."""
+        """Removes the folder, and what still writes into it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._watcher.wait()
@@ -83,8 +83,8 @@ def _end_once_free(folder: Path, how: int) -> None:
 
 
 def end(folder: Path) -> None:
-    """Kills the processes of the Ray whose folder this is, and removes it."""
-    while left := [process for process in psutil.process_iter() if _belongs(process, folder)]:
+    """Kills the processes of the Ray whose folder this is, and removes it. Who made it, if it lives, is let be."""
+    while left := [one for one in psutil.process_iter() if one.pid != os.getppid() and _writes_into(folder, one)]:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -92,12 +92,13 @@ def end(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _belongs(process: psutil.Process, folder: Path) -> bool:
-    """Whether it writes into the folder: all of Ray's processes keep a log there. Those who only read are let be."""
+def _writes_into(folder: Path, process: psutil.Process) -> bool:
+    """All of Ray's processes keep a log there; people who read the logs do not."""
     try:
-        return any(Path(file.path).is_relative_to(folder) and file.mode != "r" for file in process.open_files())
+        files = [Path(file.path) for file in process.open_files() if file.mode != "r"]
     except (psutil.Error, OSError):  # it has ended, or is another user's
         return False
+    return any(file.is_relative_to(folder.resolve()) for file in files)
 
 
 if __name__ == "__main__":

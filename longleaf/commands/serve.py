@@ -1,6 +1,7 @@
 """`longleaf serve`: becomes `python -m coordinator` with the same options."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -127,4 +128,13 @@ def serve(
         config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json
     )
     print(f"starting {count_ranks(world_size)} ({launcher}) …", file=sys.stderr, flush=True)
-    os.execv(command[0], command)
+    _become(command)
+
+
+def _become(command: list[str]) -> None:
+    """Goes on as another program, which lets an interrupt in once it is ready for one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        os.execv(command[0], command)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longleaf import cli
+from longleaf.commands import app
 from tests.service import FakeEngine, byte_tokenizer, serving
 
 ANSWER = tuple((i,) for i in byte_tokenizer().encode("Grüße").ids)
@@ -29,7 +29,7 @@ class Terminal:
 
     def _run(self, arguments: list[str]) -> tuple[int, str, str]:
         try:
-            cli.main(arguments)
+            app.main(arguments)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from longleaf import cli
 from longleaf.client import Client
+from longleaf.commands import app
 from longleaf.commands.cluster import headlines, merge_lines, workers_table
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
@@ -185,7 +186,7 @@ async def test_wrong_options_are_told_by_their_names_and_limits(
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
+        app.main(["--version"])
     assert end.value.code == 0
     assert re.fullmatch(r"longleaf \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
@@ -225,7 +226,7 @@ async def test_no_time_limit_is_too_long(terminal: Terminal) -> None:
 
 def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["cluster", "--server", "127.0.0.1:1"])
+        app.main(["cluster", "--server", "127.0.0.1:1"])
     assert end.value.code == 1
     *retries, error = capsys.readouterr().err.splitlines()
     assert len(retries) == IMPATIENT
@@ -247,7 +248,7 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_exit_codes(error: LongleafError, code: int) -> None:
-    assert cli.exit_code(error) == code
+    assert app.exit_code(error) == code
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_exit_codes(error: LongleafError, code: int) -> None:
 )
 def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(["serve", *arguments])
+        app.main(["serve", *arguments])
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: ")
 
@@ -272,7 +273,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
     monkeypatch.setattr(os, "execv", lambda path, arguments: run.append(arguments))
     (tmp_path / "config.json").touch()
     with pytest.raises(SystemExit):
-        cli.main(
+        app.main(
             [
                 "serve",
                 "--model",
@@ -345,12 +346,37 @@ def test_the_coordinator_names_the_option_that_does_not_fit(
 )
 def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main([*command, "--help"])
+        app.main([*command, "--help"])
     assert end.value.code == 0
     assert f"longleaf {command[0] if command else 'demo'}" in capsys.readouterr().out
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, longleaf.cli; print([m for m in ('torch', 'transformers', 'ray', 'numpy') if m in sys.modules])"
+    heavy = ("torch", "transformers", "ray", "numpy")
+    code = f"import sys, longleaf.commands.app; print([name for name in {heavy} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_an_interrupt_while_the_command_is_imported_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typer.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = Path(sys.executable).with_name("longleaf")
+    with subprocess.Popen([command, "--version"], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+def test_an_interrupt_while_serve_becomes_the_coordinator_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = "import os, signal, sys\nif 'coordinator' in sys.orig_argv: os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "sitecustomize.py").write_text(interrupt)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [str(Path(sys.executable).with_name("longleaf")), "serve", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "starting 1 rank (ray) …\n")
