@@ -79,6 +79,7 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
 def _check_answers(address: str) -> None:
     """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     if not port.isdigit():
         return  # found by Ray (`auto`, `local`)
     try:

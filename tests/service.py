@@ -20,7 +20,7 @@ from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig
+from longleaf.config import EngineConfig, join_address
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo, RankShare
 from longleaf.step import Comparison, Ready, Rotary
@@ -233,12 +233,12 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, folder: Path) -> AsyncIterator[tuple[Server, str]]:
+async def serving(engine: FakeEngine, folder: Path, host: str = "127.0.0.1") -> AsyncIterator[tuple[Server, str]]:
     """The service on a port of its own; gives the server and its address."""
     server = Server(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start(host, 0)
     try:
-        yield server, f"127.0.0.1:{port}"
+        yield server, join_address(host, port)
     finally:
         await server.stop(None)
 

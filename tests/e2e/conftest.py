@@ -21,10 +21,11 @@ CLI = [str(Path(sys.executable).with_name("longleaf"))]
 class Served:
     """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it.
 
-    `before` is a command that becomes the command that follows it.
+    `before` is a command that becomes the command that follows it; `beside` is one that client commands go through, to
+    where the service is.
     """
 
-    def __init__(self, *options: str, before: tuple[str, ...] = ()) -> None:
+    def __init__(self, *options: str, before: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
         # a session of its own, so that nothing that it leaves behind can hide
         self.process = subprocess.Popen(
             [*before, *CLI, "serve", "--port", "0", *options],
@@ -34,6 +35,7 @@ class Served:
             start_new_session=True,
         )
         self.output = ""
+        self._beside = beside
 
     def __enter__(self) -> Self:
         try:
@@ -59,7 +61,7 @@ class Served:
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a client command against the service."""
-        command = [*CLI, *arguments, "--server", self.address]
+        command = [*self._beside, *CLI, *arguments, "--server", self.address]
         return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, check=False)
 
     def json(self, *arguments: str) -> dict:

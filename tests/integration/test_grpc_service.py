@@ -2,20 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from coordinator.__main__ import announce
+from coordinator.actor import Outcome
 from coordinator.server import SERVICES
-from longleaf.client import Client
+from coordinator.service import ServiceConfig
+from longleaf.client import AsyncClient, Client
+from longleaf.config import EngineConfig
 from longleaf.errors import (
     InvalidArgument,
     LongleafError,
     NotFound,
 )
 from longleaf.messages import Delta
-from tests.service import TEXT, Served, collect, ids
+from tests.service import TEXT, FakeEngine, Served, collect, ids, serving
 
 
 async def test_the_sync_client_streams_stops_and_closes(service: Served) -> None:
@@ -46,6 +51,17 @@ async def test_tokens_are_counted_and_messages_may_be_large(service: Served) -> 
     assert finished.usage.prompt_tokens == len(many)
     with pytest.raises(InvalidArgument, match="at most 4194304 fit in one message"):
         await service.client.count_tokens("a" * (5 << 20))
+
+
+async def test_an_address_of_ipv6_is_announced_as_clients_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(FakeEngine(), tmp_path / "model", "::1") as (_, address):
+        config = ServiceConfig(engine=EngineConfig(model=""), host="::1")
+        announce(config, Outcome(port=int(address.rpartition(":")[2])))
+        announced = capsys.readouterr().out.removeprefix("listening on ").strip()
+        async with AsyncClient(announced) as client:
+            assert await client.is_healthy()
 
 
 async def test_the_cluster_is_described(service: Served) -> None:

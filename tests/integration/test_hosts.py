@@ -2,44 +2,31 @@
 
 import functools
 import os
-import subprocess
 from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch
 
-from bench.hosts import Network, enter, hosts, obstacle
+from bench.hosts import Network, enter
 from longleaf.comm.process_group import open_store
 from longleaf.config import network_environment
 from longleaf.interfaces import interface_of
+from tests.namespaces import two_hosts
 from tests.processes import RankProcess, Ranks
 
 
 @pytest.fixture(params=[4, 6])
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    """Two hosts that have addresses of one kind alone."""
-    if reason := obstacle():
-        pytest.skip(reason)
-    with hosts(2) as network:
-        yield network if request.param == 4 else with_addresses(network, ("fd77::1", "fd77::2"))
+    with two_hosts(request.param) as network:
+        yield network
 
 
-def with_addresses(network: Network, addresses: tuple[str, str]) -> Network:
-    for namespace, old, new in zip(network.namespaces, network.addresses, addresses, strict=True):
-        change = ["ip", "-n", namespace, "address"]
-        subprocess.run([*change, "del", f"{old}/24", "dev", network.interface], check=True)
-        # nodad: otherwise the address is of no use for a second or two
-        subprocess.run([*change, "add", f"{new}/64", "dev", network.interface, "nodad"], check=True)
-    return Network(network.name, network.interface, network.namespaces, 0, 0, addresses)
-
-
-def settle(namespaces: tuple[str, ...], variables: dict[str, str], rank: int) -> None:
+def settle(namespaces: tuple[str, ...], rank: int) -> None:
     """The rank is on a host of its own from now on."""
     enter(namespaces[rank])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.pop(name, None)
-    os.environ.update(variables)
 
 
 def gather(rank, owner):
@@ -52,7 +39,7 @@ def test_ranks_on_two_hosts_meet_without_being_told_where(network: Network) -> N
     """Nobody resolves the machine's name here, which is what gloo would do."""
     store = network.run(0, functools.partial(open_store, network.addresses[0]))
     ranks = Ranks("ab", network.addresses)
-    prepare = functools.partial(settle, network.namespaces, {})
+    prepare = functools.partial(settle, network.namespaces)
     processes = [RankProcess(rank, ranks, store, gather, prepare, "forkserver", {}) for rank in range(2)]
     names = (network.interface, f"={network.interface}")
     assert [process.result() for process in processes] == [([0, 1], names, {own}) for own in network.addresses]

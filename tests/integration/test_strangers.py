@@ -1,16 +1,20 @@
 """The control channel and those who have no business there: strangers, and ranks that speak for others."""
 
 import asyncio
+import gc
 import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
+from coordinator import members
 from coordinator.control import Control
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
@@ -56,9 +60,12 @@ def context() -> Iterator["zmq.Context[Socket]"]:
     context.destroy(linger=0)
 
 
+CONFIG = EngineConfig(model="none", world_size=2, start_timeout=40.0)
+
+
 @pytest.fixture
 async def control() -> AsyncIterator[Control]:
-    control = Control(EngineConfig(model="none", world_size=2, start_timeout=40.0))
+    control = Control(CONFIG)
     yield control
     await control.close()
 
@@ -89,9 +96,20 @@ async def check_service(control: Control, first: Socket) -> None:
     assert (await step).token_ids == {1: 5}
 
 
+async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
+    control = Control(CONFIG, "::1")
+    assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks[0])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(control.address.rpartition(":")[2])))
+    await control.close()
+
+
 def stranger_without_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.IDENTITY, b"rank-0")
+    connection.setsockopt(zmq.LINGER, 0)  # what nobody takes would hold up the end of the test
     connection.connect(control.address)
     return connection
 
@@ -123,20 +141,32 @@ async def test_a_stranger_is_refused_and_counted(context, control: Control, capl
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
 
 
-async def test_connections_that_say_nothing_or_rubbish_are_ended(context, control: Control, monkeypatch) -> None:
-    address = re.fullmatch(r"tcp://(.*):(\d+)", control.address)
-    assert address is not None
+def is_ended(connection: socket.socket) -> bool:
+    """Waits until the other end closes the connection."""
+    connection.settimeout(40)
+    with suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
+    return True
+
+
+async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
+    monkeypatch.setattr(members, "HANDSHAKE_MILLISECONDS", 1000)
+    control = Control(CONFIG)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
     rubbish = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n" * 9, greeting, greeting + endless)
-    strangers = [socket.create_connection((address[1], int(address[2]))) for _ in rubbish]
+    host, port = control.address.removeprefix("tcp://").split(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in rubbish]
     for stranger, said in zip(strangers, rubbish, strict=True):
         stranger.sendall(said)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks[0])
+    assert await asyncio.to_thread(lambda: all(map(is_ended, strangers)))
+    await until(lambda: control.num_refused >= len(rubbish))
     for stranger in strangers:
         stranger.close()
-    await until(lambda: control.num_refused >= len(rubbish))
+    await control.close()
 
 
 async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplog) -> None:
@@ -215,3 +245,22 @@ async def test_keys_are_told_nowhere(context, control: Control, caplog) -> None:
         assert isinstance(invitation, Invitation)
         for secret in (invitation.secret_key.decode(), control._members._secret_key.decode()):
             assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
+
+
+async def test_nothing_of_a_closed_channel_is_left(context) -> None:
+    def left() -> tuple[int, int]:
+        """Threads of ZMQ and open files of this process."""
+        tasks = [task for task in Path("/proc/self/task").iterdir() if "ZMQ" in (task / "comm").read_text()]
+        return len(tasks), len(list(Path("/proc/self/fd").iterdir()))
+
+    stranger = context.socket(zmq.DEALER)  # this context's threads are there from now on
+    stranger.setsockopt(zmq.LINGER, 0)
+    gc.collect()  # of earlier tests
+    before = left()
+    for _ in range(3):
+        control = Control(CONFIG)
+        stranger.connect(control.address)
+        await until(lambda control=control: control.num_refused)
+        await control.close()
+        stranger.disconnect(control.address)
+    await until(lambda: all(now <= then for now, then in zip(left(), before, strict=True)))
