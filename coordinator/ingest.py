@@ -159,10 +159,8 @@ class Ingest:
         reported = _report("receiving", document)
         yield reported
         while (piece := await self._next(pieces)) is not None:
-            steps, piece = (
-                _take(upload, claim, document, piece),
-                None,
-            )  # it may be large, and the next one be long in coming
+            steps = _take(upload, claim, document, piece)
+            del piece  # it may be large, and the next one long in coming
             async for _ in steps:
                 self._uploads.count(upload)
                 report = _report("receiving", document)

@@ -1,6 +1,8 @@
 """An ingest whose client falls silent, and more of them than there is room for."""
 
 import asyncio
+import weakref
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -8,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.ingest import Ingest
+from coordinator.servicers import _pieces
 from coordinator.template import split_template
 from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Uploads
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.messages import IngestHeader, IngestPiece, IngestProgress
+from longleaf.v1 import context_service_pb2 as ingest_pb
 from tests.service import FakeEngine, write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,6 +77,27 @@ async def test_one_that_can_be_resumed_goes_on_where_it_fell_silent(made: Made) 
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
     assert made.uploads.num_bytes == 0, "the engine has it"
+
+
+async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:
+    made_of: list[weakref.ref[array[int]]] = []
+    held: list[object] = []
+
+    async def requests() -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
+        yield ingest_pb.IngestContextRequest(token_ids={"ids": [1] * 1000})
+        held.extend(ref() for ref in made_of)  # asked for the next one
+
+    async def noted() -> AsyncIterator[IngestPiece]:
+        async for piece in _pieces(requests(), "here"):
+            if isinstance(piece, array):
+                made_of.append(weakref.ref(piece))
+            yield piece
+            del piece
+
+    async with aclosing(made.ingest.run(noted())) as reports:
+        assert [report async for report in reports][-1].phase == "ready"
+    assert held == [None]
 
 
 async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None:
