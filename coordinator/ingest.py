@@ -1,5 +1,6 @@
 """An ingest from its first piece to its acknowledged context."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -18,9 +19,11 @@ from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
 from coordinator.wire import context_of
-from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.messages import ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
 
+IDLE_SECONDS = 120.0
+"""How long an open stream may send nothing while a document arrives."""
 REPORT_BYTES = 1 << 18
 """Of text, received between two reports."""
 REPORT_TOKENS = 1 << 16
@@ -52,6 +55,7 @@ class Ingest:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         uploads: Uploads | None = None,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -59,6 +63,7 @@ class Ingest:
         self._clock = clock
         self._wall_clock = wall_clock
         self._uploads = uploads or Uploads(clock)
+        self._idle_seconds = idle_seconds
 
     async def run(
         self, pieces: AsyncIterator[IngestPiece], seconds: float | None = None
@@ -70,7 +75,7 @@ class Ingest:
         DeadlineExceeded, Unavailable or WorkerLost.
         """
         arrived = self._clock()
-        header = await anext(pieces, None)
+        header = await self._next(pieces)
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
         upload = self._known(header) or self._new(header, None if seconds is None else arrived + seconds)
@@ -82,8 +87,9 @@ class Ingest:
                     yield report
                     upload.check_owner(claim)
         except LongleafError as error:
-            # A document that waits for room need not be sent again.
-            if claim == upload.num_claims and not (upload.document and isinstance(error, ResourceExhausted)):
+            # A document that waits for room, or for its client, need not be sent again.
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded)
+            if claim == upload.num_claims and not can_go_on:
                 self._uploads.forget(upload)
             raise
         finally:
@@ -136,14 +142,45 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         await upload.settle()
         if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
-            async with aclosing(_receive(upload, claim, upload.document, pieces)) as reports:
+            async with aclosing(self._receive(upload, claim, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
             yield _report("prefilling", upload.document, total=upload.document.num_tokens)
             upload.begin(self._prefill(upload, upload.document))
+            self._uploads.count(upload)
         assert upload.prefill is not None
         async for report in upload.prefill.follow():
             yield report
+
+    async def _receive(
+        self, upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
+    ) -> AsyncGenerator[IngestProgress, None]:
+        """Raises DeadlineExceeded when the stream sends nothing for too long."""
+        reported = _report("receiving", document)
+        yield reported
+        while (piece := await self._next(pieces)) is not None:
+            steps = _take(upload, claim, document, piece)
+            del piece  # it may be large, and the next one long in coming
+            async for _ in steps:
+                self._uploads.count(upload)
+                report = _report("receiving", document)
+                if _is_news(report, reported):
+                    reported = report
+                    yield report
+            del steps
+        # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+        yield _report("tokenizing", document)
+        upload.check_owner(claim)
+        await upload.work(document.finish)
+
+    async def _next(self, pieces: AsyncIterator[IngestPiece]) -> IngestPiece | None:
+        """None at the end. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                return await anext(pieces, None)
+        except TimeoutError:
+            told = f"the stream of this ingest sent nothing for {self._idle_seconds:g} seconds"
+            raise DeadlineExceeded(told) from None
 
     def _prefill(self, upload: Upload, document: Document) -> Prefill:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
@@ -167,23 +204,6 @@ class Ingest:
                 yield report
         held = context_of(self._engine.get_context(context))
         yield replace(report, phase="ready", processed=report.total, context=held)
-
-
-async def _receive(
-    upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
-) -> AsyncGenerator[IngestProgress, None]:
-    reported = _report("receiving", document)
-    yield reported
-    async for piece in pieces:
-        async for _ in _take(upload, claim, document, piece):
-            report = _report("receiving", document)
-            if _is_news(report, reported):
-                reported = report
-                yield report
-    # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
-    yield _report("tokenizing", document)
-    upload.check_owner(claim)
-    await upload.work(document.finish)
 
 
 async def _take(upload: Upload, claim: int, document: Document, piece: IngestPiece) -> AsyncIterator[None]:

@@ -117,9 +117,16 @@ class Incoming:
 
     async def all(self, call: Call) -> AsyncGenerator[object, None]:
         """One after another. Raises InvalidArgument."""
-        while (data := await call.read()) is not EOF:
-            self._check_size(data)
-            yield await self._requests.parse(data, self._descriptor, self._handler)
+        while (request := await self._next(call)) is not EOF:
+            yield request
+            del request  # the next one may be long in coming
+
+    async def _next(self, call: Call) -> object:
+        data = await call.read()
+        if data is EOF:
+            return EOF
+        self._check_size(data)
+        return await self._requests.parse(data, self._descriptor, self._handler)
 
     def release(self) -> None:
         """What was held need not be counted any more."""

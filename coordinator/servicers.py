@@ -180,6 +180,7 @@ async def _pieces(
         if isinstance(piece, IngestHeader) and not piece.client:
             piece = msgspec.structs.replace(piece, client=host)
         yield piece
+        del request, piece  # they may be large, and the next ones long in coming
 
 
 async def _drain(requests: AsyncIterable[object]) -> None:

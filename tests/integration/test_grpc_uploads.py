@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.uploads import MAX_UPLOADS, SHARE
 from longleaf.client import AsyncClient, Retries
 from longleaf.client.calls import MAX_REQUEST_BYTES
 from longleaf.client.documents import Document, Part, pieces_of
@@ -132,6 +133,21 @@ class Raw:
             last = response
         assert last is not None
         return last
+
+
+async def test_streams_that_stall_are_bounded_for_each_client(roomy: Served, channel: grpc.aio.Channel) -> None:
+    share = int(MAX_UPLOADS * SHARE)
+    stalled = [Raw(channel, name=f"contexts/c{number}", client_id="stalls") for number in range(share)]
+    for stream in stalled:
+        assert (await stream.open()).received_size_bytes == 0
+    settings: dict[str, Any] = {"client": "stalls"}
+    with pytest.raises(ResourceExhausted, match=f"{share} of client 'stalls'") as caught:
+        async with AsyncClient(roomy.address, retries=0) as client:
+            await client.ingest("more", "text", **settings)
+    assert caught.value.retry_seconds
+    assert (await roomy.client.ingest("other", "text", client="honest")).tokens == 6
+    for stream in stalled:
+        stream.call.cancel()
 
 
 async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.Channel) -> None:

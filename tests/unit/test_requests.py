@@ -1,6 +1,7 @@
 """What is refused of requests before they are parsed, and how large ones take turns."""
 
 import asyncio
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from coordinator.requests import EOF, MAX_FIELDS, MAX_REQUEST_BYTES, MAX_SMALL_B
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 GENERATE = "/longleaf.v1.GenerationService/Generate"
+INGEST = "/longleaf.v1.ContextService/IngestContext"
 GET = "/longleaf.v1.ContextService/GetContext"
 LARGE = b"\x12\x80\x80\x08" + bytes(1 << 17)  # one field, `text`
 
@@ -140,6 +142,37 @@ async def test_open_calls_have_a_limit() -> None:
     assert caught.value.retry_seconds
     with requests.of(GENERATE, Parser()):
         pass
+
+
+class Weighty:
+    """Stands for the bytes of a request, and for what was parsed of them."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
+    made: list[weakref.ref[Weighty]] = []
+    asked = asyncio.Event()
+
+    def make() -> Weighty:
+        weighty = Weighty()
+        made.append(weakref.ref(weighty))
+        return weighty
+
+    async def read() -> object:
+        if made:
+            asked.set()
+            await asyncio.Event().wait()
+        return make()
+
+    with Requests().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make())) as incoming:
+        requests = incoming.all(SimpleNamespace(read=read))
+        assert isinstance(await anext(requests), Weighty)
+        silent = asyncio.ensure_future(anext(requests))
+        await asked.wait()
+        assert [ref() for ref in made] == [None, None]
+        silent.cancel()
 
 
 async def test_a_request_that_does_not_come_ends_its_call() -> None:
