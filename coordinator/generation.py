@@ -8,6 +8,7 @@ from typing import Protocol
 
 from coordinator import events
 from coordinator.answer import Answer
+from coordinator.document import STEP_TOKENS
 from coordinator.encoder import Encoder
 from coordinator.replay import CallLater, Replays, call_later
 from coordinator.text_limit import Capacity, TextLimit
@@ -166,10 +167,13 @@ def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "toke
     """
     if not token_ids:
         raise InvalidArgument(field, "has no tokens" if field == "text" else "are empty")
-    wrong = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocabulary_size), None)
-    if wrong is not None:
-        place = field if field == "text" else f"{field}.ids[{wrong}]"
-        raise InvalidArgument(place, f"{token_ids[wrong]} is not in the vocabulary of {vocabulary_size} tokens")
+    for start in range(0, len(token_ids), STEP_TOKENS):
+        step = token_ids[start : start + STEP_TOKENS]
+        if 0 <= min(step) <= max(step) < vocabulary_size:
+            continue
+        wrong = next(i for i, token_id in enumerate(step) if not 0 <= token_id < vocabulary_size)
+        place = field if field == "text" else f"{field}.ids[{start + wrong}]"
+        raise InvalidArgument(place, f"{step[wrong]} is not in the vocabulary of {vocabulary_size} tokens")
     return token_ids
 
 

@@ -15,6 +15,7 @@ from coordinator import events
 from coordinator.changes import Changes, Watch
 from coordinator.generation import Generation
 from coordinator.ingest import Ingest
+from coordinator.text_threads import TextThreads
 from coordinator.tokenization import MAX_TOKENS, Tokenization
 from coordinator.verification import Verifications
 from coordinator.wire import context_of
@@ -83,11 +84,15 @@ def _host(peer: str) -> str:
 
 
 async def _decoded(
-    decode: Callable[Given, Decoded], token_ids: TokenIds, *arguments: Given.args, **options: Given.kwargs
+    threads: TextThreads,
+    token_ids: TokenIds,
+    decode: Callable[Given, Decoded],
+    *arguments: Given.args,
+    **options: Given.kwargs,
 ) -> Decoded:
     """What `decode` makes of a message that carries `token_ids`: in a thread, if they are many."""
     if len(token_ids.ids) > MANY_IDS:
-        return await asyncio.to_thread(decode, *arguments, **options)
+        return await threads.run(decode, *arguments, **options)
     return decode(*arguments, **options)
 
 
@@ -99,14 +104,15 @@ def random_seed() -> int:
 class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and ends those that are held."""
 
-    def __init__(self, generation: Generation, seed: Callable[[], int] = random_seed) -> None:
+    def __init__(self, generation: Generation, threads: TextThreads, seed: Callable[[], int] = random_seed) -> None:
         self._generation = generation
+        self._threads = threads
         self._seed = seed
 
     async def Generate(
         self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
-        decoded = await _decoded(codec.decode_generate, request.token_ids, request, self._seed())
+        decoded = await _decoded(self._threads, request.token_ids, codec.decode_generate, request, self._seed())
         if isinstance(decoded, Generate) and not decoded.client:
             decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
         async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
@@ -122,15 +128,16 @@ class GenerationServicer(GenerationServiceServicer):
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts."""
 
-    def __init__(self, ingest: Ingest, contexts: ContextStore) -> None:
+    def __init__(self, ingest: Ingest, threads: TextThreads, contexts: ContextStore) -> None:
         self._ingest = ingest
+        self._threads = threads
         self._contexts = contexts
 
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
         is_uploading = False
-        pieces = _pieces(request_iterator, _host(context.peer()))
+        pieces = _pieces(request_iterator, self._threads, _host(context.peer()))
         try:
             async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
                 async for report in reports:
@@ -172,11 +179,11 @@ class ContextServicer(ContextServiceServicer):
 
 
 async def _pieces(
-    requests: AsyncIterable[ingest_pb.IngestContextRequest], host: str
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, host: str
 ) -> AsyncGenerator[IngestPiece, None]:
     """The requests decoded; `host` is the client that names none."""
     async for request in requests:
-        piece = await _decoded(codec.decode_ingest_piece, request.token_ids, request)
+        piece = await _decoded(threads, request.token_ids, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader) and not piece.client:
             piece = msgspec.structs.replace(piece, client=host)
         yield piece
@@ -206,8 +213,9 @@ def _decode_page_token(token: str) -> str:
 class TokenizerServicer(TokenizerServiceServicer):
     """Turns texts into ids and back, and counts."""
 
-    def __init__(self, tokenization: Tokenization) -> None:
+    def __init__(self, tokenization: Tokenization, threads: TextThreads) -> None:
         self._tokenization = tokenization
+        self._threads = threads
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
@@ -223,8 +231,8 @@ class TokenizerServicer(TokenizerServiceServicer):
     async def Detokenize(
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
-        token_ids = await _decoded(codec.decode_ids, request.token_ids, request.token_ids, MAX_TOKENS)
-        keep_special = request.keep_special_tokens
+        message, keep_special = request.token_ids, request.keep_special_tokens
+        token_ids = await _decoded(self._threads, message, codec.decode_ids, message, MAX_TOKENS)
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 

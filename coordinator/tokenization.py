@@ -60,8 +60,8 @@ class Tokenization:
     def _decode(self, token_ids: Sequence[int], keep_special: bool) -> str:
         """In one step: a decoder may look at neighbours, so that parts cannot be joined."""
         size = self._tokenizer.vocabulary_size
-        wrong = next((i for i, token_id in enumerate(token_ids) if token_id >= size), None)
-        if wrong is not None:
+        if token_ids and max(token_ids) >= size:
+            wrong = next(i for i, token_id in enumerate(token_ids) if token_id >= size)
             told = f"{token_ids[wrong]} is not in the vocabulary of {size} tokens"
             raise InvalidArgument(f"token_ids.ids[{wrong}]", told)
         return self._tokenizer.decode(token_ids, keep_special=keep_special)

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.requests import MAX_REQUEST_BYTES, MAX_SMALL_BYTES
 from longleaf import codec
-from longleaf.errors import ResourceExhausted
+from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.messages import Generate, Started
 from longleaf.status import DETAILS_KEY
 from longleaf.v1 import generation_service_pb2 as service_pb
@@ -66,6 +66,16 @@ async def test_many_ids_are_converted_in_a_thread(service: Served, monkeypatch: 
         async for event in service.client.generate([5] * count):
             assert not isinstance(event, Started) or event.prompt_tokens == count
     assert threads == [True, False]
+
+
+async def test_a_wrong_id_far_behind_is_named(service: Served) -> None:
+    service.engine.max_positions = MAX_REQUEST_BYTES
+    many = [5] * 140_000
+    many[139_000] = 4000
+    with pytest.raises(InvalidArgument, match=r"token_ids.ids\[139000\]: 4000 is not in the vocabulary"):
+        await anext(service.client.generate(many))
+    with pytest.raises(InvalidArgument, match=r"token_ids.ids\[139000\]: 4000 is not in the vocabulary"):
+        await service.client.detokenize(many)
 
 
 async def test_an_answer_does_not_hold_its_request(service: Served) -> None:
