@@ -42,6 +42,7 @@ BROKEN_SEND = "Internal error from Core"
 """What the library itself, not the server, says of a call that ended while it was being sent to."""
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
 """What the library says on either side of a request that is larger than a message may be."""
+RANK = re.compile(r"[0-9]{1,9}")
 MAX_TEXT = 1000
 """Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
 
@@ -166,15 +167,18 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     for key, value in trailers:
         if key == DETAILS_KEY and isinstance(value, bytes):
             with suppress(DecodeError):  # another server's, or cut on the way: the bare code says enough
-                return status_pb2.Status.FromString(value)
+                status = status_pb2.Status.FromString(value)
+                if status.code in code_pb2.Code.values() and status.code != code_pb2.OK:
+                    return status
     return status_pb2.Status(code=code_pb2.Code.Value(error.code().name), message=error.details() or "")
 
 
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     for packed in status.details:
         detail = kind()
-        if packed.Unpack(detail):
-            return detail
+        with suppress(DecodeError):
+            if packed.Unpack(detail):
+                return detail
     return None
 
 
@@ -188,7 +192,7 @@ def _decode_invalid(status: status_pb2.Status) -> InvalidArgument:
 def _decode_exhausted(status: status_pb2.Status) -> ResourceExhausted:
     quota = _find(status, error_details_pb2.QuotaFailure)
     retry = _find(status, error_details_pb2.RetryInfo)
-    seconds = retry.retry_delay.ToTimedelta().total_seconds() if retry else None
+    seconds = max(0.0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None
     if quota is None or not quota.violations:
         return ResourceExhausted("message", status.message, seconds)
     return ResourceExhausted(quota.violations[0].subject, quota.violations[0].description, seconds)
@@ -198,6 +202,7 @@ def _decode_unavailable(status: status_pb2.Status, server: str) -> Unavailable:
     info = _find(status, error_details_pb2.ErrorInfo)
     if info is None:
         return Unavailable(f"the server at {server} does not answer ({status.message})")
-    if info.reason == "WORKER_LOST":
-        return WorkerLost(int(info.metadata["rank"]), info.metadata["reason"])
+    rank = info.metadata["rank"]
+    if info.reason == "WORKER_LOST" and RANK.fullmatch(rank):
+        return WorkerLost(int(rank), info.metadata["reason"])
     return Unavailable(status.message)

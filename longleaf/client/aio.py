@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
-from typing import Any, Self, Unpack
+from operator import attrgetter
+from typing import Any, Self, TypeVar, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
@@ -38,6 +39,7 @@ from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 
+T = TypeVar("T")
 FAREWELL_SECONDS = 1.0
 """Longest wait to tell the service that a generation is not wanted any more."""
 
@@ -115,10 +117,10 @@ class AsyncClient:
         attempts = self._calls.attempts("Generate", reading.timeout)
         while True:
             try:
-                responses = self._calls.stream(self._generations.Generate, reading.request(), attempts)
-                async with aclosing(responses):
-                    async for response in responses:
-                        event = codec.decode_event(response)
+                request = reading.request()
+                events = self._calls.stream(self._generations.Generate, request, attempts, codec.decode_event)
+                async with aclosing(events):
+                    async for event in events:
                         if reading.take(event):
                             attempts.renew()
                             yield event
@@ -143,7 +145,7 @@ class AsyncClient:
         """Ends a resumable generation, whoever reads it or will come back to it. Raises NotFound."""
         request = codec.encode_cancel(request_id)
         attempts = self._calls.attempts("CancelGeneration", timeout)
-        await self._calls.unary(self._generations.CancelGeneration, request, attempts)
+        await self._calls.unary(self._generations.CancelGeneration, request, attempts, _nothing)
 
     def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
@@ -206,7 +208,7 @@ class AsyncClient:
         try:
             with self._calls.typed():
                 async for response in call:
-                    progress = codec.decode_ingest_progress(response)
+                    progress = self._calls.decoded(codec.decode_ingest_progress, response)
                     upload.take(progress)
                     yield progress
         except LongleafError:
@@ -220,7 +222,7 @@ class AsyncClient:
     async def get_context(self, context: str, *, timeout: float | None = None) -> Context:
         """Raises NotFound."""
         request = ingest_pb.GetContextRequest(name=codec.context_name(context))
-        return codec.decode_context(await self._read(self._contexts.GetContext, "GetContext", request, timeout))
+        return await self._calls.read(self._contexts.GetContext, "GetContext", request, codec.decode_context, timeout)
 
     async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
         """All contexts, by id."""
@@ -228,13 +230,15 @@ class AsyncClient:
         attempts = self._calls.attempts("ListContexts", timeout)
         request = ingest_pb.ListContextsRequest()
         while True:
-            page: ingest_pb.ListContextsResponse = await self._calls.unary(
-                self._contexts.ListContexts, request, attempts, is_repeatable=True
+            page, token = await self._calls.unary(
+                self._contexts.ListContexts, request, attempts, _decode_page, is_repeatable=True
             )
-            contexts += map(codec.decode_context, page.contexts)
-            request.page_token = page.next_page_token
-            if not page.next_page_token:
+            contexts += page
+            if not token:
                 return contexts
+            if token == request.page_token:
+                raise LongleafError(f"{self.server} lists the same page again")
+            request.page_token = token
 
     async def update_context(
         self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
@@ -243,7 +247,7 @@ class AsyncClient:
         in seconds since the epoch, None for never. Raises NotFound."""
         request = codec.encode_update(context, ContextSettings(**settings))
         attempts = self._calls.attempts("UpdateContext", timeout)
-        return codec.decode_context(await self._calls.unary(self._contexts.UpdateContext, request, attempts))
+        return await self._calls.unary(self._contexts.UpdateContext, request, attempts, codec.decode_context)
 
     async def fork_context(
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
@@ -252,17 +256,20 @@ class AsyncClient:
         NotFound, AlreadyExists."""
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
         attempts = self._calls.attempts("ForkContext", timeout)
-        return codec.decode_context(await self._calls.unary(self._contexts.ForkContext, request, attempts))
+        return await self._calls.unary(self._contexts.ForkContext, request, attempts, codec.decode_context)
 
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         """Raises NotFound."""
         request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
-        await self._calls.unary(self._contexts.DeleteContext, request, self._calls.attempts("DeleteContext", timeout))
+        attempts = self._calls.attempts("DeleteContext", timeout)
+        await self._calls.unary(self._contexts.DeleteContext, request, attempts, _nothing)
 
     async def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
         request = tokenizer_pb.CountTokensRequest(text=codec.encodable(text, "text"))
-        return (await self._read(self._tokenizer.CountTokens, "CountTokens", request, timeout)).token_count
+        return await self._calls.read(
+            self._tokenizer.CountTokens, "CountTokens", request, attrgetter("token_count"), timeout
+        )
 
     async def tokenize(
         self,
@@ -277,7 +284,7 @@ class AsyncClient:
         request = tokenizer_pb.TokenizeRequest(
             text=codec.encodable(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
         )
-        return codec.decode_tokenized(await self._read(self._tokenizer.Tokenize, "Tokenize", request, timeout))
+        return await self._calls.read(self._tokenizer.Tokenize, "Tokenize", request, codec.decode_tokenized, timeout)
 
     async def detokenize(
         self, token_ids: Iterable[int], *, keep_special_tokens: bool = False, timeout: float | None = None
@@ -286,12 +293,12 @@ class AsyncClient:
         request = tokenizer_pb.DetokenizeRequest(
             token_ids=codec.encode_ids(token_ids), keep_special_tokens=keep_special_tokens
         )
-        return (await self._read(self._tokenizer.Detokenize, "Detokenize", request, timeout)).text
+        return await self._calls.read(self._tokenizer.Detokenize, "Detokenize", request, attrgetter("text"), timeout)
 
     async def cluster(self, *, timeout: float | None = None) -> Cluster:
         """The model, the ranks and the load."""
         request = cluster_pb.GetClusterRequest()
-        return codec.decode_cluster(await self._read(self._cluster.GetCluster, "GetCluster", request, timeout))
+        return await self._calls.read(self._cluster.GetCluster, "GetCluster", request, codec.decode_cluster, timeout)
 
     async def watch_cluster(
         self, *, min_interval: float = 1.0, timeout: float | None = None
@@ -300,9 +307,10 @@ class AsyncClient:
         when the service stops."""
         request = codec.encode_watch(min_interval)
         attempts = self._calls.attempts("WatchCluster", timeout)
-        async with aclosing(self._calls.stream(self._cluster.WatchCluster, request, attempts)) as responses:
-            async for response in responses:
-                yield codec.decode_cluster(response.cluster)
+        watching = self._calls.stream(self._cluster.WatchCluster, request, attempts, attrgetter("cluster"))
+        async with aclosing(watching) as messages:
+            async for message in messages:
+                yield self._calls.decoded(codec.decode_cluster, message)
 
     async def verify(
         self,
@@ -317,19 +325,22 @@ class AsyncClient:
         or `num_tokens` ids drawn with `seed`; `max_tokens` are decoded after it. Meanwhile other streams wait a little.
         """
         request = codec.encode_verify(Verify(text=text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens))
-        return codec.decode_verification(
-            await self._read(self._cluster.VerifyCluster, "VerifyCluster", request, timeout)
-        )
+        decode = codec.decode_verification
+        return await self._calls.read(self._cluster.VerifyCluster, "VerifyCluster", request, decode, timeout)
 
     async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         """Whether the service (all of it, or one by its full name) can answer now. Raises Unavailable, NotFound."""
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await self._read(self._health.Check, "Check", request, timeout)
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
+        status = await self._calls.read(self._health.Check, "Check", request, attrgetter("status"), timeout)
+        return status == health_pb2.HealthCheckResponse.SERVING
 
-    async def _read(self, method: Any, name: str, request: object, timeout: float | None) -> Any:
-        """The response of a call that changes nothing."""
-        return await self._calls.unary(method, request, self._calls.attempts(name, timeout), is_repeatable=True)
+
+def _decode_page(page: ingest_pb.ListContextsResponse) -> tuple[list[Context], str]:
+    return [codec.decode_context(context) for context in page.contexts], page.next_page_token
+
+
+def _nothing(_: object) -> None:
+    """Reads a response that says nothing."""
 
 
 def _reached(progress: IngestProgress) -> int:

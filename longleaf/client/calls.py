@@ -1,9 +1,9 @@
 """Calls to one service: their errors typed, their time limited, and made again where that is right."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -12,6 +12,7 @@ from longleaf.client.retries import Attempts, Retries, Retry
 from longleaf.errors import Cancelled, LongleafError, Unavailable
 from longleaf.status import decode_error
 
+T = TypeVar("T")
 MAX_REQUEST_BYTES = 4 << 20
 MAX_RESPONSE_BYTES = 64 << 20
 OPTIONS = (
@@ -60,17 +61,44 @@ class Calls:
             # The library cancels a call that ended while it was being sent to.
             raise Unavailable(f"{self.server} ended the call") from None
 
-    async def unary(self, method: Any, request: object, attempts: Attempts, *, is_repeatable: bool = False) -> Any:
-        """The response. `is_repeatable`: the call does the same when it is made twice."""
+    def decoded(self, decode: Callable[[Any], T], response: object) -> T:
+        """What a response says. Raises LongleafError where this client cannot read it."""
+        try:
+            if response is None:  # what the library makes of bytes that are no message
+                raise ValueError("the bytes are no message of its type")
+            return decode(response)
+        except Exception as error:  # whatever is in it, it is the server that said it
+            raise LongleafError(f"{self.server} answered what this client cannot read: {error}") from error
+
+    async def unary(
+        self,
+        method: Any,
+        request: object,
+        attempts: Attempts,
+        decode: Callable[[Any], T],
+        *,
+        is_repeatable: bool = False,
+    ) -> T:
+        """What the response says. `is_repeatable`: the call does the same when it is made twice."""
         while True:
             try:
                 with self.typed():
-                    return await method(request, timeout=attempts.time_left())
+                    response = await method(request, timeout=attempts.time_left())
+                return self.decoded(decode, response)
             except LongleafError as error:
                 await attempts.wait(error, is_repeatable=is_repeatable)
 
-    async def stream(self, method: Any, request: object, attempts: Attempts) -> AsyncGenerator[Any, None]:
-        """The responses. The call is made again only while none has come. Closing the iterator ends it."""
+    async def read(
+        self, method: Any, name: str, request: object, decode: Callable[[Any], T], timeout: float | None
+    ) -> T:
+        """What the response of a call says that changes nothing."""
+        attempts = self.attempts(name, timeout)
+        return await self.unary(method, request, attempts, decode, is_repeatable=True)
+
+    async def stream(
+        self, method: Any, request: object, attempts: Attempts, decode: Callable[[Any], T]
+    ) -> AsyncGenerator[T, None]:
+        """What the responses say. The call is made again only while none has come. Closing the iterator ends it."""
         has_begun = False
         while True:
             with self.typed():
@@ -79,7 +107,7 @@ class Calls:
                 with self.typed():
                     async for response in call:
                         has_begun = True
-                        yield response
+                        yield self.decoded(decode, response)
                 return
             except LongleafError as error:
                 if has_begun:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -16,6 +16,9 @@ Job = Callable[[], None]
 CLOSED = "the client was closed, or belongs to the process that this one was forked from"
 SIGNAL_SECONDS = 1.0
 """A signal that comes just before a thread begins to wait does not wake it; so long at most it is not handled."""
+SETTLE_SECONDS = 1.0
+"""Longest wait for tasks of grpc.aio, each of which notes the end of a call. What it is told of later, when its loop is
+closed, it says on another client's loop as an error."""
 
 
 class Call(Generic[T]):
@@ -112,11 +115,11 @@ class LoopThread:
 
     async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await last()
-        # grpc.aio notes the end of a call in a task of its own, which may come late.
-        while left := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+        me = asyncio.current_task()
+        await _cancelled(set(self._calls) - {me})
+        if left := asyncio.all_tasks() - {me}:
+            await asyncio.wait(left, timeout=SETTLE_SECONDS)
+        await _cancelled(asyncio.all_tasks() - {me})
         await self._loop.shutdown_asyncgens()
 
     def _submit(self, call: Call[Any], *, is_last: bool = False) -> bool:
@@ -159,3 +162,11 @@ class LoopThread:
 
     def _is_here(self) -> bool:
         return threading.get_ident() == self._thread.ident and self._thread.is_alive()  # numbers are used again
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    """Cancels the tasks and waits for their end."""
+    left = [task for task in tasks if task is not None]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
