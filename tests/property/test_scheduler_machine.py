@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 6),
         replicate_below=st.integers(0, 9),
         max_sequences=st.integers(1, 3),
+        max_waiting=st.integers(1, 4),
         windows=st.none() | windows_of(4, 40),
     )
     def begin(
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         replicate_below: int,
         max_sequences: int,
+        max_waiting: int,
         windows: Windows | None,
     ) -> None:
         config = EngineConfig(
@@ -74,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             replicate_below=replicate_below,
             max_sequences=max_sequences,
-            max_waiting=4,
+            max_waiting=max_waiting,
         )
         self.windows = windows
         self.max_unread = config.max_sequences + config.max_waiting
