@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from coordinator.requests import Call, Handler, Incoming, Requests
-from longleaf.errors import LongleafError, Unavailable
+from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.status import DETAILS_KEY, encode_error, grpc_code
 
 logger = logging.getLogger(__name__)
@@ -20,14 +20,16 @@ Refusal = tuple[Any, ...]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL.
+    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL. Lets go
+    of what makes a stream that nobody reads for `unread_timeout` seconds.
 
     Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
     come as bytes, when they are asked for, and the library holds none of them while it is answered.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, unread_timeout: float) -> None:
         self._requests = requests
+        self._unread_timeout = unread_timeout
 
     async def intercept_service(
         self,
@@ -51,19 +53,38 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
             if not handler.response_streaming:
                 await call.write(await handler.unary_unary(await incoming.one(call), call))
             elif handler.request_streaming:
-                await _send(handler.stream_stream(incoming.all(call), call), call, incoming)
+                await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
             elif inspect.iscoroutinefunction(handler.unary_stream):
                 await handler.unary_stream(await incoming.one(call), call)  # writes its responses itself
             else:
-                await _send(handler.unary_stream(await incoming.one(call), call), call, incoming)
+                await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
+    async def _send(self, responses: Any, call: Call, incoming: Incoming) -> None:
+        """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
 
-async def _send(responses: Any, call: Call, incoming: Incoming) -> None:
-    """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once."""
-    async with aclosing(responses):
-        async for response in responses:
-            await call.write(response)
-            incoming.release()  # who answers has taken out of the request what it needs
+        They are closed as well when a response finds no room in the connection for so long. The library knows no way
+        to end a call that is not read: it waits until its client reads on, and is told with ResourceExhausted, or
+        leaves.
+        """
+        closing: list[asyncio.Task[None]] = []
+
+        def let_go() -> None:
+            incoming.release()
+            closing.append(asyncio.create_task(responses.aclose()))
+
+        async with aclosing(responses):
+            try:
+                async for response in responses:
+                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, let_go)
+                    try:
+                        await call.write(response)
+                    finally:
+                        timer.cancel()
+                    if closing:
+                        raise ResourceExhausted("stream", f"nobody has read it for {self._unread_timeout:g} seconds")
+                    incoming.release()  # who answers has taken out of the request what it needs
+            finally:
+                await asyncio.gather(*closing)
 
 
 async def _answer(method: str, work: Awaitable[None], call: Call) -> None:

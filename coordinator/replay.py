@@ -11,6 +11,8 @@ from longleaf.messages import Delta, Event, Generate, Started
 
 MAX_HELD = 256
 """Generations held at once."""
+MAX_HELD_PER_CLIENT = MAX_HELD // 2
+"""Those of one client, so that it leaves some to others."""
 MAX_WEIGHT = 1 << 14
 """Tokens and alternatives of one generation that are kept for a client that comes back."""
 RETRY_SECONDS = 2.0
@@ -39,6 +41,7 @@ class Replay:
     def __init__(
         self, request: Generate, events: AsyncGenerator[Event, None], later: CallLater, on_end: Callable[[], None]
     ) -> None:
+        self.client = request.client
         self._question = _question(request)
         self._seconds = request.resume_seconds
         self._events = events
@@ -187,6 +190,10 @@ class Replays:
 
     def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
         """Holds a new generation. Raises ResourceExhausted."""
+        share = sum(replay.client == request.client for replay in self._by_id.values())
+        if share >= MAX_HELD_PER_CLIENT:
+            told = f"client {request.client!r} holds {share} to be resumed already, its share of all {MAX_HELD}"
+            raise ResourceExhausted("generations", told, RETRY_SECONDS)
         if len(self._by_id) >= MAX_HELD:
             raise ResourceExhausted("generations", f"{MAX_HELD} are held to be resumed already", RETRY_SECONDS)
         replay = Replay(request, events, self._call_later, lambda: self._end(request_id))

@@ -15,6 +15,7 @@ from coordinator.events import Acknowledged, Ended, EndReason, Outcome, Progress
 from coordinator.holdings import check_holdings, check_jobs
 from coordinator.jobs import NO_CLAIM, Claim, Ingest, Job, Sequence
 from coordinator.limits import Limits
+from coordinator.pauses import Pauses
 from coordinator.planner import Planner
 from coordinator.positions import Positions
 from coordinator.prompts import Prompts
@@ -50,6 +51,7 @@ class Scheduler:
         self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
         self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
         self._deadlines = Deadlines()
+        self._pauses = Pauses(config.max_sequences + config.max_waiting)
         self._queue = Queue()
         self._may_begin = False
         """Something has changed since nobody in the queue had room."""
@@ -66,6 +68,17 @@ class Scheduler:
     def num_running(self) -> int:
         """Jobs, however many samples each of them has."""
         return len({job.owner for job in self._running.values()})
+
+    @property
+    def num_unread(self) -> int:
+        """Jobs that are paused: nobody reads what they say. They run or wait, and keep nobody from doing so."""
+        return len(self._pauses)
+
+    @property
+    def _num_in_line(self) -> int:
+        """Jobs that wait for room."""
+        in_line = {job.owner for job in self._queue if not job.is_paused}
+        return len(in_line - {job.owner for job in self._running.values()})
 
     @property
     def next_deadline(self) -> float | None:
@@ -107,11 +120,11 @@ class Scheduler:
         return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
 
     def _enqueue(self, job: Job, now: float) -> None:
-        if self.num_waiting >= self._config.max_waiting:
+        if self._num_in_line >= self._config.max_waiting:
             self._begin_waiting()  # those for whom there is room only wait for the next step
-        if self.num_waiting >= self._config.max_waiting:
-            seconds = self.speeds.retry_seconds(self.num_waiting)
-            raise ResourceExhausted("queue", f"{self.num_waiting} requests wait already", seconds)
+        if (num_in_line := self._num_in_line) >= self._config.max_waiting:
+            seconds = self.speeds.retry_seconds(num_in_line)
+            raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
         self.segments.retain(job.path.segments)
         self._deadlines.add(job.id, job.claim.deadline)
@@ -254,6 +267,7 @@ class Scheduler:
         others = list(self._jobs())
         if not any(other.owner == job.owner for other in others):
             self._deadlines.discard(job.owner)
+            self._pauses.discard(job.owner)
         clients = {other.claim.client for other in others}
         self._queue.keep(clients)
         self._planner.keep(clients)
@@ -282,11 +296,16 @@ class Scheduler:
 
     def pause(self, job_id: int, is_paused: bool) -> None:
         """Stops or resumes the rows of a job whose reader is behind. It keeps its blocks until others need them; jobs
-        that have ended are none of its business."""
+        that have ended are none of its business. Too many that are paused end: see `drain`."""
         for job in self._jobs():
             if job.owner == job_id:
                 job.is_paused = is_paused
                 self._may_begin = True
+                self._pauses.add(job_id, job.claim.client) if is_paused else self._pauses.discard(job_id)
+        while (surplus := self._pauses.surplus) is not None:
+            told = f"more than {self._pauses.limit} are not read, and this one the longest of its client's"
+            self._outcomes.append((surplus, ResourceExhausted("stream", told)))
+            self.cancel(surplus)
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
@@ -309,4 +328,5 @@ class Scheduler:
         waiting, running = tuple(self._queue), tuple(self._running.values())
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
         check_jobs(waiting, running, self._planner.under_way)
+        assert set(self._pauses) == {job.owner for job in self._jobs() if job.is_paused}
         assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}

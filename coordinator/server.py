@@ -24,7 +24,7 @@ from coordinator.text_threads import TextThreads
 from coordinator.tokenization import Tokenization
 from coordinator.tokenizer import Tokenizer
 from coordinator.verification import Verifications
-from longleaf.config import join_address
+from longleaf.config import MAX_SECONDS, join_address
 from longleaf.errors import StartError
 from longleaf.messages import Cluster
 from longleaf.v1 import (
@@ -72,10 +72,17 @@ class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
 
 
 class Server:
-    """Serves one engine. `cluster` describes it; raises what the engine raises."""
+    """Serves one engine. `cluster` describes it; raises what the engine raises. A stream that nobody reads for
+    `unread_timeout` seconds is let go."""
 
-    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Requests())], options=OPTIONS)
+    def __init__(
+        self,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        cluster: Callable[[], Cluster],
+        unread_timeout: float = MAX_SECONDS,
+    ) -> None:
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Requests(), unread_timeout)], options=OPTIONS)
         untyped: Any = health
         self._health: Any = untyped.aio.HealthServicer()
         self._threads = TextThreads()

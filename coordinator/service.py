@@ -62,7 +62,8 @@ class Service:
         readies = await self._engine.start()
         self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
         self._loop = asyncio.create_task(self._engine.run())
-        self._server = Server(self._engine, tokenizer, self._describe(self._engine, tokenizer, readies))
+        description = self._describe(self._engine, tokenizer, readies)
+        self._server = Server(self._engine, tokenizer, description, config.unread_timeout)
         return await self._server.start(self._config.host, self._config.port)
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:

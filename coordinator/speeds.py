@@ -77,7 +77,8 @@ class Speeds:
 
 def _goes_first(other: Job, job: Job) -> bool:
     one, two = other.claim, job.claim
-    return one.priority > two.priority or (one.priority == two.priority and one.client == two.client)
+    is_before = one.priority > two.priority or (one.priority == two.priority and one.client == two.client)
+    return is_before and not other.is_paused
 
 
 def _least_steps(job: Job) -> int:

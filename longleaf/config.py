@@ -72,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Generations that run at once."""
     max_waiting: int = 256
     """Generations and ingests that wait; more are refused."""
+    unread_timeout: float = 120.0
+    """Seconds that a stream may stay unread when its connection takes no more; then it is ended."""
 
     target_itl_ms: float = 100.0
     """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
@@ -94,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
         limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
+        limits |= {"unread_timeout": (0.1, MAX_SECONDS)}
         limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)

@@ -41,12 +41,14 @@ class GatedRanks(FakeRanks):
 
 
 @asynccontextmanager
-async def serving(ranks: FakeRanks, folder: Path, **settings: int) -> AsyncIterator[tuple[Engine, str]]:
+async def serving(ranks: FakeRanks, folder: Path, **settings: float) -> AsyncIterator[tuple[Engine, str]]:
     """The engine and the address of its service."""
-    engine = Engine(ranks, EngineConfig(model="none", block_size=4, **settings), max_positions=4096)  # type: ignore[arg-type]
+    config = EngineConfig(model="none", block_size=4, **settings)  # type: ignore[arg-type]
+    engine = Engine(ranks, config, max_positions=4096)
     await engine.start()
     loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder), split_template), FakeEngine().describe)
+    tokenizer = Tokenizer.load(write_model(folder), split_template)
+    server = Server(engine, tokenizer, FakeEngine().describe, config.unread_timeout)
     try:
         yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     finally:

@@ -57,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 6),
         replicate_below=st.integers(0, 9),
         max_sequences=st.integers(1, 3),
+        max_waiting=st.integers(1, 4),
         windows=st.none() | windows_of(4, 40),
     )
     def begin(
@@ -66,6 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         replicate_below: int,
         max_sequences: int,
+        max_waiting: int,
         windows: Windows | None,
     ) -> None:
         config = EngineConfig(
@@ -74,9 +76,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             replicate_below=replicate_below,
             max_sequences=max_sequences,
-            max_waiting=4,
+            max_waiting=max_waiting,
         )
         self.windows = windows
+        self.max_unread = config.max_sequences + config.max_waiting
         self.placer = Placer(blocks, block_size, windows)
         self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
         self.ledger = Ledger(block_size)
@@ -226,8 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job, outcome in outcomes:
             assert job in self.open, "an outcome after the last one"
             if isinstance(outcome, LongleafError):
-                assert isinstance(outcome, DeadlineExceeded)
-                assert self.deadlines[job] <= self.now
+                self._is_right(job, outcome)
                 self._closed(job)
             if isinstance(outcome, Tokens):
                 assert outcome.index == len(self.answers[job + outcome.sample])
@@ -240,6 +242,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(outcome, Acknowledged):
                 self.texts.setdefault(outcome.context, []).extend(self.documents[job])
                 self._ended(job, 0)
+
+    def _is_right(self, job: int, error: LongleafError) -> None:
+        if isinstance(error, DeadlineExceeded):
+            assert self.deadlines[job] <= self.now
+            return
+        assert isinstance(error, ResourceExhausted)
+        assert job in self.paused
+        assert len(self.paused) == self.max_unread + 1
 
     def _ended(self, job: int, sample: int) -> None:
         self.open[job].remove(sample)
@@ -301,6 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert waiting + running == len(self.open)
             assert waiting + running + self.num_ended == self.num_submitted
             assert set(self.scheduler.positions()) <= self.open.keys()
+            assert self.scheduler.num_unread == len(self.paused) <= self.max_unread
 
     def teardown(self) -> None:
         """All that was admitted ends, and without contexts nothing is held."""

@@ -196,6 +196,49 @@ def test_equals_do_not_preempt_unless_the_reader_is_behind() -> None:
     assert bench.tokens(slow) == answer(4, 10)
 
 
+def test_whoever_does_not_read_keeps_nobody_from_waiting() -> None:
+    bench = Bench(max_sequences=1, max_waiting=3)
+    for number in range(4):
+        unread = bench.ask(4, max_tokens=10, first=10 * number)
+        bench.step()
+        bench.scheduler.pause(unread, True)
+    assert (bench.scheduler.num_waiting, bench.scheduler.num_running, bench.scheduler.num_unread) == (3, 1, 4)
+    reading = [bench.ask(4, max_tokens=3, first=100 * number) for number in range(1, 4)]
+    bench.run()
+    assert [bench.tokens(job) for job in reading] == [answer(100 * number + 4, 3) for number in range(1, 4)]
+    for number in range(4):
+        bench.scheduler.pause(number, False)
+    bench.run()
+    assert [bench.tokens(job) for job in range(4)] == [answer(10 * number + 4, 10) for number in range(4)]
+
+
+def test_whoever_does_not_read_makes_no_deadline_impossible() -> None:
+    bench = Bench(max_sequences=1, max_waiting=3)
+    for number in range(3):
+        bench.ask(4, max_tokens=100, first=10 * number)
+    bench.run()  # a request takes a tenth of a second
+    for number in range(4, 8):
+        bench.scheduler.pause(bench.ask(4, max_tokens=100, first=10 * number), True)
+    bench.ask(4, max_tokens=1, first=500, deadline=bench.now + 0.01)
+
+
+def test_of_too_many_that_are_not_read_the_greediest_client_loses_its_oldest() -> None:
+    bench = Bench(max_sequences=1, max_waiting=2)
+    jobs = [bench.ask(4, max_tokens=10, first=10 * n, client=client) for n, client in enumerate(("few", "many"))]
+    jobs.append(bench.ask(4, max_tokens=10, first=20, client="many"))
+    for job in jobs:
+        bench.scheduler.pause(job, True)
+    jobs.append(bench.ask(4, max_tokens=10, first=30, client="other"))
+    bench.scheduler.pause(jobs[3], True)
+    bench.run()
+    assert isinstance(bench.seen[jobs[1]][-1], ResourceExhausted)
+    bench.scheduler.check()
+    for job in (jobs[0], jobs[2], jobs[3]):
+        bench.scheduler.pause(job, False)
+    bench.run()
+    assert [len(bench.tokens(job)) for job in (jobs[0], jobs[2], jobs[3])] == [10, 10, 10]
+
+
 def test_a_passed_deadline_ends_a_job_wherever_it_is() -> None:
     bench = Bench(max_sequences=1)
     reading = bench.ask(200, deadline=0.05)

@@ -270,6 +270,23 @@ async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPa
             await anext(slow)
 
 
+async def test_a_client_holds_only_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_HELD", 3)
+    monkeypatch.setattr(replays, "MAX_HELD_PER_CLIENT", 2)
+    held = Replays(Timers())
+    greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
+    for number in range(2):
+        held.hold(f"greedy {number}", greedy, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="'greedy' holds 2 .* of all 3") as caught:
+        held.hold("greedy 2", greedy, Source([]).events())
+    assert caught.value.retry_seconds is not None
+    held.hold("other", other, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="3 are held"):
+        held.hold("other 1", other, Source([]).events())
+    await held.cancel("greedy 0")
+    held.hold("greedy 2", greedy, Source([]).events())
+
+
 async def test_how_many_are_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MAX_HELD", 1)
     held, _ = hold(Source([]), Timers())
