@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.step import Join, RankSpec, Ready, StepPlan, StepResult
+from longleaf.rank_spec import RankSpec
+from longleaf.step import Join, Ready, StepPlan, StepResult
 from workers.__main__ import live
 from workers.control import Rank
 

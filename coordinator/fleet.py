@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.config import EngineConfig, rank_environment
 from longleaf.errors import StartError
-from longleaf.step import Invitation, RankSpec
+from longleaf.rank_spec import Invitation, RankSpec
 from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0

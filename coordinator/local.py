@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
 from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment
-from longleaf.step import Invitation, RankSpec
+from longleaf.rank_spec import Invitation, RankSpec
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5

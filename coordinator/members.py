@@ -13,7 +13,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from longleaf.step import Invitation
+from longleaf.rank_spec import Invitation
 
 DOMAIN = "longleaf"
 HANDSHAKE_MILLISECONDS = 10_000

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
-from longleaf.step import Hello, Invitation, Ready, StepPlan, StepResult
+from longleaf.rank_spec import Invitation
+from longleaf.step import Hello, Ready, StepPlan, StepResult
 
 
 class Ranks(Protocol):

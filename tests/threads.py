@@ -10,7 +10,8 @@ from pathlib import Path
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.step import Hello, Invitation, Join, RankSpec, Ready, StepPlan, StepResult, decode_to_rank, encode
+from longleaf.rank_spec import Invitation, RankSpec
+from longleaf.step import Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
 from longleaf.topology import Topology
 from workers.rank import Rank
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
-from longleaf.step import RankSpec
+from longleaf.rank_spec import RankSpec
 from workers.control import Rank, serve
 
 

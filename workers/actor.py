@@ -2,7 +2,7 @@
 
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
-from longleaf.step import RankSpec
+from longleaf.rank_spec import RankSpec
 
 
 class WorkerActor:

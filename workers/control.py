@@ -13,14 +13,13 @@ import msgspec
 import zmq
 
 from longleaf.errors import StartError, WorkerLost
+from longleaf.rank_spec import Invitation, RankSpec
 from longleaf.step import (
     Failed,
     FromRank,
     Heartbeat,
     Hello,
-    Invitation,
     Join,
-    RankSpec,
     Ready,
     StepPlan,
     StepResult,

@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import ModelRefused
+from longleaf.rank_spec import RankSpec
 from longleaf.runs import Run
-from longleaf.step import Join, Prefill, RankSpec, Ready, Row, StepPlan, StepResult
+from longleaf.step import Join, Prefill, Ready, Row, StepPlan, StepResult
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve

@@ -11,8 +11,9 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
 from longleaf.errors import StartError
+from longleaf.rank_spec import RankSpec
 from longleaf.sampling import Logprobs
-from longleaf.step import Decode, Join, Prefill, RankSpec, Ready, StepPlan, StepResult
+from longleaf.step import Decode, Join, Prefill, Ready, StepPlan, StepResult
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models

@@ -11,7 +11,7 @@ from coordinator.control import Control
 from coordinator.engine import Engine
 from coordinator.local import LocalFleet
 from longleaf.config import EngineConfig
-from longleaf.step import RankSpec
+from longleaf.rank_spec import RankSpec
 from tests.golden.states import KEPT, answer, ingest
 from tests.threads import config_for
 from workers.__main__ import main

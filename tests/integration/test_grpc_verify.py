@@ -16,7 +16,8 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, WorkerLost
 from longleaf.messages import Delta
-from longleaf.step import Comparison, RankSpec
+from longleaf.rank_spec import RankSpec
+from longleaf.step import Comparison
 from tests.service import Served, ids
 from workers.__main__ import live, main
 from workers.cache import Pool

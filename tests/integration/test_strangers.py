@@ -18,13 +18,13 @@ from coordinator import members
 from coordinator.control import Control
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
+from longleaf.rank_spec import Invitation
 from longleaf.step import (
     Decode,
     Failed,
     FromRank,
     Heartbeat,
     Hello,
-    Invitation,
     Ready,
     StepPlan,
     StepResult,
