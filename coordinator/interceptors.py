@@ -20,8 +20,8 @@ Refusal = tuple[Any, ...]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL. Lets
-    go of what makes a stream that nobody reads for `unread_timeout` seconds.
+    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL. What
+    makes a stream that nobody reads for `unread_timeout` seconds is let go.
 
     Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
     come as bytes, when they are asked for, and the library holds none of them while it is answered.

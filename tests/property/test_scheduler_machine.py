@@ -265,10 +265,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_paused=st.booleans())
     def pause(self, data: st.DataObject, is_paused: bool) -> None:
         if readers := sorted(self.open.keys() & self.expected.keys()):
-            job = data.draw(st.sampled_from(readers))
-            self.scheduler.pause(job, is_paused)
-            (self.paused.add if is_paused else self.paused.discard)(job)
-            self.waited.clear()  # whoever is paused is not in the queue's order
+            self._pause(data.draw(st.sampled_from(readers)), is_paused)
+
+    def _pause(self, job: int, is_paused: bool) -> None:
+        self.scheduler.pause(job, is_paused)
+        (self.paused.add if is_paused else self.paused.discard)(job)
+        self._see(self.scheduler.drain())
+        self.waited.clear()  # whoever is paused is not in the queue's order
+
+    @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
+    def ask_and_not_read(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            job = self.num_jobs
+            self.ask([0, 1], 3, None, 1, claim, False)
+            if self.num_jobs > job:
+                self._pause(job, True)
 
     @rule(seconds=st.floats(0, 1))
     def wait(self, seconds: float) -> None:
