@@ -108,13 +108,15 @@ class _Step:
 
     def __init__(self, future: "Future[Any]", function: Callable[[], Any]) -> None:
         self._future = future
-        self._function = function
+        self._function: Callable[[], Any] | None = function
 
     def call(self) -> None:
-        future, function = self._future, self._function
+        future, function, self._function = self._future, self._function, None
+        assert function is not None, "a step is called once"
         try:
             if future.set_running_or_notify_cancel():
-                future.set_result(function())
+                result, function = function(), None  # whoever is told shall find the request let go of
+                future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
         finally:

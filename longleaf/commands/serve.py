@@ -84,6 +84,9 @@ def serve(
     max_waiting: Annotated[
         int, option(REQUESTS, "Generations and ingests that wait; more are refused, and told when to come again.")
     ] = _DEFAULTS.max_waiting,
+    unread_timeout: Annotated[
+        float, option(REQUESTS, "Seconds after which a stream that nobody reads is ended.")
+    ] = _DEFAULTS.unread_timeout,
     chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
     target_itl_ms: Annotated[
         float, option(REQUESTS, "Milliseconds between tokens that running streams should keep while prompts are read.")
@@ -121,6 +124,7 @@ def serve(
         start_timeout=start_timeout,
         max_sequences=max_sequences,
         max_waiting=max_waiting,
+        unread_timeout=unread_timeout,
         target_itl_ms=target_itl_ms,
         allow_long=allow_long,
     )

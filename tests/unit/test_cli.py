@@ -280,14 +280,14 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 str(tmp_path),
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
                 *"--window-keys replicated --window-bytes 4096".split(),
-                *"--device cpu --start-timeout 20 --max-sequences 3 --max-waiting 5".split(),
+                *"--device cpu --start-timeout 20 --max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
             ]
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
     wanted |= {"--prefill=keys", "--allow-long=True", "--window-keys=replicated", "--window-bytes=4096"}
-    wanted |= {"--device=cpu", "--start-timeout=20.0", "--max-sequences=3", "--max-waiting=5"}
+    wanted |= {"--device=cpu", "--start-timeout=20.0", "--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 
