@@ -7,6 +7,7 @@ import msgspec
 
 from coordinator.control import Control
 from coordinator.engine import Engine
+from coordinator.memory import return_large
 from coordinator.positions import UNLIMITED
 from coordinator.renderer import Renderer
 from coordinator.server import Server, check_address
@@ -51,6 +52,7 @@ class Service:
 
     async def start(self) -> int:
         """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
+        return_large()
         config = self._config.engine
         config.check()
         check_address(self._config.host, self._config.port)

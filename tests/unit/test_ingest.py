@@ -89,7 +89,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made)
         held.extend(ref() for ref in made_of)  # asked for the next one
 
     async def noted() -> AsyncIterator[IngestPiece]:
-        async for piece in _pieces(requests(), "here"):
+        async for piece in _pieces(requests(), made.threads, "here"):
             if isinstance(piece, array):
                 made_of.append(weakref.ref(piece))
             yield piece
