@@ -158,15 +158,21 @@ async def repeat(attacker: Attacker, method: str, make: Callable[[int], bytes], 
             return
 
 
-def huge(method: str, make: Callable[[int], bytes]) -> Run:
-    """Three requests, each nearly as large as a message may be."""
-    return partial(repeat, method=method, make=make, num_bytes=payloads.LARGEST, count=3)
+def huge(method: str, make: Callable[[int], bytes], num_bytes: int = payloads.LARGEST, count: int = 3) -> Run:
+    """So many requests, by default each far larger than a service takes."""
+    return partial(repeat, method=method, make=make, num_bytes=num_bytes, count=count)
 
 
-async def abandon_texts(attacker: Attacker) -> None:
+async def abandon_texts(attacker: Attacker, num_bytes: int, count: int) -> None:
     """Long texts whose askers leave at once."""
-    request = payloads.generate_text(15_000_000)
-    await attacker.during(attacker.ask(GENERATE, request) for _ in range(10))
+    request = payloads.generate_text(num_bytes)
+    await attacker.during(attacker.ask(GENERATE, request) for _ in range(count))
+
+
+async def send_ids_at_once(attacker: Attacker) -> None:
+    """Documents that come in a few large pieces, all at the same time."""
+    piece = payloads.ingest_ids(payloads.TAKEN)
+    await attacker.during(upload(attacker, f"{CONTEXT}-{number}", piece, piece) for number in range(100))
 
 
 async def leave_unread(attacker: Attacker) -> None:
@@ -305,7 +311,15 @@ ATTACKS = {
     "stop_strings_64mib": Attack(run=huge(GENERATE, payloads.generate_stops), told="22 million stop strings"),
     "detokenize_64mib": Attack(run=huge(DETOKENIZE, payloads.detokenize), told="67 million ids to detokenize"),
     "logit_bias_64mib": Attack(run=huge(GENERATE, payloads.generate_biases), told="biases of 5.6 million ids"),
-    "texts_abandoned": Attack(run=abandon_texts, told="10 texts of 15 MB whose askers leave"),
+    "token_ids_4mib": Attack(run=huge(GENERATE, payloads.generate_ids, payloads.TAKEN, 12), told="4 million ids"),
+    "logit_bias_4mib": Attack(run=huge(GENERATE, payloads.generate_biases, payloads.TAKEN, 12), told="350,000 biases"),
+    "texts_abandoned": Attack(
+        run=partial(abandon_texts, num_bytes=15_000_000, count=10), told="10 texts of 15 MB whose askers leave"
+    ),
+    "texts_abandoned_4mib": Attack(
+        run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16), told="16 texts of 4 MiB whose askers leave"
+    ),
+    "ingested_ids_4mib": Attack(run=send_ids_at_once, told="100 documents of 8 million ids at once"),
     "unread_streams": Attack(run=leave_unread, told="320 streams that nobody reads", options=UNREAD_OPTIONS),
     "head_of_line": Attack(run=fill_the_pool, told="a document that waits for room", kv_bytes=SMALL_POOL),
     "stalled_uploads": Attack(run=stall_uploads, told="400 uploads that stall after 450,000 ids"),

@@ -8,7 +8,9 @@ import numpy as np
 from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
 
 LARGEST = (64 << 20) - 4096
-"""Bytes of a request, a little below what the service takes."""
+"""Bytes of a request, a little below what services once took."""
+TAKEN = (4 << 20) - 4096
+"""Bytes of a request, a little below what a service takes."""
 TOKEN = b"A"
 """A token id that every vocabulary has; it takes one byte."""
 SHORT_STRING = b"\x01x"

@@ -14,8 +14,8 @@ from longleaf.codec import has_more_fields
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 MAX_REQUEST_BYTES = 4 << 20
-"""Of the methods that take texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds to
-parse, in which nothing else happens. Longer documents come in pieces."""
+"""Of the methods that take long texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds
+to parse, in which nothing else happens. Longer documents come in pieces."""
 MAX_SMALL_BYTES = 64 << 10
 """Of all other methods; and what is parsed without being looked through."""
 MAX_FIELDS = 4096
@@ -28,7 +28,7 @@ ARRIVAL_SECONDS = 120.0
 """How long the request of a call may be on its way."""
 RETRY_SECONDS = 1.0
 LARGE = {"Generate", "IngestContext", "CountTokens", "Tokenize", "Detokenize"}
-"""The methods that take texts or token ids."""
+"""The methods that take long texts or token ids."""
 
 # The library types these loosely, or not at all.
 _untyped: Any = grpc.aio

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from operator import attrgetter
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
@@ -39,7 +39,6 @@ from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 
-T = TypeVar("T")
 FAREWELL_SECONDS = 1.0
 """Longest wait to tell the service that a generation is not wanted any more."""
 
