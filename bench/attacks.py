@@ -171,7 +171,7 @@ async def abandon_texts(attacker: Attacker, num_bytes: int, count: int) -> None:
 
 async def send_ids_at_once(attacker: Attacker) -> None:
     """Documents that come in a few large pieces, all at the same time."""
-    piece = payloads.ingest_ids(payloads.TAKEN)
+    piece = payloads.ingest_ids(payloads.PIECE)
     await attacker.during(upload(attacker, f"{CONTEXT}-{number}", piece, piece) for number in range(100))
 
 
@@ -319,7 +319,7 @@ ATTACKS = {
     "texts_abandoned_4mib": Attack(
         run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16), told="16 texts of 4 MiB whose askers leave"
     ),
-    "ingested_ids_4mib": Attack(run=send_ids_at_once, told="100 documents of 8 million ids at once"),
+    "ingested_ids_1mib": Attack(run=send_ids_at_once, told="100 documents of 2 million ids at once"),
     "unread_streams": Attack(run=leave_unread, told="320 streams that nobody reads", options=UNREAD_OPTIONS),
     "head_of_line": Attack(run=fill_the_pool, told="a document that waits for room", kv_bytes=SMALL_POOL),
     "stalled_uploads": Attack(run=stall_uploads, told="400 uploads that stall after 450,000 ids"),

@@ -11,6 +11,8 @@ LARGEST = (64 << 20) - 4096
 """Bytes of a request, a little below what services once took."""
 TAKEN = (4 << 20) - 4096
 """Bytes of a request, a little below what a service takes."""
+PIECE = (1 << 20) - 4096
+"""The same of a piece of a document."""
 TOKEN = b"A"
 """A token id that every vocabulary has; it takes one byte."""
 SHORT_STRING = b"\x01x"

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from coordinator.ray_folder import RayFolder
-from longleaf.config import apply_environment, check_slots_here, ray_environment
+from longleaf.config import LOOPBACK, apply_environment, check_slots_here, ray_environment
 from longleaf.errors import StartError
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -55,7 +55,7 @@ def _start(world_size: int) -> Connection:
     folder = RayFolder()
     apply_environment(ray_environment(folder.token_file))
     connection = Connection(folder)
-    settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": LOOPBACK}
     settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder.temporary)}
     _init(connection, "local", **settings)
     host = str(_ray().util.get_node_ip_address())

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from coordinator.losses import Losses
 from coordinator.members import Members, Tally
-from longleaf.config import EngineConfig, join_address
+from longleaf.config import LOOPBACK, EngineConfig, join_address
 from longleaf.errors import LongleafError, StartError, WorkerLost
 from longleaf.step import (
     Failed,
@@ -49,7 +49,7 @@ class Control:
     `max_missed` is the number of seconds without a word after which a rank that has spoken before is given up.
     """
 
-    def __init__(self, config: EngineConfig, host: str = "127.0.0.1", *, epoch: int = 1, max_missed: int = 15) -> None:
+    def __init__(self, config: EngineConfig, host: str = LOOPBACK, *, epoch: int = 1, max_missed: int = 15) -> None:
         self._config = config
         self._epoch = epoch
         self._max_missed = max_missed

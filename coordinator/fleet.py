@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
-from longleaf.config import EngineConfig, rank_environment
+from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_spec import Invitation, RankSpec
 from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
-LOOPBACK = "127.0.0.1"
 NODE_DIGITS = 12
 """Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
 
@@ -69,6 +68,8 @@ class RayFleet:
 
     def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
         variables = rank_environment(config.threads_per_rank)
+        if "GPU" in self._bundle:  # a rank whose torch sees none must say so, not compute on CPUs
+            config = msgspec.structs.replace(config, device="cuda")
         for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
             self._actors.append(self._place(self._bundle, place.bundle, variables))
             spec = RankSpec(

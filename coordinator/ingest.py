@@ -159,6 +159,7 @@ class Ingest:
         reported = _report("receiving", document)
         yield reported
         while (piece := await self._next(pieces)) is not None:
+            self._uploads.count(upload, _num_bytes(piece))
             steps = _take(upload, claim, document, piece)
             del piece  # it may be large, and the next one long in coming
             async for _ in steps:
@@ -226,6 +227,17 @@ async def _take(upload: Upload, claim: int, document: Document, piece: IngestPie
                 upload.check_owner(claim)
                 yield
     yield
+
+
+def _num_bytes(piece: IngestPiece) -> int:
+    """Bytes of memory, about."""
+    match piece:
+        case IngestHeader():
+            return 0
+        case bytes():
+            return len(piece)
+        case _:
+            return 4 * len(piece)
 
 
 def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestProgress:

@@ -14,10 +14,9 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
-from longleaf.config import EngineConfig, apply_environment, check_slots_here, rank_environment
+from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.rank_spec import Invitation, RankSpec
 
-HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
@@ -54,7 +53,7 @@ class LocalFleet:
 
     async def reserve(self, config: EngineConfig) -> str:
         check_slots_here(config.world_size)
-        return HOST
+        return LOOPBACK
 
     async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
         await asyncio.to_thread(self._launch, config, invitations)
@@ -72,7 +71,7 @@ class LocalFleet:
                 rank=rank,
                 config=config,
                 invitation=invitation,
-                host=HOST,
+                host=LOOPBACK,
                 node=node,
                 num_ranks_here=config.world_size,
                 gpu=rank,

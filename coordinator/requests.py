@@ -16,6 +16,8 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 MAX_REQUEST_BYTES = 4 << 20
 """Of the methods that take long texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds
 to parse, in which nothing else happens. Longer documents come in pieces."""
+MAX_PIECE_BYTES = 1 << 20
+"""Of an ingest, whose streams may all send one at the same time: ids take nine times as much until they are counted."""
 MAX_SMALL_BYTES = 64 << 10
 """Of all other methods; and what is parsed without being looked through."""
 MAX_FIELDS = 4096
@@ -27,8 +29,9 @@ MAX_HELD_BYTES = 64 << 20
 ARRIVAL_SECONDS = 120.0
 """How long the request of a call may be on its way."""
 RETRY_SECONDS = 1.0
-LARGE = {"Generate", "IngestContext", "CountTokens", "Tokenize", "Detokenize"}
-"""The methods that take long texts or token ids."""
+LIMITS = dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES)
+LIMITS["IngestContext"] = MAX_PIECE_BYTES
+"""Bytes of a request, by the methods that take long texts or token ids."""
 
 # The library types these loosely, or not at all.
 _untyped: Any = grpc.aio
@@ -135,7 +138,7 @@ class Incoming:
 
     def _check_size(self, data: bytes) -> None:
         name = self._descriptor.name
-        limit = MAX_REQUEST_BYTES if name in LARGE else MAX_SMALL_BYTES
+        limit = LIMITS.get(name, MAX_SMALL_BYTES)
         if len(data) > limit:
             raise InvalidArgument("request", f"has {len(data)} bytes, {name} takes at most {limit}")
 

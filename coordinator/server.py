@@ -42,7 +42,7 @@ SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Contex
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
-    ("grpc.max_concurrent_streams", MAX_CALLS),
+    ("grpc.max_concurrent_streams", MAX_CALLS // 2),  # one connection leaves room for others
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared

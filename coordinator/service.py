@@ -13,7 +13,7 @@ from coordinator.renderer import Renderer
 from coordinator.server import Server, check_address
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
-from longleaf.config import EngineConfig, Launcher
+from longleaf.config import LOOPBACK, EngineConfig, Launcher
 from longleaf.errors import StartError
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.ports import Fleet
@@ -27,7 +27,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve and where to listen."""
 
     engine: EngineConfig
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     """0 lets the system choose."""
     launcher: Launcher = "ray"

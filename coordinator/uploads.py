@@ -191,10 +191,11 @@ class Uploads:
         if upload.header.upload_id:
             self._by_key[_key(upload.header)] = upload
 
-    def count(self, upload: Upload) -> None:
-        """Takes note of what an open upload holds by now. Raises ResourceExhausted when that is too much."""
+    def count(self, upload: Upload, num_arrived: int = 0) -> None:
+        """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
+        it. Raises ResourceExhausted when that is too much."""
         client = upload.header.client
-        self._count(upload, upload.num_held_bytes)
+        self._count(upload, upload.num_held_bytes + num_arrived)
         share = int(self._max_bytes * SHARE)
         if upload.num_counted > share:
             told = f"one holds {upload.num_counted} bytes, at most {share} are for a client"

@@ -21,6 +21,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
+LOOPBACK = "127.0.0.1"
 MAX_SECONDS = 1e6
 RANKS_PER_CPU = 8
 """More processes on a CPU only wait for each other."""

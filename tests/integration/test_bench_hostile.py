@@ -15,7 +15,7 @@ from bench.attacks import ATTACKS, OPEN, attack
 from bench.heartbeat import longest_gap
 from bench.hostile import Turns, line, parse, row
 from bench.users_page import hostile
-from coordinator.requests import MAX_REQUEST_BYTES
+from coordinator.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted
 from longleaf.v1.context_service_pb2 import IngestContextRequest, UpdateContextRequest
 from longleaf.v1.generation_service_pb2 import GenerateRequest
@@ -43,6 +43,7 @@ def test_requests_are_nearly_as_large_as_a_message_may_be():
     for make in (payloads.generate_ids, payloads.generate_biases, payloads.update_mask):
         assert 0.999 * (64 << 20) < len(make(payloads.LARGEST)) <= 64 << 20
         assert 0.998 * MAX_REQUEST_BYTES < len(make(payloads.TAKEN)) <= MAX_REQUEST_BYTES
+    assert 0.99 * MAX_PIECE_BYTES < len(payloads.ingest_ids(payloads.PIECE)) <= MAX_PIECE_BYTES
 
 
 @pytest.mark.parametrize(

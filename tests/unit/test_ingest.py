@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.document import Document
 from coordinator.ingest import Ingest
 from coordinator.servicers import _pieces
 from coordinator.template import split_template
@@ -114,6 +115,18 @@ async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None
     await gate[1].aclose()
 
 
+async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: object) -> None:
+        raise AssertionError("a piece is taken for which there is no room")
+
+    monkeypatch.setattr(Document, "add_ids", take)
+    monkeypatch.setattr(Document, "receive", take)
+    for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
+        with pytest.raises(ResourceExhausted, match="at most 40000 are for a client"):
+            await made.run(header(), piece)
+    assert made.uploads.num_bytes == 0
+
+
 async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_path: Path) -> None:
     made = Made(tmp_path, 60.0, max_bytes=80_000)
     other = asyncio.create_task(made.run(header("other", context="other"), (1,) * 8000, ends=False))
@@ -122,12 +135,12 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
             break
         await asyncio.sleep(0.001)
     with pytest.raises(ResourceExhausted, match=r"hold 400\d\d bytes, at most 40000") as caught:
-        await made.run(header("mine"), (1,) * 2001)
+        await made.run(header("mine"), (1,) * 1000, (1,) * 1001)
     assert caught.value.retry_seconds
     other.cancel()
     await asyncio.wait([other])
     reports = await made.run(header("mine"), (2,) * 9)
-    assert reports[0].received_tokens == 2001
-    assert made.engine.contexts["moby"] == [1] * 2001 + [2] * 9
+    assert reports[0].received_tokens == 1000
+    assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
     made.uploads.check()
     await made.threads.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from google.protobuf.message import DecodeError
 
-from coordinator.requests import EOF, MAX_FIELDS, MAX_REQUEST_BYTES, MAX_SMALL_BYTES, Requests
+from coordinator.requests import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_REQUEST_BYTES, MAX_SMALL_BYTES, Requests
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 GENERATE = "/longleaf.v1.GenerationService/Generate"
@@ -55,6 +55,7 @@ async def test_each_method_has_its_limit() -> None:
     told = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
     assert told == f"has {MAX_SMALL_BYTES + 1} bytes, GetContext takes at most {MAX_SMALL_BYTES}"
     assert f"Generate takes at most {MAX_REQUEST_BYTES}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+    assert f"IngestContext takes at most {MAX_PIECE_BYTES}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 
 
 @pytest.mark.parametrize(
