@@ -75,6 +75,13 @@ def test_a_maker_that_closes_takes_the_folder_with_it(stack: ExitStack) -> None:
     assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
 
 
+def test_a_maker_that_closes_does_not_wait_for_a_watcher_that_is_held(stack: ExitStack) -> None:
+    scene = Scene(stack)
+    scene.watcher.suspend()
+    scene.maker.communicate("\n", timeout=SECONDS)
+    assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
+
+
 def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) -> None:
     left, alive = Scene(stack), Scene(stack)
     left.watcher.kill()
