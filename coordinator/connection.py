@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,6 +12,9 @@ from longleaf.errors import StartError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
+NEUTRAL = "/"
+"""Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
+whoever can write there could run code as us."""
 
 
 def _ray() -> Any:
@@ -66,10 +70,10 @@ def _start(world_size: int) -> Connection:
 
 
 def _init(connection: Connection, address: str, **settings: Any) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        _ray().init(
-            address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **settings
-        )
+        with chdir(NEUTRAL):
+            _ray().init(address=address, **quiet, **settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
         connection.close()
         where = "this machine" if address == "local" else address
