@@ -41,7 +41,7 @@ def connect(address: str | None, world_size: int) -> Connection:
     """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank.
 
     Ray then has handlers of its own for signals, and while it starts it answers SIGTERM with SystemExit.
-    Raises StartError when the cluster cannot be reached.
+    Raises StartError when the cluster cannot be reached, or its folder cannot be made.
     """
     return _start(world_size) if address is None else _join(address)
 
@@ -56,7 +56,10 @@ def _join(address: str) -> Connection:
 
 def _start(world_size: int) -> Connection:
     check_slots_here(world_size)
-    folder = RayFolder()
+    try:
+        folder = RayFolder()
+    except OSError as error:
+        raise StartError(f"cannot make a folder for Ray: {error}") from error
     apply_environment(ray_environment(folder.token_file))
     connection = Connection(folder)
     settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}

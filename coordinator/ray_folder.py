@@ -28,7 +28,7 @@ LEAVE_SECONDS = 10.0
 
 class RayFolder:
     """A new folder that only this user can enter. `token_file` holds a fresh token; `temporary` is for Ray, which lets
-    everybody write there."""
+    everybody write there. Raises OSError when it cannot be made."""
 
     def __init__(self) -> None:
         self.path, self._lock = _make()
