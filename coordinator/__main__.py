@@ -69,6 +69,7 @@ def parse(arguments: list[str]) -> ServiceConfig:
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, required=field.required)
     given = vars(parser.parse_args(arguments))
     engine = {name: given.pop(name) for name in EngineConfig.__struct_fields__ if name in given}
+    engine["model"] = os.path.abspath(engine["model"])  # ranks may be in another folder
     return msgspec.convert(given | {"engine": engine}, ServiceConfig, strict=False)
 
 

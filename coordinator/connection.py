@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,6 +12,9 @@ from longleaf.errors import StartError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
+NEUTRAL = "/"
+"""Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
+whoever can write there could run code as us."""
 
 
 def _ray() -> Any:
@@ -37,7 +41,7 @@ def connect(address: str | None, world_size: int) -> Connection:
     """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank.
 
     Ray then has handlers of its own for signals, and while it starts it answers SIGTERM with SystemExit.
-    Raises StartError when the cluster cannot be reached.
+    Raises StartError when the cluster cannot be reached, or its folder cannot be made.
     """
     return _start(world_size) if address is None else _join(address)
 
@@ -52,7 +56,10 @@ def _join(address: str) -> Connection:
 
 def _start(world_size: int) -> Connection:
     check_slots_here(world_size)
-    folder = RayFolder()
+    try:
+        folder = RayFolder()
+    except OSError as error:
+        raise StartError(f"cannot make a folder for Ray: {error}") from error
     apply_environment(ray_environment(folder.token_file))
     connection = Connection(folder)
     settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": LOOPBACK}
@@ -66,10 +73,10 @@ def _start(world_size: int) -> Connection:
 
 
 def _init(connection: Connection, address: str, **settings: Any) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        _ray().init(
-            address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **settings
-        )
+        with chdir(NEUTRAL):
+            _ray().init(address=address, **quiet, **settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
         connection.close()
         where = "this machine" if address == "local" else address

@@ -22,11 +22,13 @@ PARENT, PREFIX = Path("/tmp"), "longleaf-ray-"
 """A short path: the sockets of Ray lie in the folder, and their names have a limit."""
 TOKEN_BYTES = 32
 KILL_SECONDS = 1.0
+LEAVE_SECONDS = 10.0
+"""How long the process that watches may take to leave once there is nothing left to watch."""
 
 
 class RayFolder:
     """A new folder that only this user can enter. `token_file` holds a fresh token; `temporary` is for Ray, which lets
-    everybody write there."""
+    everybody write there. Raises OSError when it cannot be made."""
 
     def __init__(self) -> None:
         self.path, self._lock = _make()
@@ -43,7 +45,11 @@ class RayFolder:
         """Removes the folder, and what still writes into it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-        self._watcher.wait()
+        try:
+            self._watcher.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._watcher.kill()
+            self._watcher.wait()
 
 
 def _make() -> tuple[Path, int]:

@@ -137,3 +137,15 @@ def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     answers = json.loads(told)
     return {door: answers[str(door)] for door in found}
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_nothing_in_the_folder_where_it_was_started_is_run(
+    checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
+):
+    for name in ("coordinator", "workers", "msgspec", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
+    (tmp_path / "model").symlink_to(checkpoint)
+    options = ("--model", "model", "--launcher", launcher, "--kv-bytes", "8000000")
+    service = started.enter_context(Served(*options, before=("env", "-C", str(tmp_path))))
+    assert service.stop() == 0

@@ -10,7 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordinator import ray_folder
+from coordinator.connection import connect
 from coordinator.ray_folder import RayFolder
+from longleaf.errors import StartError
 
 MAKER = """
 from coordinator.ray_folder import RayFolder
@@ -75,6 +78,13 @@ def test_a_maker_that_closes_takes_the_folder_with_it(stack: ExitStack) -> None:
     assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
 
 
+def test_a_maker_that_closes_does_not_wait_for_a_watcher_that_is_held(stack: ExitStack) -> None:
+    scene = Scene(stack)
+    scene.watcher.suspend()
+    scene.maker.communicate("\n", timeout=SECONDS)
+    assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
+
+
 def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) -> None:
     left, alive = Scene(stack), Scene(stack)
     left.watcher.kill()
@@ -86,3 +96,9 @@ def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) 
     assert not later.path.exists()
     assert (alive.folder / "token").exists()
     assert [process.poll() for process in (alive.maker, alive.writer, alive.reader)] == [None] * 3
+
+
+def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ray_folder, "PARENT", tmp_path / "missing")
+    with pytest.raises(StartError, match="cannot make a folder for Ray: .*missing"):
+        connect(None, 1)
