@@ -43,13 +43,16 @@ class Call(Generic[T]):
         self._ended.set()
         self.jobs.put(None)
 
-    def wait_ended(self) -> None:
-        """An interrupt may have come between the last job and whoever was to get it."""
-        while not self._ended.wait(SIGNAL_SECONDS):
-            pass
+    def wait_ended(self) -> bool:
+        """Says whether it has, after a while. An interrupt may have come between the last job and whoever was to get
+        it."""
+        return self._ended.wait(SIGNAL_SECONDS)
 
     def cancel(self) -> None:
-        if self.task is not None:
+        """On the loop, after what was submitted has begun."""
+        if self.task is None:
+            self.end()
+        else:
             self.task.cancel()
 
 
@@ -74,9 +77,13 @@ class LoopThread:
         """What the coroutine function returns or raises. When the caller is interrupted, or what it is told raises, the
         work is cancelled, and has ended before this returns. Raises Cancelled when the loop ends before the work."""
         call = Call(partial(function, *arguments, **options))
-        if not self._submit(call):
-            raise Cancelled(CLOSED)
-        return self._result(call)
+        try:
+            if self._submit(call):
+                return self._result(call)
+        except KeyboardInterrupt:  # it comes between any two lines
+            self._abandon(call)
+            raise
+        raise Cancelled(CLOSED)
 
     def clean_up(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs what has no purpose once the loop has ended. The collector comes here on any thread, the loop's too."""
@@ -147,14 +154,19 @@ class LoopThread:
             while (job := call.next_job()) is not None:
                 job()
         except BaseException:
-            self._post(call.cancel)
-            call.wait_ended()
+            self._abandon(call)
             raise
         assert call.task is not None
         try:
             return call.task.result()
         except asyncio.CancelledError:
             raise Cancelled(CLOSED) from None
+
+    def _abandon(self, call: Call[Any]) -> None:
+        """Cancels a call, begun or not, and waits for its end."""
+        self._post(call.cancel)
+        while not call.wait_ended() and self._thread.is_alive():
+            pass
 
     def _post(self, job: Job) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits there any more

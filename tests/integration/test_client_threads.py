@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from longleaf.client import AsyncClient, Client, Retries
+from longleaf.client.loop import LoopThread
 from longleaf.errors import Cancelled, ResourceExhausted
 from longleaf.messages import Delta, IngestProgress
 from tests.service import Served, ids
@@ -207,6 +208,34 @@ async def test_closing_a_client_ends_what_waits_in_other_threads(service: Served
         assert isinstance(error, Cancelled), error
     await closed(service, 0)
     await closed(service, 1)
+
+
+@pytest.mark.parametrize("method", ["_submit", "_result"])
+async def test_an_interrupt_between_two_lines_leaves_nothing_running(
+    service: Served, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It came after the work was begun, and before anything of the loop's thread was ready for it."""
+    client = await use(lambda: Client(service.address))
+    real = getattr(LoopThread, method)
+
+    def interrupted(self: LoopThread, *arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        if method == "_submit":
+            real(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    def work() -> str:
+        watch = client.watch_cluster()
+        next(watch)
+        monkeypatch.setattr(LoopThread, method, interrupted)
+        try:
+            next(watch)
+        except KeyboardInterrupt as error:
+            return repr(error.__context__)
+        return "no interrupt"
+
+    assert await use(work) == "None"
+    await use(client.close)
 
 
 async def test_closing_while_others_begin_leaves_nobody_waiting(service: Served) -> None:
