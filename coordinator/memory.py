@@ -3,7 +3,7 @@
 import ctypes
 from contextlib import suppress
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 16
 M_MMAP_THRESHOLD = -3
 """The number that glibc gives to this setting."""
 

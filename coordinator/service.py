@@ -1,6 +1,7 @@
 """A whole service: fleet, control channel, engine and gRPC server, brought up and taken down in the right order."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,9 @@ from longleaf.messages import Cluster, ModelInfo
 from longleaf.ports import Fleet
 from longleaf.step import Ready
 
+SWITCH_SECONDS = 0.0005
+"""How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a
+tenth of the interpreter's own measure, for it waits many times while it serves one step."""
 GRACE_SECONDS = 2.0
 """How long open calls may take to hear why the service ends."""
 
@@ -53,6 +57,7 @@ class Service:
     async def start(self) -> int:
         """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
         return_large()
+        sys.setswitchinterval(SWITCH_SECONDS)
         config = self._config.engine
         config.check()
         check_address(self._config.host, self._config.port)
