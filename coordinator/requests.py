@@ -29,8 +29,10 @@ MAX_HELD_BYTES = 64 << 20
 ARRIVAL_SECONDS = 120.0
 """How long the request of a call may be on its way."""
 RETRY_SECONDS = 1.0
-LIMITS = dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES)
-LIMITS |= dict.fromkeys(("IngestContext", "VerifyCluster"), MAX_PIECE_BYTES)
+LIMITS: dict[str, int] = {
+    **dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES),
+    **dict.fromkeys(("IngestContext", "VerifyCluster"), MAX_PIECE_BYTES),
+}
 """Bytes of a request, by the methods that take long texts or token ids."""
 
 # The library types these loosely, or not at all.
