@@ -173,7 +173,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(job)
 
     def _is_here(self) -> bool:
-        return threading.get_ident() == self._thread.ident and self._thread.is_alive()  # numbers are used again
+        return threading.current_thread() is self._thread  # its number may be another's by now
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
