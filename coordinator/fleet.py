@@ -68,7 +68,8 @@ class RayFleet:
 
     def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
         variables = rank_environment(config.threads_per_rank)
-        if "GPU" in self._bundle:  # a rank whose torch sees none must say so, not compute on CPUs
+        has_gpu = "GPU" in self._bundle
+        if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
             config = msgspec.structs.replace(config, device="cuda")
         for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
             self._actors.append(self._place(self._bundle, place.bundle, variables))
@@ -79,7 +80,7 @@ class RayFleet:
                 host=place.host,
                 node=place.node,
                 num_ranks_here=sum(other.node == place.node for other in self._places),
-                gpu=0 if "GPU" in self._bundle else None,  # Ray shows each rank its own GPU alone
+                gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
             )
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
 
