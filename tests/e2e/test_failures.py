@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -230,7 +230,7 @@ def test_a_service_that_is_killed_leaves_nothing_behind(checkpoint: Path, starte
 def test_a_signal_while_ray_starts_leaves_nothing_behind(checkpoint: Path, started: ExitStack, name: str, number: int):
     command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2"]
     process = start([*command, "--kv-bytes", "8000000"], started)
-    while not any(one.name().startswith(name) for one in psutil.Process(process.pid).children(recursive=True)):
+    while not runs(process, name):
         time.sleep(0.01)
     left = Left(process)
     process.send_signal(number)
@@ -238,6 +238,15 @@ def test_a_signal_while_ray_starts_leaves_nothing_behind(checkpoint: Path, start
     left.check()
     assert process.returncode == 0
     assert errors.splitlines() == ["starting 2 ranks (ray) …"]
+
+
+def runs(process: subprocess.Popen, name: str) -> bool:
+    """Whether a descendant has a name that starts so. Others may end while they are looked at."""
+    for one in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if one.name().startswith(name):
+                return True
+    return False
 
 
 def test_nobody_there_is_one_clear_line():

@@ -19,7 +19,7 @@ import pytest
 from bench.memory import parse
 from coordinator.engine import Engine
 from coordinator.fakes import FakeRanks
-from coordinator.requests import MAX_REQUEST_BYTES
+from coordinator.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
 from coordinator.server import Server
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
@@ -184,9 +184,17 @@ async def send_at_once(address: str, text: bytes) -> int:
 
 
 async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
-    text, before = BLOCK * (3_000_000 // len(BLOCK)), hollow.resident
+    text = (BLOCK * 2)[: MAX_PIECE_BYTES - 8].decode(errors="ignore").encode()
+    before = hollow.resident
     assert await send_at_once(hollow.address, text) == len(text) + 1
     assert hollow.peak - before < ELSE + 3 * len(text) + 2 * ID * len(text), "the message, its text, and the ids"
+
+
+async def test_a_piece_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_PIECE_BYTES)) as caught:
+        await send_at_once(hollow.address, bytes(MAX_PIECE_BYTES + 1))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
 
 
 async def test_a_message_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
