@@ -105,6 +105,7 @@ class Generation:
             priority=request.priority,
             client=request.client,
             deadline=deadline,
+            is_held=request.resume_seconds > 0,
         )
         del request, token_ids  # the text may be large, and the answer long
         async with aclosing(self._engine.submit(prompt)) as stream:

@@ -127,7 +127,7 @@ class Scheduler:
             raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
         self.segments.retain(job.path.segments)
-        self._deadlines.add(job.id, job.claim.deadline)
+        self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
         self._planner.enter(job.claim.client)
         self._may_begin = True
@@ -329,4 +329,4 @@ class Scheduler:
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
         check_jobs(waiting, running, self._planner.under_way)
         assert set(self._pauses) == {job.owner for job in self._jobs() if job.is_paused}
-        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}
+        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.end is not None}
