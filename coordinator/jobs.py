@@ -164,9 +164,7 @@ class Sequence(Job):
     """
 
     def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
-        claim = Claim(
-            priority=prompt.priority, client=prompt.client, deadline=prompt.deadline, is_held=prompt.is_held
-        )
+        claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline, is_held=prompt.is_held)
         super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
         self.prompt = prompt
         self.origin = path

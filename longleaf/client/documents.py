@@ -209,11 +209,12 @@ def size_of(document: Document) -> int | None:
 
 
 def _size_on_disk(path: Path) -> int | None:
-    """None for what is no regular file: pipes and devices may be read as well."""
+    """None for what is no regular file, or says that it is empty: pipes, devices and what the kernel makes up may be
+    read as well."""
     try:
         status = path.stat()
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
-    return status.st_size if path.is_file() else None
+    return status.st_size or None if path.is_file() else None
