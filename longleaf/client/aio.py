@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 
 from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
-from longleaf.client.calls import Calls
+from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry
@@ -205,7 +205,7 @@ class AsyncClient:
         with self._calls.typed():
             call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
         try:
-            with self._calls.typed():
+            with self._calls.typed(Ending(call)):
                 async for response in call:
                     progress = self._calls.decoded(codec.decode_ingest_progress, response)
                     upload.take(progress)
