@@ -4,10 +4,12 @@ on to send, falls silent or ends."""
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from coordinator import requests
 from longleaf.client import AsyncClient, Client
@@ -142,6 +144,26 @@ async def test_a_stub_of_asyncio_that_falls_silent_is_told_soon(
         assert told_of(caught.value) == WRONG
 
     await asyncio.gather(*[use() for _ in range(NUM_TIMES)])
+
+
+async def test_a_stub_of_asyncio_that_is_waited_for_is_told_why(service: Served, channel: grpc.aio.Channel) -> None:
+    """The service was reading when it gave up."""
+    config = ingest_pb.IngestContextRequest(config={"name": "contexts/moby", "expire_time": soon(0.3)})
+
+    async def silent() -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield config
+        await asyncio.Event().wait()
+
+    with pytest.raises(grpc.RpcError) as caught:
+        [_ async for _ in ContextServiceStub(channel).IngestContext(silent())]
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "config.expire_time" in (caught.value.details() or "")
+
+
+def soon(seconds: float) -> Timestamp:
+    moment = Timestamp()
+    moment.FromNanoseconds(time.time_ns() + int(seconds * 1e9))
+    return moment
 
 
 async def test_a_stub_of_asyncio_that_never_ends_is_told_in_the_end(
