@@ -73,6 +73,19 @@ def check_settings(settings: ContextSettings, now: float, parent: str) -> None:
         raise InvalidArgument(f"{parent}.ttl", f"{settings.ttl:g} seconds end after the year 9999")
 
 
+def expiry(settings: ContextSettings) -> float | None:
+    """When a document ends on its way into a context with these settings, for that would be gone: seconds since the
+    epoch. A ttl counts from when the context is there."""
+    if settings.is_pinned is True or settings.expires is UNSET:
+        return None
+    return settings.expires
+
+
+def expired() -> InvalidArgument:
+    """What such a document ends with."""
+    return InvalidArgument("config.expire_time", "has passed before the context was there")
+
+
 class Contexts:
     """The contexts by id. Each holds one reference to each segment of its path."""
 

@@ -1,4 +1,4 @@
-"""When nobody waits for a job any more. Times in seconds on the engine's clock."""
+"""When nobody waits for a job any more. Times in seconds, of one clock."""
 
 from collections.abc import Iterator
 

@@ -13,6 +13,11 @@ STEP_BYTES = 1 << 16
 STEP_CHARACTERS = 1 << 16
 """Text that is worth a step of work."""
 STEP_TOKENS = 1 << 16
+SIZE = "config.total_size_bytes"
+
+
+class CutShort(InvalidArgument):
+    """Less has come than was declared: the rest may come yet."""
 
 
 class Document:
@@ -32,6 +37,8 @@ class Document:
         self._ids = array("I")
         self._num_checked = len(encoder.token_ids)
         self._is_complete = False
+        self._declared: int | None = None
+        """Bytes of text that there will be."""
         self.num_bytes = 0
         """Bytes of text received."""
 
@@ -55,16 +62,34 @@ class Document:
         return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting)
 
     def expect(self, num_bytes: int | None) -> None:
-        """Takes the declared size. Raises InvalidArgument when it is no size, or can never fit."""
-        if num_bytes is not None and num_bytes < 0:
-            raise InvalidArgument("config.total_size_bytes", f"{num_bytes} is negative")
-        self._limit.check("config.total_size_bytes", num_bytes or 0)
+        """Takes the declared size, if it is. Raises InvalidArgument when it is no size, can never fit, is not what was
+        declared before, or less than what has come."""
+        if num_bytes is None:
+            return
+        if num_bytes < 0:
+            raise InvalidArgument(SIZE, f"{num_bytes} is negative")
+        if self._declared not in (None, num_bytes):
+            raise InvalidArgument(SIZE, f"{num_bytes} bytes are declared now, and {self._declared} were before")
+        self._limit.check(SIZE, num_bytes)
+        self._check_size(num_bytes, self.num_bytes)
+        self._declared = num_bytes
+
+    def _check_size(self, declared: int | None, num_bytes: int) -> None:
+        if declared is not None and num_bytes > declared:
+            raise InvalidArgument(SIZE, f"{declared} bytes are declared, and {num_bytes} have come")
+
+    def check_size(self) -> None:
+        """Nothing more comes. Raises CutShort when that is less than was declared."""
+        if self._declared is not None and self.num_bytes < self._declared:
+            raise CutShort(SIZE, f"{self._declared} bytes are declared, and the text ended after {self.num_bytes}")
 
     def receive(self, text: bytes) -> None:
-        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none or cannot fit, and after ids."""
+        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was
+        declared, and after ids."""
         self._check_open("text")
         if self._ids:
             raise InvalidArgument("text", "cannot be mixed with token_ids")
+        self._check_size(self._declared, self.num_bytes + len(text))
         self._limit.check("text", self.num_bytes + len(text))
         self._decode(text)
         self.num_bytes += len(text)
@@ -72,11 +97,13 @@ class Document:
     def add_ids(self, token_ids: Sequence[int], offset: int = 0) -> None:
         """Takes ids, at most STEP_TOKENS, that came after `offset` others in their message.
 
-        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text.
+        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text, come or declared.
         """
         self._check_open("token_ids")
         if self.num_bytes:
             raise InvalidArgument("token_ids", "cannot be mixed with text")
+        if self._declared:
+            raise InvalidArgument(SIZE, f"{self._declared} bytes of text are declared, and token_ids have come")
         self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
             wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocabulary_size)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from coordinator.blocks import Placer
 from coordinator.changes import Changes
-from coordinator.contexts import Context, check_settings
+from coordinator.contexts import Context, check_settings, expired
 from coordinator.events import ClusterView, ContextView, Outcome, Prompt
 from coordinator.jobs import NO_CLAIM, Claim
 from coordinator.positions import Positions
@@ -154,11 +154,15 @@ class Engine:
         self._wake.set()
 
     def _expire(self, scheduler: Scheduler) -> float | None:
-        """Deletes the contexts whose time has passed; gives the seconds until the next one's."""
+        """Deletes the contexts whose time has passed, and ends the ingests into such; gives the seconds until the next
+        one's."""
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
-        following = scheduler.contexts.next_expiry
+        for job_id in scheduler.expire_ingests(now):
+            self._readers.close(job_id, expired())
+            self._wake.set()
+        following = scheduler.next_expiry
         return None if following is None else following - now
 
     def cluster(self) -> ClusterView:

@@ -30,6 +30,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Whom fair share counts."""
     deadline: float | None = None
     """When nobody waits for the answer any more, in seconds on the engine's clock."""
+    is_held: bool = False
+    """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
     is_compared: bool = False
     """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
 

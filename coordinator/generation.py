@@ -2,8 +2,8 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from coordinator import events
@@ -67,7 +67,7 @@ class Generation:
         self._clock = clock
         self._replays = Replays(later)
         self._running: set[str] = set()
-        """Ids, so that a repeated request does not run twice."""
+        """Ids of those that are not held, so that a repeated request does not run twice."""
 
     def run(self, request: Generate | Resume, seconds: float | None = None) -> AsyncGenerator[Event, None]:
         """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
@@ -83,48 +83,55 @@ class Generation:
             return held.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         request_id = request.request_id or random_id()
+        self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
-        return self._replays.hold(request_id, request, answer).read() if request.resume_seconds else answer
+        if request.resume_seconds:
+            return self._replays.hold(request_id, request, answer).read()
+        return self._alone(request_id, answer)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a generation that is held, and forgets it. Raises NotFound."""
         await self._replays.cancel(request_id)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
-        with self._only(request_id):
-            token_ids = await self._check(request)
-            answer = self._answer(request_id, request)
-            prompt = events.Prompt(
-                context=request.context,
-                token_ids=token_ids,
-                sampling=request.sampling,
-                end_tokens=self._tokenizer.end_tokens,
-                num_samples=request.num_samples,
-                priority=request.priority,
-                client=request.client,
-                deadline=deadline,
-            )
-            del request, token_ids  # the text may be large, and the answer long
-            async with aclosing(self._engine.submit(prompt)) as stream:
-                async for event in stream:
-                    for message in answer.take(event):
-                        if isinstance(message, Finished) and message.reason == "stop":
-                            stream.cancel_sample(message.sample)
-                        yield message
-                    if answer.is_finished:
-                        return
+        token_ids = await self._check(request)
+        answer = self._answer(request_id, request)
+        prompt = events.Prompt(
+            context=request.context,
+            token_ids=token_ids,
+            sampling=request.sampling,
+            end_tokens=self._tokenizer.end_tokens,
+            num_samples=request.num_samples,
+            priority=request.priority,
+            client=request.client,
+            deadline=deadline,
+            is_held=request.resume_seconds > 0,
+        )
+        del request, token_ids  # the text may be large, and the answer long
+        async with aclosing(self._engine.submit(prompt)) as stream:
+            async for event in stream:
+                for message in answer.take(event):
+                    if isinstance(message, Finished) and message.reason == "stop":
+                        stream.cancel_sample(message.sample)
+                    yield message
+                if answer.is_finished:
+                    return
         raise Unavailable("the engine ended the stream before the answer's end")
 
-    @contextmanager
-    def _only(self, request_id: str) -> Generator[None, None, None]:
-        """Raises AlreadyExists when a generation of this id runs."""
-        if request_id in self._running:
-            raise AlreadyExists(f"generations/{request_id}")
+    async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """The events of a generation that is not held. Raises AlreadyExists when another one of this id runs."""
+        self._check_free(request_id)
         self._running.add(request_id)
         try:
-            yield
+            async with aclosing(answer):
+                async for event in answer:
+                    yield event
         finally:
             self._running.remove(request_id)
+
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._running:
+            raise AlreadyExists(f"generations/{request_id}")
 
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer

@@ -1,6 +1,7 @@
 """An ingest from its first piece to its acknowledged context."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -10,8 +11,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
-from coordinator.contexts import check_settings
-from coordinator.document import STEP_BYTES, STEP_TOKENS, Document
+from coordinator.contexts import check_settings, expired, expiry
+from coordinator.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
 from coordinator.generation import EventStream
 from coordinator.jobs import Claim
 from coordinator.text_limit import Capacity, TextLimit
@@ -20,7 +21,7 @@ from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Prefill, Upload, Uploads
 from coordinator.wire import context_of
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
-from longleaf.messages import ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
+from longleaf.messages import Context, ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
 
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing while a document arrives."""
@@ -87,8 +88,8 @@ class Ingest:
                     yield report
                     upload.check_owner(claim)
         except LongleafError as error:
-            # A document that waits for room, or for its client, need not be sent again.
-            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded)
+            # A document that waits for room, for its client or for its end need not be sent again.
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
             if claim == upload.num_claims and not can_go_on:
                 self._uploads.forget(upload)
             raise
@@ -99,6 +100,8 @@ class Ingest:
     def _known(self, header: IngestHeader) -> Upload | None:
         """The ingest that is resumed, if it is one and there is something to resume."""
         upload = self._uploads.find(header) if header.upload_id else None
+        if upload is not None and upload.document is not None:
+            upload.document.expect(header.total_bytes)
         ready = upload.prefill.latest if upload is not None and upload.prefill is not None else None
         if upload is None or ready is None or ready.context is None:
             return upload
@@ -155,10 +158,11 @@ class Ingest:
     async def _receive(
         self, upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
-        """Raises DeadlineExceeded when the stream sends nothing for too long."""
+        """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
+        time passes meanwhile."""
         reported = _report("receiving", document)
         yield reported
-        while (piece := await self._next(pieces)) is not None:
+        while (piece := await self._next(pieces, expiry(upload.header.settings))) is not None:
             self._uploads.count(upload, _num_bytes(piece))
             steps = _take(upload, claim, document, piece)
             del piece  # it may be large, and the next one long in coming
@@ -172,14 +176,20 @@ class Ingest:
         # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
         yield _report("tokenizing", document)
         upload.check_owner(claim)
+        document.check_size()
         await upload.work(document.finish)
 
-    async def _next(self, pieces: AsyncIterator[IngestPiece]) -> IngestPiece | None:
-        """None at the end. Raises DeadlineExceeded."""
+    async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
+        """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
+        left = math.inf if expires is None else expires - self._wall_clock()
+        if left <= 0:
+            raise expired()
         try:
-            async with asyncio.timeout(self._idle_seconds):
+            async with asyncio.timeout(min(left, self._idle_seconds)):
                 return await anext(pieces, None)
         except TimeoutError:
+            if left < self._idle_seconds:
+                raise expired() from None
             told = f"the stream of this ingest sent nothing for {self._idle_seconds:g} seconds"
             raise DeadlineExceeded(told) from None
 
@@ -191,10 +201,10 @@ class Ingest:
             header.context, document.token_ids, append=header.append, settings=header.settings, claim=claim
         )
         begun = _report("prefilling", document, total=document.num_tokens)
-        return Prefill(stream, self._reports(header.context, stream, begun))
+        return Prefill(stream, self._reports(header, stream, begun))
 
     async def _reports(
-        self, context: str, stream: EventStream, report: IngestProgress
+        self, header: IngestHeader, stream: EventStream, report: IngestProgress
     ) -> AsyncGenerator[IngestProgress, None]:
         began = self._clock()
         async for event in stream:
@@ -203,8 +213,17 @@ class Ingest:
                 speed = event.processed / seconds if seconds > 0 else 0.0
                 report = replace(report, processed=event.processed, tokens_per_second=speed)
                 yield report
-        held = context_of(self._engine.get_context(context))
-        yield replace(report, phase="ready", processed=report.total, context=held)
+        yield replace(report, phase="ready", processed=report.total, context=self._acknowledged(header))
+
+    def _acknowledged(self, header: IngestHeader) -> Context:
+        """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""
+        try:
+            return context_of(self._engine.get_context(header.context))
+        except NotFound:
+            expires = expiry(header.settings)
+            if expires is not None and expires <= self._wall_clock():
+                raise expired() from None
+            raise
 
 
 async def _take(upload: Upload, claim: int, document: Document, piece: IngestPiece) -> AsyncIterator[None]:

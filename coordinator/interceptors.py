@@ -53,7 +53,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
             if not handler.response_streaming:
                 await call.write(await handler.unary_unary(await incoming.one(call), call))
             elif handler.request_streaming:
-                await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+                try:
+                    await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+                except LongleafError:
+                    await incoming.drain(call)
+                    raise
             elif inspect.iscoroutinefunction(handler.unary_stream):
                 await handler.unary_stream(await incoming.one(call), call)  # writes its responses itself
             else:

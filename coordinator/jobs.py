@@ -20,6 +20,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     client: str = ""
     deadline: float | None = None
+    is_held: bool = False
+
+    @property
+    def end(self) -> float | None:
+        """When the job is ended, wherever it is; None while somebody else sees to that."""
+        return None if self.is_held else self.deadline
 
 
 NO_CLAIM = Claim()
@@ -158,7 +164,7 @@ class Sequence(Job):
     """
 
     def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
-        claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline)
+        claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline, is_held=prompt.is_held)
         super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
         self.prompt = prompt
         self.origin = path

@@ -4,9 +4,10 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
-from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from longleaf.errors import Cancelled, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
 from longleaf.messages import Delta, Event, Generate, Started
 
 MAX_HELD = 256
@@ -36,10 +37,15 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 
 class Replay:
     """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
-    engine's own buffer reaches. Without a reader for as long as the request says it is over: `on_end` is called."""
+    engine's own buffer reaches. `on_end` is called with it when it failed, and when it had no reader for as long as the
+    request says; perhaps for both."""
 
     def __init__(
-        self, request: Generate, events: AsyncGenerator[Event, None], later: CallLater, on_end: Callable[[], None]
+        self,
+        request: Generate,
+        events: AsyncGenerator[Event, None],
+        later: CallLater,
+        on_end: Callable[["Replay"], None],
     ) -> None:
         self.client = request.client
         self._question = _question(request)
@@ -54,9 +60,11 @@ class Replay:
         self._weight = 0
         self._started: Started | None = None
         self._error: Exception | None = None
+        """What ended it."""
         self._is_over = False
+        """Its last event is in the log."""
         self._num_readers = 0
-        self._timer = later(self._seconds, on_end)
+        self._timer = later(self._seconds, self._be_over)
         self._step: asyncio.Task[None] | None = None
 
     def answers(self, request: Generate) -> bool:
@@ -99,10 +107,10 @@ class Replay:
     async def _get(self, number: int) -> Event | None:
         """The event of this number; None after the last one."""
         while number >= self._num_dropped + len(self._log):
-            if self._error is not None:
-                raise self._error
             if self._is_over:
                 return None
+            if self._error is not None:
+                raise self._error
             await self._advance()
         if number < self._num_dropped:
             raise Unavailable("the generation was read on by another call")
@@ -120,9 +128,9 @@ class Replay:
         except StopAsyncIteration:
             self._is_over = True
         except Exception as error:
-            self._is_over, self._error = True, error
+            self._error = self._error or error
             self._timer.cancel()
-            self._on_end()  # a retry shall start anew
+            self._be_over()  # a retry shall start anew
 
     def _keep(self, event: Event) -> None:
         self._started = event if isinstance(event, Started) else self._started
@@ -141,16 +149,15 @@ class Replay:
     def _leave(self) -> None:
         self._num_readers -= 1
         if self._num_readers == 0 and self._error is None:
-            self._timer = self._call_later(self._seconds, self._on_end)
+            self._timer = self._call_later(self._seconds, self._be_over)
 
-    async def cancel(self, error: Cancelled) -> None:
-        """Ends the generation; its readers get `error`."""
-        self._error = error
+    def _be_over(self) -> None:
+        self._on_end(self)
+
+    async def end(self, error: LongleafError) -> None:
+        """Ends the generation; who waits for more of it gets `error`."""
+        self._error = self._error or error
         self._timer.cancel()
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Ends the generation."""
         if self._step is not None and not self._step.done():
             self._step.cancel()
             await asyncio.wait([self._step])
@@ -196,7 +203,7 @@ class Replays:
             raise ResourceExhausted("generations", told, RETRY_SECONDS)
         if len(self._by_id) >= MAX_HELD:
             raise ResourceExhausted("generations", f"{MAX_HELD} are held to be resumed already", RETRY_SECONDS)
-        replay = Replay(request, events, self._call_later, lambda: self._end(request_id))
+        replay = Replay(request, events, self._call_later, partial(self._end, request_id))
         self._by_id[request_id] = replay
         return replay
 
@@ -204,10 +211,13 @@ class Replays:
         """Ends a generation and forgets it. Raises NotFound."""
         replay = self.find(request_id)
         del self._by_id[request_id]
-        await replay.cancel(Cancelled(f"generations/{request_id} was cancelled"))
+        await replay.end(Cancelled(f"generations/{request_id} was cancelled"))
 
-    def _end(self, request_id: str) -> None:
-        self._start(self._by_id.pop(request_id).aclose())
+    def _end(self, request_id: str, replay: Replay) -> None:
+        """Ends `replay` and forgets it, unless that was done before: by now its name may be another one's."""
+        if self._by_id.get(request_id) is replay:
+            del self._by_id[request_id]
+            self._start(replay.end(NotFound(f"generations/{request_id}")))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

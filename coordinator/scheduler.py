@@ -9,7 +9,7 @@ from collections.abc import Sequence as TokenIds
 
 from coordinator.admission import Admission
 from coordinator.blocks import Placer
-from coordinator.contexts import Context, Contexts
+from coordinator.contexts import Context, Contexts, expiry
 from coordinator.deadlines import Deadlines
 from coordinator.events import Acknowledged, Ended, EndReason, Outcome, Progress, Prompt, Started, Tokens
 from coordinator.holdings import check_holdings, check_jobs
@@ -51,6 +51,8 @@ class Scheduler:
         self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
         self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
         self._deadlines = Deadlines()
+        self._expiries = Deadlines()
+        """When the contexts of ingests expire, since the epoch."""
         self._pauses = Pauses(config.max_sequences + config.max_waiting)
         self._queue = Queue()
         self._may_begin = False
@@ -115,6 +117,7 @@ class Scheduler:
         is_busy = self._is_read_into(context)
         document = (context, token_ids, settings, claim)
         self._enqueue(self._admission.ingest(job_id, *document, append=append, is_busy=is_busy), now)
+        self._expiries.add(job_id, expiry(settings))
 
     def _is_read_into(self, context: str) -> bool:
         return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
@@ -127,7 +130,7 @@ class Scheduler:
             raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
         self.segments.retain(job.path.segments)
-        self._deadlines.add(job.id, job.claim.deadline)
+        self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
         self._planner.enter(job.claim.client)
         self._may_begin = True
@@ -267,6 +270,7 @@ class Scheduler:
         others = list(self._jobs())
         if not any(other.owner == job.owner for other in others):
             self._deadlines.discard(job.owner)
+            self._expiries.discard(job.owner)
             self._pauses.discard(job.owner)
         clients = {other.claim.client for other in others}
         self._queue.keep(clients)
@@ -323,10 +327,21 @@ class Scheduler:
         ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == context_id]
         return [job_id for job_id in ids if self.cancel(job_id)]
 
+    @property
+    def next_expiry(self) -> float | None:
+        """When a context expires next, or one that is not there yet."""
+        times = (self.contexts.next_expiry, self._expiries.next)
+        return min((time for time in times if time is not None), default=None)
+
+    def expire_ingests(self, now: float) -> list[int]:
+        """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
+        return [job_id for job_id in self._expiries.passed(now) if self.cancel(job_id)]
+
     def check(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
         check_jobs(waiting, running, self._planner.under_way)
         assert set(self._pauses) == {job.owner for job in self._jobs() if job.is_paused}
-        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.deadline is not None}
+        assert set(self._expiries) <= {job.id for job in self._jobs() if isinstance(job, Ingest)}
+        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.end is not None}

@@ -1,11 +1,10 @@
 """The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised."""
 
-import asyncio
 import base64
 import binascii
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -20,7 +19,7 @@ from coordinator.tokenization import MAX_TOKENS, Tokenization
 from coordinator.verification import Verifications
 from coordinator.wire import context_of
 from longleaf import codec
-from longleaf.errors import InvalidArgument, LongleafError
+from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
@@ -39,8 +38,6 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_IDS = 1 << 14
 """Token ids above which decoding a message would keep other calls waiting."""
-DRAIN_SECONDS = 5.0
-"""Longest wait for the end of an upload that was refused in its middle."""
 
 
 class ContextStore(Protocol):
@@ -136,17 +133,10 @@ class ContextServicer(ContextServiceServicer):
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        is_uploading = False
         pieces = _pieces(request_iterator, self._threads, _host(context.peer()))
-        try:
-            async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
-                async for report in reports:
-                    is_uploading = True  # clients send the document once the config was answered
-                    yield codec.encode_ingest_progress(report)
-        except LongleafError:
-            if is_uploading:
-                await _drain(request_iterator)
-            raise
+        async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
+            async for report in reports:
+                yield codec.encode_ingest_progress(report)
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(codec.context_id(request.name))
@@ -188,14 +178,6 @@ async def _pieces(
             piece = msgspec.structs.replace(piece, client=host)
         yield piece
         del request, piece  # they may be large, and the next ones long in coming
-
-
-async def _drain(requests: AsyncIterable[object]) -> None:
-    """Reads on for a while: a client whose upload breaks off may lose the status that tells why."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
-            async for _ in requests:
-                pass
 
 
 def _encode_page_token(last: str) -> str:

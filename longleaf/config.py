@@ -22,6 +22,8 @@ WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
 LOOPBACK = "127.0.0.1"
+CLIENT_NAME = "longleaf-client"
+"""What the clients of this project call themselves, before the name of their library."""
 MAX_SECONDS = 1e6
 RANKS_PER_CPU = 8
 """More processes on a CPU only wait for each other."""

@@ -1,6 +1,7 @@
 """A service on a real engine, behind a real socket, whose ranks answer by arithmetic and only when they are let."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,10 +42,12 @@ class GatedRanks(FakeRanks):
 
 
 @asynccontextmanager
-async def serving(ranks: FakeRanks, folder: Path, **settings: float) -> AsyncIterator[tuple[Engine, str]]:
-    """The engine and the address of its service."""
+async def serving(
+    ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: float
+) -> AsyncIterator[tuple[Engine, str]]:
+    """The engine, whose clock may be the test's, and the address of its service."""
     config = EngineConfig(model="none", block_size=4, **settings)  # type: ignore[arg-type]
-    engine = Engine(ranks, config, max_positions=4096)
+    engine = Engine(ranks, config, max_positions=4096, clock=clock)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(write_model(folder), split_template)

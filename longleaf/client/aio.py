@@ -10,10 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 
 from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
-from longleaf.client.calls import Calls
+from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
-from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry
+from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import Upload, header_of
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
@@ -161,8 +161,9 @@ class AsyncClient:
         """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
 
         A cancelled or failed ingest leaves nothing behind, unless it has an `upload_id`: then the service keeps for a
-        while what it received. When the connection breaks, the ingest goes on where it was; and a later call with the
-        same document, name and `upload_id` goes on too, or gets the context if it was acknowledged meanwhile.
+        while what it received. When the connection breaks, or there is no room for it, the ingest goes on where it was;
+        and a later call with the same document, name and `upload_id` goes on too, or gets the context if it was
+        acknowledged meanwhile.
         """
         result: Context | None = None
         async with aclosing(self.ingest_steps(context, document, **options)) as steps:
@@ -196,7 +197,8 @@ class AsyncClient:
                             yield progress
                     return
                 except LongleafError as error:
-                    if source.error or (furthest >= 0 and not (header.upload_id and may_go_on(error))):
+                    is_kept = header.upload_id and (may_go_on(error) or was_refused(error))
+                    if source.error or (furthest >= 0 and not is_kept):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 
@@ -205,7 +207,7 @@ class AsyncClient:
         with self._calls.typed():
             call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
         try:
-            with self._calls.typed():
+            with self._calls.typed(Ending(call)):
                 async for response in call:
                     progress = self._calls.decoded(codec.decode_ingest_progress, response)
                     upload.take(progress)

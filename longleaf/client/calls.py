@@ -1,7 +1,7 @@
 """Calls to one service: their errors typed, their time limited, and made again where that is right."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ import grpc
 
 from longleaf.client.callbacks import Callback
 from longleaf.client.retries import Attempts, Retries, Retry
+from longleaf.config import CLIENT_NAME
 from longleaf.errors import Cancelled, LongleafError, Unavailable
 from longleaf.status import decode_error
 
@@ -16,6 +17,7 @@ T = TypeVar("T")
 MAX_REQUEST_BYTES = 4 << 20
 MAX_RESPONSE_BYTES = 64 << 20
 OPTIONS = (
+    ("grpc.primary_user_agent", CLIENT_NAME),
     ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
@@ -47,12 +49,13 @@ class Calls:
         return Attempts(name, timeout, self._retries, self._on_retry)
 
     @contextmanager
-    def typed(self) -> Generator[None, None, None]:
-        """Turns the library's errors into those of `longleaf.errors`."""
+    def typed(self, ending: "Ending | None" = None) -> Generator[None, None, None]:
+        """Turns the library's errors into those of `longleaf.errors`. `ending` is that of a call that is sent to."""
         try:
             yield
         except grpc.RpcError as error:
-            raise decode_error(error, self.server) from None
+            told = ending.error if ending is not None else None
+            raise decode_error(told or error, self.server) from None
         except (grpc.aio.BaseError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
@@ -115,6 +118,31 @@ class Calls:
                 await attempts.wait(error, is_repeatable=True)
             finally:
                 call.cancel()
+
+
+class Ending:
+    """How a call ended that is sent to. The library puts INTERNAL in the place of a status that came while it sent."""
+
+    def __init__(self, call: Any) -> None:
+        self.error: grpc.RpcError | None = None
+        """What its server said, if that was an error."""
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        """Called as the status is set, before anything can take its place."""
+        code, details = _at_once(call.code()), _at_once(call.details())
+        if self.error is None and code != grpc.StatusCode.OK:
+            trailers, none = _at_once(call.trailing_metadata()), grpc.aio.Metadata()
+            self.error = grpc.aio.AioRpcError(code, none, trailers, details)
+
+
+def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine gives that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a call that has ended does not know how")
 
 
 def is_cancelled() -> bool:

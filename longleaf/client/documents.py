@@ -54,6 +54,17 @@ def _is_part(document: object) -> bool:
     return isinstance(document, str | bytes | Path | Readable)
 
 
+def _is_lasting(document: object) -> bool:
+    """Whether it can be read again: open files, pipes and iterators cannot."""
+    if isinstance(document, Readable):
+        return False
+    if isinstance(document, Path):
+        return document.is_file()
+    if _is_part(document):
+        return True
+    return isinstance(document, Sequence) and all(_is_lasting(part) for part in cast(Sequence[object], document))
+
+
 async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
     match part:
         case str():
@@ -78,7 +89,8 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
 
 
 class Source:
-    """The pieces of a document. Those that the service has not acknowledged are kept, and can be sent again.
+    """The pieces of a document. Those that the service has not acknowledged are kept, and can be sent again; those that
+    it has, where the document can be read again.
 
     Offsets are in bytes, or in token ids. An error of the document's own is kept in `error`: a call whose upward half
     breaks only says CANCELLED.
@@ -86,6 +98,7 @@ class Source:
 
     def __init__(self, document: Document) -> None:
         self.error: Exception | None = None
+        self._document = document if _is_lasting(document) else None
         self._pieces = pieces_of(document)
         self._next: asyncio.Task[IngestPiece | None] | None = None
         self._kept: deque[bytes | Sequence[int]] = deque()
@@ -99,12 +112,12 @@ class Source:
             self._start += len(self._kept.popleft())
 
     async def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]:
-        """Ends when somebody else begins to read. Raises Unavailable when what is wanted was acknowledged before."""
+        """Ends when somebody else begins to read. Raises Unavailable when what is wanted was acknowledged before, and
+        cannot be read again."""
         self._num_readers += 1
         reader = self._num_readers
         if offset < self._start:
-            self.error = Unavailable("the service does not hold any more what it had acknowledged")
-            raise self.error
+            await self._begin_anew()
         start = self._start
         for piece in tuple(self._kept):
             if start + len(piece) > offset:
@@ -116,6 +129,16 @@ class Source:
                 yield piece[max(0, offset - start + len(piece)) :]
             else:
                 self.acknowledge(offset)
+
+    async def _begin_anew(self) -> None:
+        """Raises Unavailable."""
+        if self._document is None:
+            told = "the service does not hold any more what it had acknowledged, and the document cannot be read again"
+            self.error = Unavailable(told)
+            raise self.error
+        await self.aclose()
+        self._kept.clear()
+        self._pieces, self._next, self._start = pieces_of(self._document), None, 0
 
     async def _read(self, reader: int) -> "bytes | Sequence[int] | None":
         """The next piece, kept. A reader that is cancelled while it waits leaves the piece to the next one."""
@@ -209,11 +232,12 @@ def size_of(document: Document) -> int | None:
 
 
 def _size_on_disk(path: Path) -> int | None:
-    """None for what is no regular file: pipes and devices may be read as well."""
+    """None for what is no regular file, or says that it is empty: pipes, devices and what the kernel makes up may be
+    read as well."""
     try:
         status = path.stat()
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
-    return status.st_size if path.is_file() else None
+    return status.st_size or None if path.is_file() else None

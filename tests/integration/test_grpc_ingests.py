@@ -2,6 +2,7 @@
 them is free before another step."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from coordinator.engine import Engine
 from coordinator.events import Prompt
 from longleaf.client import AsyncClient
-from longleaf.errors import DeadlineExceeded, NotFound, Unavailable
+from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Context
 from longleaf.sampling import Sampling
 from tests.gated import GatedRanks, comes_to, serving
@@ -127,6 +128,19 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) 
         engine.check()
         assert (len(ranks.plans), [context.id for context in engine.list_contexts()]) == (1, ["first"])
         assert (await client.ingest("second", DOCUMENT[:200], timeout=300)).tokens == 200
+
+
+@pytest.mark.parametrize("upload_id", ["", "mine"])
+async def test_an_ingest_whose_context_would_have_expired_frees_all_it_holds(service: Service, upload_id: str) -> None:
+    service.ranks.allow(2)
+    with pytest.raises(InvalidArgument) as caught:
+        await service.client.ingest("doc", DOCUMENT, expires=time.time() + 0.5, upload_id=upload_id)
+    assert caught.value.field == "config.expire_time"
+    assert not service.num_jobs
+    service.engine.check()
+    assert service.num_held == 0
+    service.ranks.allow(100)
+    assert (await service.client.ingest("doc", DOCUMENT, upload_id=upload_id)).tokens == len(DOCUMENT)
 
 
 async def test_an_ingest_that_can_be_resumed_outlives_its_deadline(service: Service) -> None:

@@ -1,6 +1,7 @@
 """Streams that break and go on, over real sockets: on a real engine with ranks that answer by arithmetic."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -12,15 +13,15 @@ from coordinator.engine import Engine
 from coordinator.fakes import echo_token
 from coordinator.tokenizer import Tokenizer
 from longleaf import codec
-from longleaf.client import AsyncClient, Retries
-from longleaf.errors import AlreadyExists, Cancelled, InvalidArgument, NotFound, Unavailable
+from longleaf.client import AsyncClient, Client, Retries
+from longleaf.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.status import decode_error
 from longleaf.step import Decode, StepPlan, StepResult
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.gated import VOCAB, GatedRanks, serving
-from tests.proxy import breaking
+from tests.gated import VOCAB, GatedRanks, comes_to, serving
+from tests.proxy import Proxy, breaking
 from tests.service import Served, encoded
 
 NUM_TOKENS = 200
@@ -41,19 +42,32 @@ class Ranks(GatedRanks):
         return result
 
 
+class Clock:
+    """The engine's, which a test may put forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 class Resumable:
     """A service on a real engine, and raw calls to it."""
 
-    def __init__(self, ranks: Ranks, engine: Engine, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine, channel: grpc.aio.Channel, address: str, clock: "Clock") -> None:
         self.ranks = ranks
         self.engine = engine
         self.address = address
+        self.clock = clock
         self._stub = GenerationServiceStub(channel)
 
-    async def read(self, request: service_pb.GenerateRequest, num_tokens: int | None = None) -> list[Event]:
+    async def read(
+        self, request: service_pb.GenerateRequest, num_tokens: int | None = None, timeout: float | None = None
+    ) -> list[Event]:
         """Events until so many tokens have come; then the call is cancelled. Raises typed errors."""
         found: list[Event] = []
-        call = self._stub.Generate(request)
+        call = self._stub.Generate(request, timeout=timeout)
         try:
             async for response in call:
                 found.append(codec.decode_event(response))
@@ -82,9 +96,9 @@ def resume(token_index: int, request_id: str = "one") -> service_pb.GenerateRequ
 
 @pytest.fixture
 async def resumable(tmp_path: Path) -> AsyncIterator[Resumable]:
-    ranks = Ranks()
-    async with serving(ranks, tmp_path) as (engine, address), grpc.aio.insecure_channel(address) as channel:
-        yield Resumable(ranks, engine, channel, address)
+    ranks, clock = Ranks(), Clock()
+    async with serving(ranks, tmp_path, clock) as (engine, address), grpc.aio.insecure_channel(address) as channel:
+        yield Resumable(ranks, engine, channel, address, clock)
 
 
 def expected(tokenizer_ids: tuple[int, ...]) -> list[int]:
@@ -188,6 +202,76 @@ async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
     assert sorted(event.sample for event in found if isinstance(event, Finished)) == list(range(num_samples))
     sequences = {row.sequence for plan in resumable.ranks.plans for row in getattr(plan.work, "rows", ())}
     assert len(sequences) == num_samples
+
+
+async def first_call(resumable: Resumable) -> None:
+    """Begins a generation with a deadline, reads a little of it, and leaves; the deadline and what the generation was
+    to be held then pass, on the engine's clock, once somebody else reads."""
+    resumable.ranks.allow(20)
+    async with (
+        AsyncClient(resumable.address) as client,
+        aclosing(client.generate("x", resumable=True, request_id="one", timeout=500, **OPTIONS)) as answer,
+    ):
+        async for event in answer:
+            if isinstance(event, Delta):
+                break
+
+
+async def test_the_deadline_of_the_first_call_is_not_that_of_the_next_reader(
+    resumable: Resumable, tmp_path: Path
+) -> None:
+    await first_call(resumable)
+    found: list[Event] = []
+    async with breaking(resumable.address) as (proxy, address), AsyncClient(address, retries=PATIENT) as client:
+        async for event in client.generate("x", resumable=True, request_id="one", **OPTIONS):
+            found.append(event)
+            if len(ids_of(found)) >= 10 and not resumable.clock.ahead:
+                resumable.clock.ahead = 1000.0
+                proxy.drop()
+                resumable.ranks.allow(10**4)
+    assert ids_of(found) == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
+    assert isinstance(found[-1], Finished)
+
+
+async def test_nor_for_the_plain_client(resumable: Resumable, tmp_path: Path) -> None:
+    await first_call(resumable)
+    found: list[Event] = []
+    loop = asyncio.get_running_loop()
+
+    def go_on(proxy: Proxy) -> None:
+        resumable.clock.ahead = 1000.0
+        proxy.drop()
+        resumable.ranks.allow(10**4)
+
+    def use(proxy: Proxy, address: str) -> None:
+        with Client(address, retries=PATIENT) as client:
+            for event in client.generate("x", resumable=True, request_id="one", **OPTIONS):
+                found.append(event)
+                if len(ids_of(found)) >= 10 and not resumable.clock.ahead:
+                    loop.call_soon_threadsafe(go_on, proxy)
+
+    async with breaking(resumable.address) as (proxy, address):
+        await asyncio.to_thread(use, proxy, address)
+    assert ids_of(found) == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
+
+
+async def test_a_call_that_passes_its_deadline_leaves_what_it_reads_to_others(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    first = await resumable.read(request(), num_tokens=5)
+    with pytest.raises(DeadlineExceeded):
+        await resumable.read(resume(len(ids_of(first))), timeout=0.3)
+    assert resumable.engine.cluster().running == 1
+    resumable.ranks.allow(10**4)
+    assert isinstance((await resumable.read(resume(len(ids_of(first)))))[-1], Finished)
+
+
+async def test_what_nobody_reads_any_more_ends_though_its_deadline_is_far(resumable: Resumable) -> None:
+    resumable.ranks.allow(20)
+    await resumable.read(request(seconds=0.05), num_tokens=5, timeout=1000)
+    await comes_to(resumable.engine, lambda: not resumable.engine.cluster().running)
+    resumable.engine.check()
+    with pytest.raises(NotFound, match="generations/one"):
+        await resumable.read(resume(5))
 
 
 async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:

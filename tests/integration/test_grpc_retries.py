@@ -3,11 +3,14 @@
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.document import Document
+from coordinator.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.errors import (
     AlreadyExists,
@@ -21,7 +24,7 @@ from longleaf.errors import (
 )
 from longleaf.messages import Started
 from tests.proxy import breaking
-from tests.service import Served, collect
+from tests.service import Served, collect, ids
 
 FULL = ResourceExhausted("queue", "is full", 0.01)
 QUICK = Retries(limit=3, first_delay=0.001)
@@ -104,6 +107,84 @@ async def test_an_upload_that_began_is_not_sent_again(service: Served) -> None:
         with pytest.raises(ResourceExhausted):
             await client.ingest("moby", iter([b"text"]))
     assert not flaky.retries
+
+
+class Sent:
+    """Counts the bytes of documents that a service takes; after `refuse_after` of them it refuses once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
+        self.num_bytes = 0
+        self._refuse_after = refuse_after
+        receive = Document.receive
+
+        def count(document: Document, text: bytes) -> None:
+            if self._refuse_after is not None and self.num_bytes >= self._refuse_after:
+                self._refuse_after = None
+                raise ResourceExhausted("uploads", "hold too much", 0.01)
+            receive(document, text)
+            self.num_bytes += len(text)
+
+        monkeypatch.setattr(Document, "receive", count)
+
+
+def once(*parts: bytes) -> Iterator[bytes]:
+    """A document that cannot be read again."""
+    yield from parts
+
+
+TEXT = b"call me Ishmael. " * 8
+
+
+@pytest.mark.parametrize("refuse_after", [None, 34], ids=["at its end", "in its middle"])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
+async def test_an_upload_that_is_kept_is_tried_again_and_nothing_sent_twice(
+    service: Served, monkeypatch: pytest.MonkeyPatch, is_plain: bool, refuse_after: int | None
+) -> None:
+    monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 17)
+    sent = Sent(monkeypatch, refuse_after)
+    flaky = Flaky(service, FULL, 1 if refuse_after is None else 2)
+    document = once(TEXT[:50], TEXT[50:])
+
+    def use() -> int:
+        with Client(service.address, retries=QUICK, on_retry=flaky) as client:
+            return client.ingest("moby", document, upload_id="mine").tokens
+
+    if is_plain:
+        num_tokens = await asyncio.to_thread(use)
+    else:
+        async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+            num_tokens = (await client.ingest("moby", document, upload_id="mine")).tokens
+    assert num_tokens == 2 + len(TEXT)
+    assert service.engine.contexts["moby"][2:] == list(ids(TEXT.decode()))
+    assert sent.num_bytes == len(TEXT)
+    assert all(retry.delay >= 0.01 for retry in flaky.retries)
+
+
+async def test_an_upload_that_is_refused_again_and_again_is_given_up(service: Served) -> None:
+    service.engine.error = FULL
+    retries: list[Retry] = []
+    async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
+        with pytest.raises(ResourceExhausted):
+            await client.ingest("moby", TEXT, upload_id="mine")
+    assert [retry.number for retry in retries] == [1, 2, 3]
+
+
+async def test_what_is_kept_no_more_is_sent_again_where_it_can_be_read_again(
+    service: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what is kept the oldest gives way to others."""
+    path = tmp_path / "text"
+    path.write_bytes(TEXT)
+    monkeypatch.setattr(Uploads, "find", lambda *_: None)
+    for number, document in enumerate([TEXT, TEXT.decode(), path, [TEXT[:9], TEXT[9:]]]):
+        flaky = Flaky(service, FULL, 1)
+        async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+            await client.ingest(f"moby-{number}", document, upload_id="mine")
+        assert service.engine.contexts[f"moby-{number}"][2:] == list(ids(TEXT.decode()))
+    service.engine.error = FULL
+    async with AsyncClient(service.address, retries=QUICK) as client:
+        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+            await client.ingest("moby", once(TEXT), upload_id="mine")
 
 
 async def test_a_change_that_may_have_been_made_is_not_made_again(service: Served, monkeypatch: Any) -> None:

@@ -15,14 +15,17 @@ from coordinator.uploads import MAX_UPLOADS, SHARE
 from longleaf.client import AsyncClient, Retries
 from longleaf.client.calls import MAX_REQUEST_BYTES
 from longleaf.client.documents import Document, Part, pieces_of
+from longleaf.client.upload import header_of
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
+from longleaf.status import decode_error
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.proxy import breaking
 from tests.service import BYTES, Served, ids
 
 OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]
+SIZE = "config.total_size_bytes"
 PIECE = 1 << 18
 """Bytes after which a report comes."""
 
@@ -247,6 +250,56 @@ async def test_a_document_that_is_refused_is_not_kept(service: Served, channel: 
         with pytest.raises(InvalidArgument, match="text"):
             await service.client.ingest("moby", iter([b"good", wrong]), upload_id="mine")
     assert (await Raw(channel).open()).received_size_bytes == 0
+
+
+async def test_a_document_that_was_cut_is_not_acknowledged_and_goes_on(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    """A stream that ends in good order, but too early."""
+    text = b"some text"
+    cut = Raw(channel, total_size_bytes=len(text))
+    await cut.open()
+    await cut.call.write(ingest_pb.IngestContextRequest(text=text[:4]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cut.finish()
+    error = decode_error(caught.value, "here")
+    assert isinstance(error, InvalidArgument)
+    assert (error.field, "9 bytes" in error.description, "after 4" in error.description) == (SIZE, True, True)
+    assert not service.engine.contexts
+    seen: list[IngestProgress] = []
+    await service.client.ingest("moby", text, upload_id="mine", on_progress=seen.append)
+    assert seen[0].received_bytes == 4
+    assert service.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
+
+
+@pytest.mark.parametrize("size", [1, 8])
+async def test_a_file_that_changes_while_it_is_sent_is_not_acknowledged(
+    roomy: Served, tmp_path: Path, size: int
+) -> None:
+    """The clients say how long files are."""
+    first, second = file_of(tmp_path, "a", bytes(2 * PIECE)), file_of(tmp_path, "b", b"text")
+
+    def change(progress: IngestProgress) -> None:
+        second.write_bytes(bytes(size))
+
+    with pytest.raises(InvalidArgument, match=rf"{2 * PIECE + 4} bytes are declared, .* {2 * PIECE + size}") as caught:
+        await roomy.client.ingest("moby", [first, second], on_progress=change)
+    assert caught.value.field == SIZE
+    assert not roomy.engine.contexts
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda folder: "text",
+        lambda folder: b"text",
+        lambda folder: file_of(folder, "a", b"text"),
+        lambda folder: ["te", file_of(folder, "a", b"xt")],
+    ],
+    ids=["text", "bytes", "path", "parts"],
+)
+def test_the_clients_say_how_long_a_document_is(tmp_path: Path, shape: Callable[[Path], Document]) -> None:
+    assert header_of("moby", shape(tmp_path), {}).total_bytes == 4
 
 
 async def test_a_long_upload_id_is_refused(service: Served) -> None:

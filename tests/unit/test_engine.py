@@ -17,6 +17,7 @@ from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, No
 from longleaf.messages import ContextSettings, RankShare
 from longleaf.sampling import Sampling
 from longleaf.step import Windows
+from tests.gated import GatedRanks, comes_to
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
@@ -307,6 +308,38 @@ async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
         assert engine._scheduler is not None
         await has_passed.wait()  # the engine looked for itself: nobody else asks
         assert "doc" not in engine._scheduler.contexts
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
+    """Whether it is being read or waits for others; what was read is free at once."""
+    days, ranks = Days(), GatedRanks()
+    async with running(ranks, days) as (engine, _):
+        others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]
+        stream = engine.ingest("doc", list(range(200)), append=False, settings=ContextSettings(expires=1010.0))
+        pinned = ContextSettings(expires=1010.0, is_pinned=True)
+        kept = engine.ingest("kept", list(range(8)), append=False, settings=pinned)
+        ranks.allow(2)
+        await comes_to(engine, lambda: len(ranks.plans) == 2)
+        assert engine.cluster().waiting == int(is_waiting)
+        days.now = 1010.0
+        engine.list_contexts()  # looks at the clock
+        with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+            [_ async for _ in stream]
+        engine.check()
+        ranks.allow(1000)
+        for other in (*others, kept):
+            [_ async for _ in other]
+        assert names(engine) == ["kept"]
+        assert sum(worker.tokens for worker in engine.cluster().workers) == 8
+
+
+async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
+    async with running(GatedRanks(), time.time) as (engine, _):
+        soon = ContextSettings(expires=time.time() + 0.05)
+        stream = engine.ingest("doc", list(range(200)), append=False, settings=soon)
+        with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+            [_ async for _ in stream]
 
 
 async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:

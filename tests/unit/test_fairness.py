@@ -268,6 +268,17 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     bench.scheduler.check()
 
 
+def test_the_deadline_of_a_held_one_tells_only_whether_it_may_begin() -> None:
+    bench = Bench()
+    held = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
+    assert bench.scheduler.next_deadline is None
+    bench.now = 0.1
+    bench.run()
+    assert isinstance(bench.seen[held][-1], Ended)
+    with pytest.raises(DeadlineExceeded):
+        bench.ask(100, first=500, deadline=bench.now + 0.05, is_held=True)
+
+
 def test_what_must_be_retried_says_when() -> None:
     bench = Bench(max_sequences=1, max_waiting=4)
 

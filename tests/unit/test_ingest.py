@@ -1,4 +1,5 @@
-"""An ingest whose client falls silent, and more of them than there is room for."""
+"""An ingest whose client falls silent or cuts its document short, or whose time passes, and more of them than there is
+room for."""
 
 import asyncio
 import weakref
@@ -8,6 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
 from coordinator.document import Document
 from coordinator.ingest import Ingest
@@ -16,8 +18,8 @@ from coordinator.template import split_template
 from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
 from coordinator.uploads import Uploads
-from longleaf.errors import DeadlineExceeded, ResourceExhausted
-from longleaf.messages import IngestHeader, IngestPiece, IngestProgress
+from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from tests.service import FakeEngine, write_model
 
@@ -32,8 +34,10 @@ class Made:
         self.engine, self.threads = FakeEngine(), TextThreads()
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
+        self.date = 1000.0
         tokenizer = Tokenizer.load(write_model(folder), split_template)
-        self.ingest = Ingest(self.engine, tokenizer, self.threads, uploads=self.uploads, idle_seconds=idle_seconds)
+        settings = {"uploads": self.uploads, "idle_seconds": idle_seconds, "wall_clock": lambda: self.date}
+        self.ingest = Ingest(self.engine, tokenizer, self.threads, **settings)  # type: ignore[arg-type]
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         """What is said of these pieces, after which the stream ends or is silent."""
@@ -48,8 +52,13 @@ async def stream(*pieces: IngestPiece, ends: bool) -> AsyncIterator[IngestPiece]
         await asyncio.Event().wait()
 
 
-def header(upload_id: str = "", client: str = "", context: str = "moby") -> IngestHeader:
-    return IngestHeader(context, upload_id=upload_id, client=client)
+def header(upload_id: str = "", client: str = "", context: str = "moby", size: int | None = None) -> IngestHeader:
+    return IngestHeader(context, upload_id=upload_id, client=client, total_bytes=size)
+
+
+def expiring(expires: float, upload_id: str = "", *, is_pinned: bool = False) -> IngestHeader:
+    pin = True if is_pinned else UNSET
+    return IngestHeader("moby", upload_id=upload_id, settings=ContextSettings(expires=expires, is_pinned=pin))
 
 
 @pytest.fixture
@@ -144,3 +153,95 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
     assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
     made.uploads.check()
     await made.threads.close()
+
+
+async def test_a_document_that_comes_short_of_its_size_is_no_document(made: Made) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
+        await made.run(header(size=15), b"call me")
+    assert not made.engine.claims, "the engine never heard of it"
+    assert made.uploads.num_bytes == 0
+    assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
+
+
+async def test_one_that_can_be_resumed_is_kept_when_it_comes_short(made: Made) -> None:
+    text = "call me Ismaël".encode()
+    with pytest.raises(InvalidArgument, match="15 bytes are declared"):
+        await made.run(header("mine", size=15), text[:13])  # inside of a character
+    reports = await made.run(header("mine", size=15), text[13:])
+    assert (reports[0].received_bytes, reports[-1].phase) == (13, "ready")
+    assert len(made.engine.contexts["moby"]) == 2 + 15
+
+
+async def test_more_than_the_size_is_refused_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: object) -> None:
+        raise AssertionError("text is taken that is too much")
+
+    monkeypatch.setattr(Document, "_decode", decode)
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
+        await made.run(header("mine", size=6), b"call me")
+    assert made.uploads.num_bytes == 0
+    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not kept"
+
+
+async def test_ids_have_no_size_in_bytes(made: Made) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 12 bytes of text are declared"):
+        await made.run(header(size=12), (1, 2, 3))
+
+
+async def test_an_upload_keeps_its_size(made: Made) -> None:
+    """Whoever resumes with another one has another document; a size may be told late."""
+    with pytest.raises(DeadlineExceeded):
+        await made.run(header("mine"), b"call me ", ends=False)
+    with pytest.raises(InvalidArgument, match="7 bytes are declared, and 8 have come"):
+        await made.run(header("mine", size=7))
+    with pytest.raises(InvalidArgument, match=r"15 bytes are declared, .* after 8"):
+        await made.run(header("mine", size=15))
+    with pytest.raises(InvalidArgument, match="16 bytes are declared now, and 15 were before"):
+        await made.run(header("mine", size=16))
+    assert (await made.run(header("mine"), b"Ishmael"))[-1].phase == "ready"
+
+
+@pytest.mark.parametrize("upload_id", ["", "mine"])
+async def test_an_ingest_ends_when_its_context_would_have_expired(tmp_path: Path, upload_id: str) -> None:
+    made = Made(tmp_path, 60.0)
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time") as caught:
+        await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
+    assert caught.value.field == "config.expire_time"
+    assert made.uploads.num_bytes == 0
+    assert not made.engine.claims
+    assert (await made.run(header(upload_id), b"other"))[0].received_bytes == 0
+    await made.threads.close()
+
+
+async def test_a_client_that_never_pauses_is_told_as_well(made: Made) -> None:
+    reports = made.ingest.run(endless(expiring(made.date + 10)))
+    assert (await anext(reports)).phase == "receiving"
+    made.date += 10
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+        [_ async for _ in reports]
+
+
+async def endless(first: IngestHeader) -> AsyncIterator[IngestPiece]:
+    yield first
+    while True:
+        yield b"a"
+
+
+async def test_what_is_pinned_does_not_expire_while_it_is_read(made: Made) -> None:
+    reports = made.ingest.run(stream(expiring(made.date + 10, is_pinned=True), b"call me", ends=True))
+    await anext(reports)
+    made.date += 20
+    assert [report async for report in reports][-1].phase == "ready"
+
+
+async def test_what_expires_as_it_is_acknowledged_is_told_as_such(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last step and the answer to the client."""
+
+    def expire(context_id: str) -> None:
+        if made.engine.claims:
+            made.date += 10
+        raise NotFound(f"contexts/{context_id}")
+
+    monkeypatch.setattr(made.engine, "get_context", expire)
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+        await made.run(expiring(made.date + 10), b"call me")

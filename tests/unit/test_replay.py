@@ -1,18 +1,25 @@
 """A generation that is held: it goes on after a break, without gap or repetition, and ends when nobody comes."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import replay as replays
+from coordinator.generation import Generation
 from coordinator.replay import Replay, Replays
+from coordinator.template import split_template
+from coordinator.text_threads import TextThreads
+from coordinator.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
 from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from tests.service import FakeEngine, write_model
 
 REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
 HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
@@ -230,6 +237,84 @@ async def test_a_failed_one_is_not_held() -> None:
     again = held.hold("id", REQUEST, Source([]).events())
     timers.advance(29.0)
     assert held.get("id") is again
+
+
+class Failing:
+    """A generation that waits before it fails, and whose reader has left meanwhile."""
+
+    def __init__(self, held: Replays) -> None:
+        self._held = held
+        self._is_waiting, self._gate = asyncio.Event(), asyncio.Event()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        yield HEAD[0]
+        self._is_waiting.set()
+        await self._gate.wait()
+        raise WorkerLost(1, "gone")
+
+    async def fail_next(self) -> None:
+        """It fails in the next turn of the loop."""
+        reading = asyncio.create_task(read(self._held.hold("id", REQUEST, self.events()), 2))
+        await self._is_waiting.wait()
+        reading.cancel()
+        await asyncio.wait([reading])
+        self._gate.set()
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
+async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_turns: int) -> None:
+    """The name is taken anew so many turns of the loop later."""
+    timers, told = Timers(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    held = Replays(timers)
+    await Failing(held).fail_next()
+    timers.advance(30.0)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
+    source.allow()
+    successor = held.hold("id", REQUEST, source.events())
+    assert (await read(successor, 99))[-1] == Finished("length")
+    assert held.get("id") is successor
+    gc.collect()  # a task that failed is told of when it goes
+    assert not told
+
+
+async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
+    """What the one before held is still being given back, and it waits for its next token."""
+    engine, timers, threads = FakeEngine(), Timers(), TextThreads()
+    engine.is_endless = True
+    tokenizer = Tokenizer.load(write_model(tmp_path), split_template)
+    generation = Generation(engine, tokenizer, threads, later=timers)
+    request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
+    silent = asyncio.Event()
+    reading = asyncio.create_task(wait_for_tokens(generation.run(request), silent))
+    await silent.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    timers.advance(30.0)
+    async with aclosing(generation.run(request)) as successor:
+        assert isinstance(await anext(successor), Started)
+    assert len(engine.streams) == 2
+    await threads.close()
+
+
+async def wait_for_tokens(events: AsyncGenerator[Event, None], begun: asyncio.Event) -> None:
+    async for event in events:
+        if isinstance(event, Progress):
+            begun.set()
+
+
+async def test_whoever_comes_as_its_time_is_up_is_told_that_it_is_gone() -> None:
+    """Not that the answer is whole: the reader was there before the end, but had not begun to read."""
+    source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
+    _, replay = hold(source, timers)
+    source.allow(5)
+    await read(replay, 5)
+    late = replay.read(1)
+    timers.advance(30.0)
+    with pytest.raises(NotFound, match="generations/id"):
+        [_ async for _ in late]
 
 
 @pytest.mark.parametrize(("index", "why"), [(1, "inside of a delta"), (5, "only 4 tokens")])
