@@ -8,7 +8,7 @@ from typing import get_args
 from google.protobuf.duration_pb2 import Duration
 
 from longleaf.codec.claims import decode_claim, encode_claim
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, within
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value, within
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -29,6 +29,7 @@ from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+"""By their numbers."""
 MAX_SAMPLES = 16
 MAX_RESUME_SECONDS = 600.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -156,9 +157,8 @@ def _encode_delta(event: Delta) -> generation_pb.Delta:
 
 def _encode_finished(event: Finished) -> generation_pb.Finished:
     usage, timings = event.usage, event.timings
-    reason = FINISH_REASONS.index(event.reason) + 1
     return generation_pb.Finished(
-        finish_reason=generation_pb.FinishReason.Name(reason),
+        finish_reason=generation_pb.FinishReason.Name(FINISH_REASONS.index(event.reason)),
         matched_stop=event.matched_stop,
         usage=generation_pb.Usage(
             prompt_token_count=usage.prompt_tokens,
@@ -182,7 +182,8 @@ def _duration(seconds: float) -> Duration:
     return duration
 
 
-def decode_event(message: service_pb.GenerateResponse) -> Event:
+def decode_event(message: service_pb.GenerateResponse) -> Event | None:
+    """None for an event of a kind that only a later version has."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -192,8 +193,10 @@ def decode_event(message: service_pb.GenerateResponse) -> Event:
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":
             return _decode_delta(message.delta)
-        case _:
+        case "finished":
             return _decode_finished(message.finished)
+        case _:
+            return None
 
 
 def _decode_delta(message: generation_pb.Delta) -> Delta:
@@ -208,7 +211,7 @@ def _decode_delta(message: generation_pb.Delta) -> Delta:
 def _decode_finished(message: generation_pb.Finished) -> Finished:
     usage, timings = message.usage, message.timings
     return Finished(
-        FINISH_REASONS[message.finish_reason - 1],
+        enum_value(FINISH_REASONS, message.finish_reason),
         message.matched_stop,
         Usage(usage.prompt_token_count, usage.cached_token_count, usage.completion_token_count),
         Timings(

@@ -7,7 +7,8 @@ import msgspec
 
 from longleaf.sampling import Logprobs, Sampling
 
-FinishReason = Literal["end_token", "stop", "length", "stop_token"]
+FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
+"""`unspecified` is what a later version of the service may say and this client does not know."""
 
 
 class SamplingOptions(TypedDict, total=False):
