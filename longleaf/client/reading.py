@@ -32,6 +32,7 @@ class Reading:
             context=context,
             use_chat_template=options.get("use_chat_template"),
             sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
+            with_token_bytes=options.get("with_token_bytes", False),
             num_samples=self._num_samples,
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,

@@ -41,6 +41,7 @@ def encode_generate(
     context: str | None,
     use_chat_template: bool | None,
     sampling: SamplingOptions,
+    with_token_bytes: bool = False,
     num_samples: int = 1,
     request_id: str = "",
     resume_seconds: float = 0.0,
@@ -56,6 +57,7 @@ def encode_generate(
         message.text = encodable(input, "text")
     else:
         message.token_ids.CopyFrom(encode_ids(input))
+    message.return_token_bytes = with_token_bytes
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
@@ -90,12 +92,15 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     if kind is None:
         raise InvalidArgument("input", "give text or token_ids")
     priority, client = decode_claim(message)
+    if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
+        raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
     duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
     return Generate(
         input=message.text if kind == "text" else decode_ids(message.token_ids),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),
+        with_token_bytes=message.return_token_bytes,
         num_samples=_sample_count(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
@@ -142,7 +147,11 @@ def _encode_delta(event: Delta) -> generation_pb.Delta:
     logprobs = (
         generation_pb.Logprobs(
             logprob=entry.logprob,
-            top=(generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in entry.top),
+            top=(
+                generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob, token_bytes=top.token_bytes)
+                for top in entry.top
+            ),
+            token_bytes=entry.token_bytes,
         )
         for entry in event.logprobs
     )
@@ -201,11 +210,19 @@ def decode_event(message: service_pb.GenerateResponse) -> Event | None:
 
 def _decode_delta(message: generation_pb.Delta) -> Delta:
     logprobs = (
-        Logprobs(entry.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in entry.top))
+        Logprobs(
+            entry.logprob,
+            tuple(TokenLogprob(top.token_id, top.logprob, _token_bytes(top)) for top in entry.top),
+            _token_bytes(entry),
+        )
         for entry in message.logprobs
     )
     ids = tuple(message.token_ids)
     return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index)
+
+
+def _token_bytes(message: generation_pb.Logprobs | generation_pb.TokenLogprob) -> bytes | None:
+    return message.token_bytes if message.HasField("token_bytes") else None
 
 
 def _decode_finished(message: generation_pb.Finished) -> Finished:

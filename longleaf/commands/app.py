@@ -65,6 +65,7 @@ OPTIONS = {
     "sampling.logit_bias": "--logit-bias",
     "sampling.stop_token_ids": "--stop-token",
     "sampling.logprob_count": "--logprobs",
+    "return_token_bytes": "--token-bytes",
     "sample_count": "--samples",
     "client_id": "--client",
     "request_id": "--request-id",

@@ -35,6 +35,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
     use_chat_template: bool | None
     """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    with_token_bytes: bool
+    """With `num_logprobs`: tells the bytes of each token, too."""
     num_samples: int
     """Answers to the same prompt, which is read once."""
     priority: int
@@ -57,6 +59,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
     sampling: Sampling
+    with_token_bytes: bool = False
+    """Logprobs carry the bytes of their tokens."""
     num_samples: int = 1
     request_id: str = ""
     """Names the generation; the service makes one when empty."""
