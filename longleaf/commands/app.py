@@ -81,6 +81,7 @@ OPTIONS = {
     "config.capacity_token_count": "--capacity",
     "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
+    "model_name": "--model-name",
 }
 """What fields of requests and settings are called on the command line, where that is not their own name."""
 
