@@ -157,7 +157,7 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
         case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:
             return Unavailable(f"the connection to {server} broke while it was being sent to")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return Unavailable(f"{server} does not serve longleaf.v1: {message}")
+            return LongleafError(f"{server} does not serve this call of longleaf.v1: {message}")
         case grpc.StatusCode.UNKNOWN:
             return LongleafError(message)
         case _:

@@ -48,10 +48,15 @@ class LaterService(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.requests: list[Any] = []
+        self.num_lacking = 0
+        """Calls of methods that it does not have."""
         self.address = ""
 
-    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
         name = handler_call_details.method.rpartition("/")[2]
+        if name not in self.answers:
+            self.num_lacking += 1
+            return None
         method = next(method for method in methods() if method.name == name)
         request = getattr(NEW, method.input_type.name).FromString
 
@@ -273,6 +278,13 @@ async def test_the_command_line_passes_over_what_it_does_not_know(
 
 
 # --- a newer client ---
+
+
+async def test_a_call_that_an_earlier_service_does_not_have_is_made_once(later: LaterService, client: Both) -> None:
+    with pytest.raises(LongleafError, match="does not serve this call of longleaf.v1") as caught:
+        await client.call("cluster")
+    assert (type(caught.value), later.num_lacking) == (LongleafError, 1)
+
 
 REFUSED = [
     ("GenerationService/Generate", NEW.GenerateRequest(input_newer="x"), "input"),
