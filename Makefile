@@ -9,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
+WIRE := protos/released.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format proto bench lock clean
+.PHONY: help demo test test-slow check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -31,12 +32,13 @@ test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 test-slow: $(READY) ## Run the long tests: the full products and the demo
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(READY) ## Lint, type check, check the layers and what is generated
+check: $(READY) ## Lint, type check, check the layers, what is generated, and that the wire keeps what was released
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/generate_reference.py --check
+	$(BIN)/buf breaking protos --against $(WIRE)
 	$(BIN)/pyright
 
 format: $(READY) ## Format the code and apply safe fixes
@@ -46,6 +48,10 @@ format: $(READY) ## Format the code and apply safe fixes
 proto: $(READY) ## Generate longleaf/v1 and docs/messages.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
 	$(BIN)/python scripts/generate_reference.py
+
+release-wire: $(READY) ## Promise the wire as protos/ has it now; refused where it breaks what was promised before
+	$(BIN)/buf breaking protos --against $(WIRE)
+	$(BIN)/buf build protos --as-file-descriptor-set --exclude-source-info -o $(WIRE)
 
 bench: $(READY) ## Measure against transformers and write bench/results
 	$(BIN)/python -m bench.report $(ARGS)

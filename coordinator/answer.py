@@ -1,8 +1,9 @@
 """From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from coordinator import events
+from coordinator.spelling import Speller
 from coordinator.text import Alphabet, Piece, TextStream
 from coordinator.wire import finished_of, timings_of
 from longleaf.messages import Delta, Event, Finished, Progress, Started, Usage
@@ -30,13 +31,23 @@ class Answer:
         num_samples: int,
         clock: Callable[[], float],
         is_exact: bool,
+        has_bytes: bool = False,
     ) -> None:
+        """`has_bytes`: logprobs carry the bytes of their tokens, which the alphabet can spell."""
         self._request_id = request_id
         self._is_exact = is_exact
         self._times = Times(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
+        spell = alphabet.spell if has_bytes else None
         self._samples = [
-            Sample(sample, TextStream(alphabet, sampling.stop), ends, self._times, is_exact)
+            Sample(
+                sample,
+                TextStream(alphabet, sampling.stop),
+                ends,
+                self._times,
+                is_exact,
+                Speller(spell, alphabet.silent, ends) if spell else None,
+            )
             for sample in range(num_samples)
         ]
 
@@ -68,12 +79,21 @@ class Answer:
 class Sample:
     """One answer: its text, the logprobs of ids whose text is not out yet, and its end."""
 
-    def __init__(self, index: int, text: TextStream, end_tokens: frozenset[int], times: Times, is_exact: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        text: TextStream,
+        end_tokens: frozenset[int],
+        times: Times,
+        is_exact: bool,
+        speller: Speller | None,
+    ) -> None:
         self._index = index
         self._text = text
         self._end_tokens = end_tokens
         self._times = times
         self._is_exact = is_exact
+        self._speller = speller
         self._first_token_at: float | None = None
         self._num_tokens = 0
         self._logprobs: list[Logprobs] = []
@@ -85,7 +105,7 @@ class Sample:
     def take(self, event: events.Tokens) -> list[Event]:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
-        self._logprobs += event.logprobs
+        self._logprobs += self._spelled(event)
         pieces: list[Piece] = []
         for token_id in event.token_ids:
             self._num_tokens += 1
@@ -97,6 +117,11 @@ class Sample:
             if self._text.matched_stop:
                 return [*self._delta(pieces), self._stop()]
         return [*self._delta(pieces)]
+
+    def _spelled(self, event: events.Tokens) -> Iterable[Logprobs]:
+        if self._speller is None:
+            return event.logprobs
+        return map(self._speller.take, event.token_ids, event.logprobs)
 
     def finish(self, event: events.Ended) -> list[Event]:
         piece = self._text.finish(*self._end_ids)

@@ -65,7 +65,7 @@ class FakeRanks:
             plan.epoch,
             plan.step,
             sampled,
-            {i: Logprobs(-float(sampled[i])) for i in sampled.keys() & self._asking},
+            {i: Logprobs(-float(sampled[i]), ()) for i in sampled.keys() & self._asking},
             seconds=1e-6,
             comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
         )

@@ -136,12 +136,15 @@ class Generation:
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer
         wanted = (request.sampling, tokenizer.end_tokens, request.num_samples)
-        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact)
+        has_bytes = request.with_token_bytes
+        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact, has_bytes)
 
     async def _check(self, request: Generate) -> Sequence[int]:
         """The prompt's ids. Raises InvalidArgument or NotFound."""
         held = self._engine.get_context(request.context).tokens if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
+        if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
+            raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
         _check_known("sampling.logit_bias", request.sampling.logit_bias, size)
         _check_known("sampling.stop_token_ids", request.sampling.stop_tokens, size)
         if isinstance(request.input, str):

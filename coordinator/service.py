@@ -1,6 +1,7 @@
 """A whole service: fleet, control channel, engine and gRPC server, brought up and taken down in the right order."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from coordinator.renderer import Renderer
 from coordinator.server import Server, check_address
 from coordinator.tokenizer import Tokenizer
 from coordinator.wire import cluster_of
-from longleaf.config import LOOPBACK, EngineConfig, Launcher
+from longleaf.config import LOOPBACK, EngineConfig, Launcher, check_model_name
 from longleaf.errors import StartError
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.ports import Fleet
@@ -35,10 +36,18 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     """0 lets the system choose."""
     launcher: Launcher = "ray"
+    model_name: str | None = None
+    """What clients see of the model; None: the name of its folder."""
     ray_address: str | None = None
     """A Ray cluster to join; None starts one."""
     as_json: bool = False
     """Tell the address as a JSON object instead of a line for people."""
+
+    @property
+    def shown_name(self) -> str:
+        """What clients see of the model."""
+        folder = Path(self.engine.model).resolve().name
+        return self.model_name or os.fsencode(folder).decode(errors="replace")  # it may be any bytes
 
 
 class Service:
@@ -61,6 +70,8 @@ class Service:
         config = self._config.engine
         config.check()
         check_address(self._config.host, self._config.port)
+        if self._config.model_name is not None:
+            check_model_name(self._config.model_name)
         tokenizer = await self._load_tokenizer(config)
         control = Control(config, await self._fleet.reserve(config))
         # without a limit of its own the model is bounded by the pool alone
@@ -84,7 +95,7 @@ class Service:
     def _describe(self, engine: Engine, tokenizer: Tokenizer, readies: tuple[Ready, ...]) -> "Description":
         checkpoint = tokenizer.checkpoint
         model = ModelInfo(
-            name=Path(self._config.engine.model).resolve().name,
+            name=self._config.shown_name,
             architecture=checkpoint.architecture,
             dtype=readies[0].dtype,
             vocabulary_size=checkpoint.vocabulary_size,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from coordinator.spelling import Spell
+
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
 """Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
@@ -21,6 +23,8 @@ class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
     """Ids without text: special tokens, and rows of the embedding that stand for no token."""
     bytes: frozenset[int] = frozenset()
     """Byte-fallback ids: a run of them is decoded as a whole, so the text is open until the run ends."""
+    spell: Spell | None = None
+    """The bytes of single ids; None where they have none of their own."""
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from coordinator.checkpoint import Checkpoint
 from coordinator.encoder import Encoder
 from coordinator.renderer import split_apart
+from coordinator.spelling import spell_of
 from coordinator.text import Alphabet
 from longleaf.errors import ModelRefused
 
@@ -94,12 +95,15 @@ class Tokenizer:
         added = self._plain.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         unused = set(range(self.vocabulary_size)) - set(self._plain.get_vocab().values())
-        names = (f"<0x{byte:02X}>" for byte in range(256) if "ByteFallback" in _kinds(description.get("decoder")))
-        fallback = (self._plain.token_to_id(name) for name in names)
+        decoder, silent = _steps(description.get("decoder")), frozenset(special | unused)
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256) if "ByteFallback" in _kinds(description.get("decoder"))}
+        found = {byte: self._plain.token_to_id(name) for byte, name in names.items()}
+        fallback = {token_id: byte for byte, token_id in found.items() if token_id is not None}
         return Alphabet(
             decode=self.decode,
-            silent=frozenset(special | unused),
-            bytes=frozenset(token_id for token_id in fallback if token_id is not None),
+            silent=silent,
+            bytes=frozenset(fallback),
+            spell=spell_of(decoder, self._plain.id_to_token, self.decode, fallback, silent),
         )
 
 

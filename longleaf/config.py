@@ -25,6 +25,8 @@ LOOPBACK = "127.0.0.1"
 CLIENT_NAME = "longleaf-client"
 """What the clients of this project call themselves, before the name of their library."""
 MAX_SECONDS = 1e6
+MAX_MODEL_NAME = 256
+"""Characters."""
 RANKS_PER_CPU = 8
 """More processes on a CPU only wait for each other."""
 
@@ -111,6 +113,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
         if self.window_bytes is not None and self.window_keys == "sharded":
             raise InvalidArgument("window_bytes", "is for window_keys replicated; sharded keys share one pool")
+
+
+def check_model_name(name: str) -> None:
+    """Raises InvalidArgument for what cannot be told to clients, or not be read by people."""
+    if not 1 <= len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip():
+        rule = f"must be 1 to {MAX_MODEL_NAME} printable characters, the first and the last no space"
+        raise InvalidArgument("model_name", rule)
 
 
 def default_server() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Self
 
-from longleaf.config import EngineConfig, Launcher
+from longleaf.config import EngineConfig, Launcher, check_model_name
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 
 LISTENING = "listening on "
@@ -32,6 +32,7 @@ def coordinator_command(
     port: int,
     launcher: Launcher,
     ray_address: str | None = None,
+    model_name: str | None = None,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
@@ -40,12 +41,14 @@ def coordinator_command(
         raise InvalidArgument("model", f"{config.model} is not a folder")
     if not (Path(config.model) / "config.json").is_file():
         raise InvalidArgument("model", f"{config.model} has no config.json")
+    if model_name is not None:
+        check_model_name(model_name)
     if ray_address is not None and launcher != "ray":
         raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
-    options |= {"ray-address": ray_address, "as-json": as_json or None}
+    options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
     options |= {name.replace("_", "-"): getattr(config, name) for name in EngineConfig.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.

@@ -90,16 +90,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, seed=(self.seed + sample) % 2**64) if sample else self
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token and the natural logarithm of its probability."""
 
     token_id: int
     logprob: float
+    token_bytes: bytes | None = None
+    """What it would have added to the text there; None when that was not asked for."""
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     """How likely a token was by the model's own distribution: softmax of the logits, before bias, penalties,
     temperature and filters. `top` are the most likely tokens, in falling order."""
 
     logprob: float
-    top: tuple[TokenLogprob, ...] = ()
+    top: tuple[TokenLogprob, ...]
+    token_bytes: bytes | None = None
+    """What the token adds to the text, which may be no whole character; None when that was not asked for."""

@@ -9,6 +9,8 @@ Cancelled          ABORTED              ErrorInfo CANCELLED
 WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
 Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
 StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
+
+Where only a reason tells errors of one code apart, one that is unknown becomes a LongleafError that names the code.
 """
 
 import re
@@ -141,20 +143,21 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             return _decode_exhausted(status)
         case grpc.StatusCode.UNAVAILABLE:
             return _decode_unavailable(status, server)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            info = _find(status, error_details_pb2.ErrorInfo)
-            return ModelRefused(message) if info and info.reason == "MODEL_REFUSED" else StartError(message)
+        case grpc.StatusCode.FAILED_PRECONDITION if _reason(status) == "MODEL_REFUSED":
+            return ModelRefused(message)
+        case grpc.StatusCode.FAILED_PRECONDITION if _reason(status) == "START_ERROR":
+            return StartError(message)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             is_told = _find(status, error_details_pb2.ErrorInfo) is not None
             return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
-        case grpc.StatusCode.ABORTED if _find(status, error_details_pb2.ErrorInfo):
+        case grpc.StatusCode.ABORTED if _reason(status) == "CANCELLED":
             return Cancelled(message)
         case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:
             return Unavailable(f"the connection to {server} broke while it was being sent to")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return Unavailable(f"{server} does not serve longleaf.v1: {message}")
+            return LongleafError(f"{server} does not serve this call of longleaf.v1: {message}")
         case grpc.StatusCode.UNKNOWN:
             return LongleafError(message)
         case _:
@@ -180,6 +183,12 @@ def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
             if packed.Unpack(detail):
                 return detail
     return None
+
+
+def _reason(status: status_pb2.Status) -> str:
+    """Empty when none is told."""
+    info = _find(status, error_details_pb2.ErrorInfo)
+    return info.reason if info else ""
 
 
 def _decode_invalid(status: status_pb2.Status) -> InvalidArgument:

@@ -120,7 +120,7 @@ class AsyncClient:
                 events = self._calls.stream(self._generations.Generate, request, attempts, codec.decode_event)
                 async with aclosing(events):
                     async for event in events:
-                        if reading.take(event):
+                        if event is not None and reading.take(event):
                             attempts.renew()
                             yield event
                 return
@@ -170,7 +170,7 @@ class AsyncClient:
             async for progress in steps:
                 if on_progress is not None:
                     await tell(on_progress, progress)
-                result = progress.context
+                result = progress.context or result
         if result is None:
             raise Unavailable(f"{self.server} ended the ingest before acknowledging it")
         return result

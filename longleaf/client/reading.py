@@ -32,13 +32,15 @@ class Reading:
             context=context,
             use_chat_template=options.get("use_chat_template"),
             sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
+            with_token_bytes=options.get("with_token_bytes", False),
             num_samples=self._num_samples,
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
             priority=options.get("priority", 0),
             client=options.get("client", ""),
         )
-        self._num_tokens = 0
+        self._next_index: dict[int, int] = {}
+        """Of each sample's next token. Not so many were counted: what this client passes over may have carried some."""
         self._has_started = False
         self._finished: set[int] = set()
 
@@ -46,7 +48,7 @@ class Reading:
         """For all of the answer, or for what has not come yet."""
         if not self._has_started:
             return self._first
-        return codec.encode_resume(Resume(self._id, self._num_tokens))
+        return codec.encode_resume(Resume(self._id, sum(self._next_index.values())))
 
     @property
     def orphan(self) -> str | None:
@@ -58,13 +60,13 @@ class Reading:
         """Whether the event is news: a stream that goes on begins with what may have been told already."""
         match event:
             case Delta():
-                self._num_tokens += len(event.token_ids)
+                self._next_index[event.sample] = event.index + len(event.token_ids)
             case Finished(sample=sample):
                 is_new = sample not in self._finished
                 self._finished.add(sample)
                 return is_new
             case Started(queue_position=0):
-                is_new = not self._num_tokens
+                is_new = not self._next_index
                 self._has_started = True
                 return is_new
             case _:

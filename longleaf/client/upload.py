@@ -59,7 +59,7 @@ class Upload:
         offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
         if self._offset is None:
             self._offset = offset
-            self._is_over = progress.phase != "receiving"
+            self._is_over = progress.phase not in ("receiving", "unspecified")
             self._is_welcome.set()
         self._source.acknowledge(offset)
 

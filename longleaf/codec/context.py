@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from longleaf.codec.claims import decode_claim, encode_claim
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Context,
@@ -20,6 +20,7 @@ from longleaf.messages import (
     IngestPiece,
     IngestProgress,
     PositionInfo,
+    Precision,
     RankShare,
 )
 from longleaf.v1 import context_pb2 as context_pb
@@ -33,6 +34,8 @@ MAX_PATHS = 16
 MAX_TIME = 253402300799
 """The last second of the year 9999: timestamps end there."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
+"""By their numbers."""
+_PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
 _PATHS = ("display_name", "pinned", "expire_time", "ttl")
 
 
@@ -96,7 +99,7 @@ def _decode_positions(message: context_pb.PositionInfo) -> PositionInfo:
     return PositionInfo(
         capacity=message.capacity_token_count,
         rope=message.rope_type,
-        precision="float64" if message.precision == "float64" else "float32",
+        precision=_PRECISIONS.get(message.precision, "unspecified"),
         scaled_for=message.scaled_token_count,
         phase_error=message.phase_error,
         is_beyond_trained=message.beyond_trained_length,
@@ -277,7 +280,7 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
 
 def encode_ingest_progress(progress: IngestProgress) -> ingest_pb.IngestContextResponse:
     return ingest_pb.IngestContextResponse(
-        phase=ingest_pb.IngestPhase.Name(_PHASES.index(progress.phase) + 1),
+        phase=ingest_pb.IngestPhase.Name(_PHASES.index(progress.phase)),
         received_size_bytes=progress.received_bytes,
         received_token_count=progress.received_tokens,
         processed_token_count=progress.processed,
@@ -289,7 +292,7 @@ def encode_ingest_progress(progress: IngestProgress) -> ingest_pb.IngestContextR
 
 def decode_ingest_progress(message: ingest_pb.IngestContextResponse) -> IngestProgress:
     return IngestProgress(
-        phase=_PHASES[message.phase - 1],
+        phase=enum_value(_PHASES, message.phase),
         received_bytes=message.received_size_bytes,
         received_tokens=message.received_token_count,
         processed=message.processed_token_count,

@@ -8,7 +8,7 @@ from typing import get_args
 from google.protobuf.duration_pb2 import Duration
 
 from longleaf.codec.claims import decode_claim, encode_claim
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, within
+from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value, within
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -29,6 +29,7 @@ from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+"""By their numbers."""
 MAX_SAMPLES = 16
 MAX_RESUME_SECONDS = 600.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -40,6 +41,7 @@ def encode_generate(
     context: str | None,
     use_chat_template: bool | None,
     sampling: SamplingOptions,
+    with_token_bytes: bool = False,
     num_samples: int = 1,
     request_id: str = "",
     resume_seconds: float = 0.0,
@@ -55,6 +57,7 @@ def encode_generate(
         message.text = encodable(input, "text")
     else:
         message.token_ids.CopyFrom(encode_ids(input))
+    message.return_token_bytes = with_token_bytes
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
@@ -89,12 +92,15 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     if kind is None:
         raise InvalidArgument("input", "give text or token_ids")
     priority, client = decode_claim(message)
+    if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
+        raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
     duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
     return Generate(
         input=message.text if kind == "text" else decode_ids(message.token_ids),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),
+        with_token_bytes=message.return_token_bytes,
         num_samples=_sample_count(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
@@ -141,7 +147,11 @@ def _encode_delta(event: Delta) -> generation_pb.Delta:
     logprobs = (
         generation_pb.Logprobs(
             logprob=entry.logprob,
-            top=(generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob) for top in entry.top),
+            top=(
+                generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob, token_bytes=top.token_bytes)
+                for top in entry.top
+            ),
+            token_bytes=entry.token_bytes,
         )
         for entry in event.logprobs
     )
@@ -156,9 +166,8 @@ def _encode_delta(event: Delta) -> generation_pb.Delta:
 
 def _encode_finished(event: Finished) -> generation_pb.Finished:
     usage, timings = event.usage, event.timings
-    reason = FINISH_REASONS.index(event.reason) + 1
     return generation_pb.Finished(
-        finish_reason=generation_pb.FinishReason.Name(reason),
+        finish_reason=generation_pb.FinishReason.Name(FINISH_REASONS.index(event.reason)),
         matched_stop=event.matched_stop,
         usage=generation_pb.Usage(
             prompt_token_count=usage.prompt_tokens,
@@ -182,7 +191,8 @@ def _duration(seconds: float) -> Duration:
     return duration
 
 
-def decode_event(message: service_pb.GenerateResponse) -> Event:
+def decode_event(message: service_pb.GenerateResponse) -> Event | None:
+    """None for an event of a kind that only a later version has."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -192,23 +202,33 @@ def decode_event(message: service_pb.GenerateResponse) -> Event:
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "delta":
             return _decode_delta(message.delta)
-        case _:
+        case "finished":
             return _decode_finished(message.finished)
+        case _:
+            return None
 
 
 def _decode_delta(message: generation_pb.Delta) -> Delta:
     logprobs = (
-        Logprobs(entry.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in entry.top))
+        Logprobs(
+            entry.logprob,
+            tuple(TokenLogprob(top.token_id, top.logprob, _token_bytes(top)) for top in entry.top),
+            _token_bytes(entry),
+        )
         for entry in message.logprobs
     )
     ids = tuple(message.token_ids)
     return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index)
 
 
+def _token_bytes(message: generation_pb.Logprobs | generation_pb.TokenLogprob) -> bytes | None:
+    return message.token_bytes if message.HasField("token_bytes") else None
+
+
 def _decode_finished(message: generation_pb.Finished) -> Finished:
     usage, timings = message.usage, message.timings
     return Finished(
-        FINISH_REASONS[message.finish_reason - 1],
+        enum_value(FINISH_REASONS, message.finish_reason),
         message.matched_stop,
         Usage(usage.prompt_token_count, usage.cached_token_count, usage.completion_token_count),
         Timings(

@@ -2,13 +2,14 @@
 
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from longleaf.errors import InvalidArgument
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 STEP_IDS = 1 << 16
 """Token ids that are converted at once."""
 _CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
@@ -44,6 +45,11 @@ def within(field: str, value: Number, low: float, high: float, unit: str = "") -
     if not low <= value <= high:
         raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
     return value
+
+
+def enum_value(values: Sequence[Value], number: int) -> Value:
+    """The value of an enum with this number; the first one, `unspecified`, where only a later version has it."""
+    return values[number] if 0 <= number < len(values) else values[0]
 
 
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:

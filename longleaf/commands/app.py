@@ -65,6 +65,7 @@ OPTIONS = {
     "sampling.logit_bias": "--logit-bias",
     "sampling.stop_token_ids": "--stop-token",
     "sampling.logprob_count": "--logprobs",
+    "return_token_bytes": "--token-bytes",
     "sample_count": "--samples",
     "client_id": "--client",
     "request_id": "--request-id",
@@ -80,6 +81,7 @@ OPTIONS = {
     "config.capacity_token_count": "--capacity",
     "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
+    "model_name": "--model-name",
 }
 """What fields of requests and settings are called on the command line, where that is not their own name."""
 

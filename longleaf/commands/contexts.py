@@ -124,7 +124,8 @@ def positions(info: PositionInfo) -> str:
     """How far a context may grow, and how its positions are told to the model."""
     scaling = f" scaled for {info.scaled_for:,}" if info.scaled_for else ""
     rope = f"{info.rope} rotary positions{scaling}" if info.rope else "no rotary positions"
-    error = f", phases in {info.precision}, off by at most {info.phase_error:.2g} rad" if info.rope else ""
+    precision = "another numeric type" if info.precision == "unspecified" else info.precision
+    error = f", phases in {precision}, off by at most {info.phase_error:.2g} rad" if info.rope else ""
     beyond = "; beyond the length that the model was trained for" if info.is_beyond_trained else ""
     return f"up to {info.capacity:,} tokens, {rope}{error}{beyond}"
 

@@ -44,6 +44,9 @@ class Flags:
         int | None,
         option(ANSWER, "With --json: tell how likely each token was, and so many others.", default=False),
     ] = None
+    token_bytes: Annotated[
+        bool, option(ANSWER, "With --logprobs: tell the bytes of each token, too, in base64.", "--token-bytes")
+    ] = False
     priority: Annotated[int, option(SERVICE, "Higher goes first.")] = 0
     client: Annotated[str, option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
     resumable: Annotated[
@@ -63,9 +66,12 @@ class Flags:
         """The same in the client's words. Raises InvalidArgument."""
         if self.logprobs is not None and not as_json:
             raise InvalidArgument("--logprobs", "are shown with --json alone")
+        if self.token_bytes and self.logprobs is None:
+            raise InvalidArgument("--token-bytes", "are told with --logprobs alone")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidArgument("--timeout", "must be above 0 seconds")
         named = {"stop_token": "stop_tokens", "samples": "num_samples", "logprobs": "num_logprobs"}
+        named |= {"token_bytes": "with_token_bytes"}
         given = {named.get(name, name): value for name, value in asdict(self).items()}
         given["logit_bias"] = _biases(self.logit_bias or [])
         return cast(GenerateOptions, given)

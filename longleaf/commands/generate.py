@@ -124,7 +124,8 @@ def footnote(event: Finished) -> str:
     prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
     first = f"first after {timings.first_token_seconds:.2f} s"
     kind = "exact" if event.is_exact else "not exact"
-    return f"[{usage.completion_tokens} tokens ({event.reason}); {first}{rate}; {prompt}; {kind}]"
+    reason = "for a reason that this client does not know" if event.reason == "unspecified" else event.reason
+    return f"[{usage.completion_tokens} tokens ({reason}); {first}{rate}; {prompt}; {kind}]"
 
 
 def decode_speed(event: Finished) -> float | None:

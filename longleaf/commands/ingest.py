@@ -127,9 +127,11 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
     received = human_bytes(report.received_bytes) if is_text else f"{report.received_tokens:,} tokens"
     match report.phase:
         case "receiving":
-            progress.update(task, completed=report.received_bytes, note=received)
+            progress.update(task, description="sending", completed=report.received_bytes, note=received)
         case "tokenizing":
             progress.update(task, description="tokenizing", note=received)
+        case "unspecified":
+            progress.update(task, description="working", note=received)
         case "prefilling" if report.processed == 0:
             # A new measure: the estimate of the time left must forget the bytes.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")

@@ -34,6 +34,10 @@ def serve(
     model: Annotated[
         Path | None, option(SERVICE, "Folder of the checkpoint.", default="the small model in the package")
     ] = None,
+    model_name: Annotated[
+        str | None,
+        option(SERVICE, "What clients see of the model, whatever its folder is called.", default="its folder's"),
+    ] = None,
     host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT,
     dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
@@ -129,7 +133,13 @@ def serve(
         allow_long=allow_long,
     )
     command = coordinator_command(
-        config, host=host, port=port, launcher=launcher, ray_address=ray_address, as_json=as_json
+        config,
+        host=host,
+        port=port,
+        launcher=launcher,
+        ray_address=ray_address,
+        model_name=model_name,
+        as_json=as_json,
     )
     print(f"starting {count_ranks(world_size)} ({launcher}) …", file=sys.stderr, flush=True)
     _become(command)

@@ -22,6 +22,7 @@ from longleaf.messages.contexts import (
     IngestPiece,
     IngestProgress,
     PositionInfo,
+    Precision,
     RankShare,
     Tokenized,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "IngestProgress",
     "ModelInfo",
     "PositionInfo",
+    "Precision",
     "Progress",
     "RankShare",
     "Resume",

@@ -9,6 +9,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model being served."""
 
     name: str
+    """As given to the service, else that of the checkpoint's folder."""
     architecture: str = ""
     dtype: str = ""
     max_context_tokens: int = 0

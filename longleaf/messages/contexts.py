@@ -6,7 +6,9 @@ from typing import Literal, TypedDict
 import msgspec
 from msgspec import UNSET, UnsetType
 
-IngestPhase = Literal["receiving", "tokenizing", "prefilling", "ready"]
+IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready"]
+Precision = Literal["unspecified", "float32", "float64"]
+"""Of all such: `unspecified` is what a later version of the service may say and this client does not know."""
 
 
 class RankShare(msgspec.Struct, frozen=True):
@@ -24,7 +26,7 @@ class PositionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that the context, what is asked and what is answered may have together."""
     rope: str = ""
     """Kind of the rotary positions, as transformers names it, such as `yarn`; empty when the model has none."""
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Precision = "float32"
     """Numeric type of the phases; float32 are the model's own."""
     scaled_for: int = 0
     """Positions for which the scaling was chosen; 0: as the model begins."""

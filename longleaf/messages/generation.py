@@ -7,7 +7,8 @@ import msgspec
 
 from longleaf.sampling import Logprobs, Sampling
 
-FinishReason = Literal["end_token", "stop", "length", "stop_token"]
+FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
+"""`unspecified` is what a later version of the service may say and this client does not know."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -34,6 +35,8 @@ class GenerateOptions(SamplingOptions, total=False):
 
     use_chat_template: bool | None
     """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    with_token_bytes: bool
+    """With `num_logprobs`: tells the bytes of each token, too."""
     num_samples: int
     """Answers to the same prompt, which is read once."""
     priority: int
@@ -56,6 +59,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
     sampling: Sampling
+    with_token_bytes: bool = False
+    """Logprobs carry the bytes of their tokens."""
     num_samples: int = 1
     request_id: str = ""
     """Names the generation; the service makes one when empty."""

@@ -15,6 +15,8 @@ import pytest
 
 from bench.checkpoints import make_checkpoint
 
+NAME = "acme/small 1"
+"""What clients see of the model that all tests share."""
 CLI = [str(Path(sys.executable).with_name("longleaf"))]
 
 
@@ -143,6 +145,6 @@ def served(checkpoint: Path) -> Iterator[Served]:
     """One service of two ranks for all tests that do not hurt it."""
     os.environ.setdefault("COLUMNS", "100")
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
-    with Served(*options, "--json") as service:
+    with Served(*options, "--json", "--model-name", NAME) as service:
         yield service
         assert service.stop() == 0

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.conftest import CLI, Served
+from tests.e2e.conftest import CLI, NAME, Served
 
 TEXT = "The lighthouse keeper wrote: ümläute, 日本語, and 🌲 trees.\n" * 20
 
@@ -58,6 +58,32 @@ def test_appending_equals_ingesting_at_once(served: Served, book, tmp_path: Path
     served.run("contexts", "delete", "parts")
     texts = ["".join(json.loads(line).get("text", "") for line in answer.splitlines()) for answer in answers]
     assert texts[0] == texts[1] != ""
+
+
+def test_clients_see_the_name_that_was_given(served: Served):
+    assert served.json("cluster")["model"]["name"] == NAME
+    assert served.run("cluster").stdout.startswith(f"{NAME} (")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_clients_see_the_name_that_was_given_on_ray(checkpoint: Path, tmp_path: Path):
+    """It stays when the folder has another name."""
+    for folder in ("first", "second"):
+        (tmp_path / folder).symlink_to(checkpoint)
+        options = (
+            "--model",
+            str(tmp_path / folder),
+            "--model-name",
+            NAME,
+            "--launcher",
+            "ray",
+            "--kv-bytes",
+            "8000000",
+        )
+        with Served(*options) as service:
+            assert service.json("cluster")["model"]["name"] == NAME
+            assert service.stop() == 0
 
 
 def test_contexts_are_listed_shown_and_deleted(served: Served, book):

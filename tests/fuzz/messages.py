@@ -32,6 +32,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
             "resume_duration": "1s",
             "sample_count": 2,
             "sampling": {"logprob_count": 2},
+            "return_token_bytes": True,
         },
         {"request_id": ID, "resume_token_index": "0"},
     ),

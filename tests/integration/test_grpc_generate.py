@@ -3,15 +3,20 @@
 import asyncio
 import time
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from tokenizers import decoders
 
 from coordinator import events
 from coordinator.encoder import Encoder
+from coordinator.server import Server
+from coordinator.template import split_template
+from coordinator.tokenizer import Tokenizer
 from longleaf import codec
-from longleaf.client import Client
+from longleaf.client import AsyncClient, Client
 from longleaf.errors import (
     InvalidArgument,
 )
@@ -19,7 +24,7 @@ from longleaf.messages import Delta, Finished, Started, Usage
 from longleaf.sampling import Logprobs, TokenLogprob
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.service import BYTES, TEXT, Served, collect, ids
+from tests.service import BYTES, TEXT, FakeEngine, Served, byte_tokenizer, collect, ids, write_model
 
 
 async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
@@ -109,6 +114,34 @@ async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
     assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("é", 2), ("!", 1)]
     assert [entry for delta in deltas for entry in delta.logprobs] == entries
     assert service.engine.prompts[0].sampling.num_logprobs == 1
+
+
+async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> None:
+    """A character that is spread over two tokens is in neither's text alone."""
+    token_ids = ids("é!")
+    entries = [Logprobs(-1.0, tuple(TokenLogprob(i, -0.5) for i in (token_id, ids("a")[0]))) for token_id in token_ids]
+    parts = [events.Tokens(i, (token_ids[i],), (entries[i],)) for i in range(len(token_ids))]
+    service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
+    answer = service.client.generate("x", num_logprobs=2, with_token_bytes=True)
+    told = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
+    assert [entry.token_bytes for entry in told] == [b"\xc3", b"\xa9", b"!"]
+    assert [[one.token_bytes for one in entry.top] for entry in told] == [
+        [b"\xc3", b"a"],
+        [b"\xa9", b"a"],
+        [b"!", b"a"],
+    ]
+
+
+async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_path: Path) -> None:
+    suffixes = byte_tokenizer()
+    suffixes.decoder = decoders.BPEDecoder()
+    engine = FakeEngine()
+    server = Server(engine, Tokenizer.load(write_model(tmp_path / "other", suffixes), split_template), engine.describe)
+    async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
+        with pytest.raises(InvalidArgument, match="text of its tokens together only") as caught:
+            await collect(client.generate("x", num_logprobs=0, with_token_bytes=True))
+    await server.stop()
+    assert (caught.value.field, engine.prompts) == ("return_token_bytes", [])
 
 
 async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Served) -> None:
@@ -214,6 +247,12 @@ async def test_an_option_that_there_is_not_is_named(service: Served) -> None:
         await anext(service.client.generate("x", **wrong))
     with pytest.raises(TypeError, match="'temprature'"):
         await anext(service.client.ask("book", "x", **wrong))
+    with pytest.raises(TypeError, match="'temprature'"):
+        await anext(service.client.ingest_steps("book", "x", temprature=0.5))  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'temprature'"):
+        await service.client.ingest("book", "x", temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'temprature'"):
+        await service.client.update_context("book", temprature=0.5)  # type: ignore[call-arg]
 
     def plainly() -> None:
         with Client(service.address) as client:
@@ -221,6 +260,12 @@ async def test_an_option_that_there_is_not_is_named(service: Served) -> None:
                 next(client.generate("x", **wrong))
             with pytest.raises(TypeError, match="'temprature'"):
                 next(client.ask("book", "x", **wrong))
+            with pytest.raises(TypeError, match="'temprature'"):
+                next(client.ingest_steps("book", "x", temprature=0.5))  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match="'temprature'"):
+                client.ingest("book", "x", temprature=0.5)  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match="'temprature'"):
+                client.update_context("book", temprature=0.5)  # type: ignore[call-arg]
 
     await asyncio.to_thread(plainly)
     assert service.engine.prompts == []

@@ -45,7 +45,7 @@ def text_of(messages: list[Event], sample: int = 0) -> str:
 
 
 def logprob_of(token_id: int) -> Logprobs:
-    return Logprobs(-float(token_id))
+    return Logprobs(-float(token_id), ())
 
 
 @given(

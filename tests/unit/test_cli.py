@@ -280,13 +280,20 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 str(tmp_path),
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
                 *"--window-keys replicated --window-bytes 4096".split(),
+                *("--model-name", "acme/small 1"),
                 *"--device cpu --start-timeout 20 --max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
             ]
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
-    wanted |= {"--prefill=keys", "--allow-long=True", "--window-keys=replicated", "--window-bytes=4096"}
+    wanted |= {
+        "--model-name=acme/small 1",
+        "--prefill=keys",
+        "--allow-long=True",
+        "--window-keys=replicated",
+        "--window-bytes=4096",
+    }
     wanted |= {"--device=cpu", "--start-timeout=20.0", "--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
@@ -297,11 +304,13 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").touch()
     config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
-    command = coordinator_command(config, host="::1", port=5, launcher="ray", ray_address="auto", as_json=True)
+    command = coordinator_command(
+        config, host="::1", port=5, launcher="ray", ray_address="auto", model_name="null", as_json=True
+    )
     parsed = parse(command[4:])
     assert parsed.engine == config
     assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "ray", "auto")
-    assert parsed.as_json
+    assert (parsed.as_json, parsed.model_name) == (True, "null")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from coordinator import events
+from longleaf.sampling import Logprobs, TokenLogprob
 from tests.service import byte_tokenizer
 from tests.unit.conftest import ANSWER, Terminal
 
@@ -73,6 +74,19 @@ async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -
     assert len(terminal.engine.prompts) == 1
     code, _, err = await terminal.run("generate", "--prompt", "y", *named)
     assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+
+
+async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
+    end, first = events.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
+    terminal.engine.script = (events.Tokens(0, (first,), (Logprobs(-1.0, (TokenLogprob(first, -1.0),)),)), end)
+    terminal.engine.answer = ()
+    asked = ("generate", "--prompt", "x", "--logprobs", "1")
+    [entry] = (await terminal.json(*asked, "--token-bytes"))[0]["logprobs"]
+    assert (entry["token_bytes"], entry["top"][0]["token_bytes"]) == ("Rw==", "Rw==")
+    [entry] = (await terminal.json(*asked))[0]["logprobs"]
+    assert entry == {"logprob": -1.0, "top": [{"token_id": first, "logprob": -1.0}]}
+    code, _, err = await terminal.run("generate", "--prompt", "x", "--token-bytes", "--json")
+    assert (code, err) == (2, "error: --token-bytes: are told with --logprobs alone\n")
 
 
 async def test_logprobs_are_not_dropped_silently(terminal: Terminal) -> None:

@@ -75,7 +75,10 @@ SETTINGS = [
         Started(5, 3, 2, "a.B-c_9", is_exact=True),
         Progress(3, 5),
         Delta(7, (1, 2), "Grüße 🦙"),
-        Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf)), 3),
+        Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf, ())), 3),
+        Delta(
+            7, (1,), "\xe9", (Logprobs(-0.5, (TokenLogprob(1, -0.5, b"\xc3"), TokenLogprob(2, -1.0, b"")), b"\xc3"),)
+        ),
         Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5, 0.75), 2, True),
         Finished("end_token"),
         Finished("stop_token"),
@@ -228,7 +231,8 @@ SAMPLING = Sampling(
         Generate(
             input=array("I", [1, 2]),
             context="moby",
-            sampling=Sampling(seed=5),
+            sampling=Sampling(seed=5, num_logprobs=0),
+            with_token_bytes=True,
             num_samples=16,
             request_id="a" * 128,
             resume_seconds=600.0,
@@ -262,6 +266,8 @@ def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
         ({"resume_duration": {"seconds": -(2**63)}}, "resume_duration"),
         ({"resume_duration": {"nanos": -1}}, "resume_duration"),
         ({"priority": 101}, "priority"),
+        ({"return_token_bytes": True}, "return_token_bytes"),
+        ({"return_token_bytes": True, "sampling": {"top_k": 1}}, "return_token_bytes"),
         ({"priority": -(2**31)}, "priority"),
         ({"client_id": "ü" * 129}, "client_id"),
         ({"sampling": {"min_p": 1.5}}, "sampling.min_p"),
