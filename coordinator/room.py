@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from coordinator.blocks import Blocks, Placer
 from coordinator.contexts import Contexts
 from coordinator.jobs import Ingest, Job, Sequence
-from coordinator.paths import Segment
+from coordinator.paths import Segment, count_all
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
@@ -35,9 +35,9 @@ class Room:
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for other in answers for s in other.origin.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, Ingest)), Blocks())
-        held = _num_blocks(kept) + coming
+        held = count_all(kept.values()) + coming
         self._check_room(job, held, None)
-        held += _num_blocks(leaving)
+        held += count_all(leaving.values())
         if isinstance(job, Ingest):
             needs = [other.num_blocks for other in answers]
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
@@ -101,7 +101,3 @@ def _num_freed(job: Sequence, dropped: Counter[int]) -> Blocks:
         if segment.num_references - segment.num_kept == dropped[segment.id]:
             num_blocks += segment.num_blocks
     return num_blocks
-
-
-def _num_blocks(segments: dict[int, Segment]) -> Blocks:
-    return sum((segment.num_blocks for segment in segments.values()), Blocks())

@@ -129,7 +129,8 @@ class Scheduler:
             seconds = self.speeds.retry_seconds(num_in_line)
             raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
-        self.segments.retain(job.path.segments)
+        self.segments.retain(job.origin)
+        self.segments.retain(job.path, job.origin)
         self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
         self._planner.enter(job.claim.client)
@@ -223,7 +224,6 @@ class Scheduler:
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
-        self.segments.retain([job.segment])
         self.contexts.append(job.context, job.segment, now, job.settings, job.capacity)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
@@ -257,7 +257,7 @@ class Scheduler:
         del self._running[job.id]
         assert job.segment is not None
         assert job.reservation is not None
-        self.segments.release([job.segment])
+        self.segments.drop(job.segment)
         self._placer.release(job.reservation)
         self._queue.settle(job)
         self._may_begin = True
@@ -265,7 +265,8 @@ class Scheduler:
             self._planner.forget(job.id)
 
     def _leave(self, job: Job) -> None:
-        self.segments.release(job.path.segments)
+        self.segments.release(job.path, job.origin)
+        self.segments.release(job.origin)
         self._may_begin = True
         others = list(self._jobs())
         if not any(other.owner == job.owner for other in others):
