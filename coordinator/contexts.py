@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 
 from msgspec import UNSET
 
+from coordinator.deadlines import Deadlines
 from coordinator.paths import Path, Segment
 from coordinator.positions import UNLIMITED
 from coordinator.segments import Segments
@@ -105,8 +106,8 @@ class Contexts:
         self._by_id: dict[str, Context] = {}
         self._ids: list[str] = []
         """Sorted."""
-        self.next_expiry: float | None = None
-        """When the next context expires; None while none does."""
+        self._expiries = Deadlines[str]()
+        """Of those that are not pinned, in seconds since the epoch."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
@@ -154,19 +155,17 @@ class Contexts:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
-        self._find_next_expiry()
+        self._expiries.add(context_id, None if context.is_pinned else context.expires)
         return context
 
-    def _find_next_expiry(self) -> None:
-        times = (c.expires for c in self._by_id.values() if c.expires is not None and not c.is_pinned)
-        self.next_expiry = min(times, default=None)
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next context expires; None while none does."""
+        return self._expiries.next
 
     def expired(self, now: float) -> tuple[str, ...]:
         """Ids of the contexts whose time has passed."""
-        if self.next_expiry is None or now < self.next_expiry:
-            return ()
-        dated = ((c.id, c.expires) for c in self._by_id.values() if not c.is_pinned)
-        return tuple(context_id for context_id, expires in dated if expires is not None and expires <= now)
+        return tuple(self._expiries.passed(now))
 
     def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -211,12 +210,16 @@ class Contexts:
         for end in context.ends[:-1]:
             self._segments.let_go(context.path, end)
         self._segments.release(context.path)
-        self._find_next_expiry()
+        self._expiries.discard(context_id)
 
     def check(self) -> None:
         assert self._ids == sorted(self._by_id)
+        self._expiries.check()
+        assert set(self._expiries) <= set(self._ids)
         for context in self._by_id.values():
             context.check(self._segments.windows)
+            is_dated = context.expires is not None and not context.is_pinned
+            assert is_dated == (context.id in set(self._expiries))
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

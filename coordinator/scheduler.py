@@ -50,8 +50,8 @@ class Scheduler:
         self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
         self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
         self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
-        self._deadlines = Deadlines()
-        self._expiries = Deadlines()
+        self._deadlines = Deadlines[int]()
+        self._expiries = Deadlines[int]()
         """When the contexts of ingests expire, since the epoch."""
         self._pauses = Pauses(config.max_sequences + config.max_waiting)
         self._queue = Queue()

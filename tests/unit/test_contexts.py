@@ -1,12 +1,15 @@
 """Segments, references and contexts."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from coordinator.blocks import Blocks, Placer
-from coordinator.contexts import Contexts
+from coordinator.contexts import Context, Contexts
 from coordinator.paths import Path, Segment
 from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.messages import ContextSettings
 
 
 class Store:
@@ -138,3 +141,32 @@ def test_wrong_forks_name_what_is_wrong() -> None:
             store.contexts.fork("a", "b", wrong, now=0.0)
         assert caught.value.field == "token_count"
     store.check()
+
+
+class Unwalked(dict[str, Context]):
+    """Gives what is asked for by its key, and not all that there is."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all contexts are walked through")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_expiries_are_found_without_walking_through_all_contexts() -> None:
+    store = Store()
+    for name, ttl in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", None)):
+        store.append(name, Path(), 1)
+        store.contexts.change(name, ContextSettings(ttl=ttl) if ttl else ContextSettings(), now=0.0)
+    contexts = store.contexts
+    contexts._by_id = Unwalked(contexts._by_id)
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (1.0, ("b", "c"))
+    contexts.delete("b")
+    contexts.delete("d")
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (2.0, ("c",))
+    contexts.change("c", ContextSettings(is_pinned=True), now=0.0)
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (3.0, ())
+    contexts.change("c", ContextSettings(is_pinned=False), now=0.0)
+    contexts.change("a", ContextSettings(expires=None), now=0.0)
+    assert (contexts.next_expiry, contexts.expired(9.0)) == (2.0, ("c",))
+    contexts.delete("c")
+    assert (contexts.next_expiry, contexts.expired(9.0)) == (None, ())
