@@ -6,6 +6,7 @@ higher priority may send it back to the queue.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
+from functools import partial
 
 from coordinator.admission import Admission
 from coordinator.blocks import Placer
@@ -20,7 +21,7 @@ from coordinator.planner import Planner
 from coordinator.positions import Positions
 from coordinator.prompts import Prompts
 from coordinator.queue import Queue
-from coordinator.room import Room
+from coordinator.room import Crowd, Room
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
@@ -155,7 +156,7 @@ class Scheduler:
 
     def _begin_waiting(self) -> None:
         while self._may_begin:
-            if (job := self._queue.take(self._reserve)) is None:
+            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())))) is None:
                 assert self._running or not self._queue.order(), "a queued job can never begin"
                 self._may_begin = False
                 return
@@ -167,13 +168,13 @@ class Scheduler:
                     self._outcomes.append((job.owner, job.started()))
                 self._answer(job)
 
-    def _reserve(self, job: Job) -> bool:
+    def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
         reservation = None
-        if self._room.has_places(job, self._running.values()):
+        if self._room.has_places(job, crowd):
             reservation = self._prompts.reserve(job)
         if reservation is None:
-            if (victims := self._room.victims(job, self._running.values())) is None:
+            if (victims := self._room.victims(job, crowd)) is None:
                 return False
             for victim in victims:
                 self._stop(victim)
