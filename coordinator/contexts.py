@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 
 from msgspec import UNSET
 
+from coordinator.deadlines import Deadlines
 from coordinator.paths import Path, Segment
 from coordinator.positions import UNLIMITED
 from coordinator.segments import Segments
@@ -11,16 +12,24 @@ from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.step import Rope, Windows
 
+LAST_ENDS = 4
+"""Documents of a context at whose ends the windows are held: any number of appends takes no more."""
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
 
 
 class Context:
-    """A named path of sealed segments. Times in seconds since the epoch."""
+    """A named path of sealed segments. Times in seconds since the epoch.
+
+    Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
+    be forked for certain.
+    """
 
     def __init__(self, context_id: str, now: float, path: Path, capacity: int) -> None:
         self.id = context_id
         self.path = path
+        self.ends: tuple[int, ...] = ()
+        """Where its last documents ended, and where it was forked; the last one is its own end."""
         self.capacity = capacity
         """Positions that its rope was chosen for: it can never have more."""
         self.created = now
@@ -58,8 +67,11 @@ class Context:
         return held
 
     def check(self, windows: Windows | None) -> None:
-        """There are tokens, all of them in sealed segments, and it can be continued."""
-        self.path.check(windows)
+        """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
+        for end in self.ends:
+            self.path.cut(end).check(windows)
+        assert self.ends[-1] == self.num_tokens
+        assert len(self.ends) <= LAST_ENDS
         assert self.path.segments
         assert self.num_tokens <= self.capacity
         assert all(segment.is_sealed for segment in self.path.segments)
@@ -94,8 +106,8 @@ class Contexts:
         self._by_id: dict[str, Context] = {}
         self._ids: list[str] = []
         """Sorted."""
-        self.next_expiry: float | None = None
-        """When the next context expires; None while none does."""
+        self._expiries = Deadlines[str]()
+        """Of those that are not pinned, in seconds since the epoch."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
@@ -125,13 +137,17 @@ class Contexts:
         capacity: int = UNLIMITED,
     ) -> None:
         """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
-        is new. Takes over the caller's reference."""
+        is new. The windows of its oldest end but a few are let go."""
         self._segments.seal(segment)
         if context_id not in self:
             self._add(Context(context_id, now, Path(), capacity))
         context = self._by_id[context_id]
         assert segment.before == context.path
-        context.path = segment.path
+        self._segments.retain(segment.path, context.path)
+        context.path, context.ends = segment.path, (*context.ends, segment.end)
+        for end in context.ends[:-LAST_ENDS]:
+            self._segments.let_go(context.path, end)
+        context.ends = context.ends[-LAST_ENDS:]
         context.updated = now
         self.change(context_id, settings, now)
 
@@ -139,19 +155,17 @@ class Contexts:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
-        self._find_next_expiry()
+        self._expiries.add(context_id, None if context.is_pinned else context.expires)
         return context
 
-    def _find_next_expiry(self) -> None:
-        times = (c.expires for c in self._by_id.values() if c.expires is not None and not c.is_pinned)
-        self.next_expiry = min(times, default=None)
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next context expires; None while none does."""
+        return self._expiries.next
 
     def expired(self, now: float) -> tuple[str, ...]:
         """Ids of the contexts whose time has passed."""
-        if self.next_expiry is None or now < self.next_expiry:
-            return ()
-        dated = ((c.id, c.expires) for c in self._by_id.values() if not c.is_pinned)
-        return tuple(context_id for context_id, expires in dated if expires is not None and expires <= now)
+        return tuple(self._expiries.passed(now))
 
     def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -166,33 +180,49 @@ class Contexts:
         if not 1 <= num_tokens <= path.end:
             limit = f"between 1 and {path.end}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens} is not {limit}")
-        self._check_seam(path, num_tokens)
+        self._check_seam(parent, num_tokens)
         context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
-        self._segments.retain(context.path.segments)
+        context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
+        self._segments.retain(context.path)
+        for end in context.ends[:-1]:
+            self._segments.hold(context.path, end)
         self._add(context)
         return context
 
-    def _check_seam(self, path: Path, position: int) -> None:
+    def _check_seam(self, context: Context, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on."""
         windows = self._segments.windows
-        below, above = path.seams(position, windows)
+        below, above = context.path.seams(position, windows)
         if windows is None or below == above:
             return
-        nearest = f"{below} or {above}" if below else f"{above}"
-        why = "where every rank holds only the last keys of windowed layers, a context can be forked where a document"
-        where = "ended or a section begins" if windows.stride else "ended"
+        why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
+        where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
+        sections = " or a section begins" if windows.stride else ""
+        nearest = _one_of((below, above) if below else (above,))
         remedy = "with --window-keys sharded it could be forked anywhere"
-        raise InvalidArgument("token_count", f"{position}: {why} {where}, nearest at {nearest}; {remedy}")
+        raise InvalidArgument("token_count", f"{position}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
-        path = self.get(context_id).path
+        context = self.get(context_id)
         del self._by_id[context_id]
         del self._ids[bisect_left(self._ids, context_id)]
-        self._segments.release(path.segments)
-        self._find_next_expiry()
+        for end in context.ends[:-1]:
+            self._segments.let_go(context.path, end)
+        self._segments.release(context.path)
+        self._expiries.discard(context_id)
 
     def check(self) -> None:
         assert self._ids == sorted(self._by_id)
+        self._expiries.check()
+        assert set(self._expiries) <= set(self._ids)
         for context in self._by_id.values():
             context.check(self._segments.windows)
+            is_dated = context.expires is not None and not context.is_pinned
+            assert is_dated == (context.id in set(self._expiries))
+
+
+def _one_of(positions: tuple[int, ...]) -> str:
+    """As in: 3, 5 or 8."""
+    *others, last = map(str, positions)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,29 +1,58 @@
-"""When nobody waits for a job any more. Times in seconds, of one clock."""
+"""When nobody waits for a job any more, and when a context expires. Times in seconds, on the clock of who adds them."""
 
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", int, str)
 
 
-class Deadlines:
-    """Deadlines by job; jobs without one are not in here."""
+class Deadlines(Generic[Key]):
+    """Deadlines by key; what has none is not in here. Nothing walks through all of them: they may be many."""
 
     def __init__(self) -> None:
-        self._by_job: dict[int, float] = {}
+        self._by_key: dict[Key, float] = {}
+        self._heap: list[tuple[float, Key]] = []
+        """All of them, and some that have been discarded or changed since."""
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._by_key)
 
     @property
     def next(self) -> float | None:
         """The first one that will pass."""
-        return min(self._by_job.values(), default=None)
+        while self._heap and not self._is_valid(*self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
-    def add(self, job_id: int, deadline: float | None) -> None:
-        if deadline is not None:
-            self._by_job[job_id] = deadline
+    def _is_valid(self, deadline: float, key: Key) -> bool:
+        return self._by_key.get(key) == deadline
 
-    def discard(self, job_id: int) -> None:
-        self._by_job.pop(job_id, None)
+    def add(self, key: Key, deadline: float | None) -> None:
+        """Instead of the one that it had. Without a deadline there is none any more."""
+        self.discard(key)
+        if deadline is None:
+            return
+        self._by_key[key] = deadline
+        if len(self._heap) <= 2 * len(self._by_key):
+            heappush(self._heap, (deadline, key))
+        else:
+            self._heap = [(deadline, key) for key, deadline in self._by_key.items()]
+            heapify(self._heap)
 
-    def passed(self, now: float) -> list[int]:
-        """Jobs whose deadline is `now` or was before."""
-        return [job_id for job_id, deadline in self._by_job.items() if deadline <= now]
+    def discard(self, key: Key) -> None:
+        self._by_key.pop(key, None)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_job)
+    def passed(self, now: float) -> list[Key]:
+        """Whose deadline is `now` or was before, in this order. They stay until they are discarded."""
+        found: dict[Key, float] = {}
+        while (first := self.next) is not None and first <= now:
+            _, key = heappop(self._heap)
+            found[key] = first
+        for key, deadline in found.items():
+            heappush(self._heap, (deadline, key))
+        return list(found)
+
+    def check(self) -> None:
+        """Each deadline is in the heap."""
+        assert {key for deadline, key in self._heap if self._is_valid(deadline, key)} == self._by_key.keys()

@@ -46,7 +46,10 @@ class Job:
         """Ids grow: of two jobs the one with the smaller id is older."""
         self.owner = job_id
         """Id of the job that the client waits for: other samples of it have ids of their own."""
+        self.origin = path
+        """Where it began: the context's path."""
         self.path = path
+        """What it reads after, `origin` or a path that goes on from there through segments of the prompt."""
         self.claim = claim
         self.start = path.end
         """Position of the first of token_ids."""
@@ -167,8 +170,6 @@ class Sequence(Job):
         claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline, is_held=prompt.is_held)
         super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
         self.prompt = prompt
-        self.origin = path
-        """The context's path; `path` may go on through segments of the prompt."""
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_tails = prompt.num_samples

@@ -36,7 +36,9 @@ class Limits:
             limit = f"the context was created for {job.capacity} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(job, max_tokens, num_tails)
-        if limit := self._too_small(job.path.num_blocks + blocks):
+        held = job.path.num_blocks
+        least = Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
+        if limit := self._too_small(least + blocks):
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, num_tails)}; {limit}")
         return blocks
 

@@ -2,10 +2,11 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from coordinator.blocks import Blocks, count_blocks
+from coordinator.blocks import Blocks
 from longleaf.runs import Run
 from longleaf.step import OWN_ROPE, Rope, Windows
 
@@ -28,7 +29,7 @@ class Path:
     @property
     def num_blocks(self) -> Blocks:
         """Blocks of the segments, used or not."""
-        return sum((segment.num_blocks for segment in self.segments), Blocks())
+        return count_all(self.segments)
 
     def parts(self) -> Iterator[tuple["Segment", int, int]]:
         """The segments, and the positions [start, end) for which each is used."""
@@ -61,6 +62,18 @@ class Path:
             if max(position, low) <= end:
                 return below, min(above, max(position, low))
         return below, above
+
+    def seen(self, end: int, windows: Windows | None) -> Iterator["Segment"]:
+        """The segments of which a token at `end`, a position of the path, sees windows; the last one is first."""
+        if windows is None:
+            return
+        first, part_end = windows.first(end), end
+        for segment in reversed(self.segments):
+            if first >= part_end:
+                return
+            if segment.start < end:
+                yield segment
+                part_end = segment.start
 
     def _held_windows(self) -> list[tuple[int, int]]:
         """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
@@ -103,6 +116,10 @@ class Path:
             assert held.issuperset(range(windows.first(self.end), self.end))
 
 
+NOWHERE = Path()
+"""Where contexts and prompts begin."""
+
+
 def _num_common(a: "array[int]", b: "array[int]") -> int:
     """How many ids two arrays have in common at their beginning."""
     low, high = 0, min(len(a), len(b))
@@ -125,7 +142,10 @@ class Segment:
         self.token_ids = array("I")
         self.runs: list[Run] = []
         self.window_runs: tuple[Run, ...] = ()
-        """Runs in the windows' pool: what the token after the segment's end sees of it, and little more."""
+        """Runs in the windows' pool: while it grows what its next token sees of it, and little more; once it is sealed
+        what is seen of it from its seams."""
+        self.seams = Counter[int]()
+        """Positions at which paths go on, or may, and of whose windows a part lies here; how often each is held."""
         self.num_references = 1
         self.num_kept = 0
         """References that only keep the segment for prompts to come."""
@@ -146,7 +166,7 @@ class Segment:
 
     @property
     def num_blocks(self) -> Blocks:
-        return Blocks(count_blocks(self.runs), count_blocks(self.window_runs))
+        return count_all([self])
 
     def fill(self, position: int, token_id: int) -> None:
         """Tells the id of a token that was placed before it was known."""
@@ -170,3 +190,14 @@ class Segment:
         assert self.num_references >= max(1, self.num_kept)
         assert all(segment.num_references >= self.num_references for segment in self.before.segments)
         assert all(segment.rope == self.rope for segment in self.before.segments)
+
+
+def count_all(segments: Iterable[Segment]) -> Blocks:
+    """The blocks of segments."""
+    sharded = windows = 0
+    for segment in segments:  # may be thousands
+        for run in segment.runs:
+            sharded += len(run.blocks)
+        for run in segment.window_runs:
+            windows += len(run.blocks)
+    return Blocks(sharded, windows)

@@ -3,7 +3,7 @@
 from coordinator.blocks import Placer, Reservation
 from coordinator.jobs import Job, Sequence
 from coordinator.limits import Limits
-from coordinator.paths import Path
+from coordinator.paths import NOWHERE, Path
 from coordinator.segments import Segments
 
 
@@ -22,27 +22,25 @@ class Prompts:
         whole, though a beginning may be all that the prompt needs.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            if reservation := self._reserve_rest(job, self._segments.match(job.token_ids[:-1], job.rope)):
+            self._reuse(job, self._segments.match(job.token_ids[:-1], job.rope))
+            if job.path.end and (reservation := self._reserve(job)):
                 return reservation
-            self._reuse(job, Path())
+            self._reuse(job, NOWHERE)
         return self._reserve(job)
-
-    def _reserve_rest(self, job: Sequence, path: Path) -> Reservation | None:
-        if not path.end:
-            return None
-        self._segments.retain(path.segments)
-        self._reuse(job, path)
-        reservation = self._reserve(job)
-        if reservation is None:
-            self._segments.release(path.segments)
-        return reservation
 
     def _reserve(self, job: Job) -> Reservation | None:
         blocks = self._limits.num_blocks(job, job.num_answer_left, job.num_tails)
         return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
     def _reuse(self, job: Sequence, path: Path) -> None:
+        self._move(job, path)
         job.reuse(path, path.end + self._num_prefill(job, path.end))
+
+    def _move(self, job: Sequence, path: Path) -> None:
+        """Has a job refer to another path that goes on from where it began."""
+        self._segments.retain(path, job.origin)
+        self._segments.release(job.path, job.origin)
+        job.path = path
 
     def _num_prefill(self, job: Sequence, num_held: int) -> int:
         count = self._limits.num_prefill_again if job.generated else self._limits.num_prefill
@@ -50,7 +48,7 @@ class Prompts:
 
     def preempt(self, job: Sequence) -> None:
         """Makes a job that has been stopped one that has not begun."""
-        self._segments.release(job.path.segments[len(job.origin.segments) :])
+        self._move(job, job.origin)
         job.preempt()
         job.num_prefill = self._num_prefill(job, 0)
         job.num_blocks = self._limits.most_blocks(job, job.num_answer_left, job.num_tails)
@@ -64,12 +62,16 @@ class Prompts:
                 self._segments.keep(job.segment)
             else:
                 self._segments.close(job.segment)
-            job.answer(self._segments.create(job.segment.path, job.rope))
+            read = job.segment
+            self._move(job, read.path)
+            self._segments.drop(read)
+            job.answer(self._segments.create(job.path, job.rope))
         each = self._limits.num_blocks(job, job.num_answer_left, num_tails=1)
         others = job.fan_out(each)
         self._placer.release(job.reservation.split(job.reservation.left - each))
         for other in others:
             assert other.reservation is not None
-            self._segments.retain(other.path.segments)
+            self._segments.retain(other.origin)
+            self._segments.retain(other.path, other.origin)
             other.begin(self._segments.create(other.path, job.rope), other.reservation)
         return [job, *others]

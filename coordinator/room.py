@@ -6,11 +6,30 @@ from collections.abc import Iterable
 from coordinator.blocks import Blocks, Placer
 from coordinator.contexts import Contexts
 from coordinator.jobs import Ingest, Job, Sequence
-from coordinator.paths import Segment
+from coordinator.paths import Segment, count_all
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import ResourceExhausted
+
+
+class Crowd:
+    """The jobs that run, as those that wait must know them: found once for all of these, who may be many."""
+
+    def __init__(self, running: Iterable[Job]) -> None:
+        running = list(running)
+        self.sequences = [other for other in running if isinstance(other, Sequence)]
+        self.num_tails = sum(other.num_tails for other in running)
+        self._is_any_paused = any(other.is_paused for other in self.sequences)
+        self._passed = frozenset[int]().union(*(other.passed for other in self.sequences))
+        priorities = (other.claim.priority for other in self.sequences if not other.is_spared)
+        self._least_priority = min(priorities, default=None)
+
+    def may_yield_to(self, job: Job) -> bool:
+        """Whether the job may preempt any of them."""
+        if self._is_any_paused or job.id in self._passed:
+            return True
+        return self._least_priority is not None and self._least_priority < job.claim.priority
 
 
 class Room:
@@ -35,9 +54,9 @@ class Room:
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for other in answers for s in other.origin.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, Ingest)), Blocks())
-        held = _num_blocks(kept) + coming
+        held = count_all(kept.values()) + coming
         self._check_room(job, held, None)
-        held += _num_blocks(leaving)
+        held += count_all(leaving.values())
         if isinstance(job, Ingest):
             needs = [other.num_blocks for other in answers]
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
@@ -60,25 +79,23 @@ class Room:
                 text = f"{needed} tokens are needed, and of {room} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)
 
-    def has_places(self, job: Job, running: Iterable[Job]) -> bool:
+    def has_places(self, job: Job, crowd: Crowd) -> bool:
         """Whether so many answers may run at once."""
-        return self._num_places_lacking(job, running) <= 0
+        return self._num_places_lacking(job, crowd) <= 0
 
-    def _num_places_lacking(self, job: Job, running: Iterable[Job]) -> int:
-        taken = sum(other.num_tails for other in running)
-        return taken + job.num_tails - self._config.max_sequences if job.num_tails else 0
+    def _num_places_lacking(self, job: Job, crowd: Crowd) -> int:
+        return crowd.num_tails + job.num_tails - self._config.max_sequences if job.num_tails else 0
 
-    def victims(self, job: Job, running: Iterable[Job]) -> list[Sequence] | None:
+    def victims(self, job: Job, crowd: Crowd) -> list[Sequence] | None:
         """Sequences that must give way so that a job that has no room can begin, None when it is no use.
 
         Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
         priority. The lowest and youngest are first.
         """
-        running = list(running)
-        candidates = [other for other in running if job.may_preempt(other) and isinstance(other, Sequence)]
-        if not candidates:
+        if not crowd.may_yield_to(job):
             return None  # the usual case, and many jobs may wait
-        places = self._num_places_lacking(job, running)
+        candidates = [other for other in crowd.sequences if job.may_preempt(other)]
+        places = self._num_places_lacking(job, crowd)
         lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
@@ -101,7 +118,3 @@ def _num_freed(job: Sequence, dropped: Counter[int]) -> Blocks:
         if segment.num_references - segment.num_kept == dropped[segment.id]:
             num_blocks += segment.num_blocks
     return num_blocks
-
-
-def _num_blocks(segments: dict[int, Segment]) -> Blocks:
-    return sum((segment.num_blocks for segment in segments.values()), Blocks())

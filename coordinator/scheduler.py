@@ -6,6 +6,7 @@ higher priority may send it back to the queue.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
+from functools import partial
 
 from coordinator.admission import Admission
 from coordinator.blocks import Placer
@@ -20,7 +21,7 @@ from coordinator.planner import Planner
 from coordinator.positions import Positions
 from coordinator.prompts import Prompts
 from coordinator.queue import Queue
-from coordinator.room import Room
+from coordinator.room import Crowd, Room
 from coordinator.segments import Segments
 from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
@@ -50,8 +51,8 @@ class Scheduler:
         self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
         self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
         self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
-        self._deadlines = Deadlines()
-        self._expiries = Deadlines()
+        self._deadlines = Deadlines[int]()
+        self._expiries = Deadlines[int]()
         """When the contexts of ingests expire, since the epoch."""
         self._pauses = Pauses(config.max_sequences + config.max_waiting)
         self._queue = Queue()
@@ -129,7 +130,8 @@ class Scheduler:
             seconds = self.speeds.retry_seconds(num_in_line)
             raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
-        self.segments.retain(job.path.segments)
+        self.segments.retain(job.origin)
+        self.segments.retain(job.path, job.origin)
         self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
         self._planner.enter(job.claim.client)
@@ -154,7 +156,7 @@ class Scheduler:
 
     def _begin_waiting(self) -> None:
         while self._may_begin:
-            if (job := self._queue.take(self._reserve)) is None:
+            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())))) is None:
                 assert self._running or not self._queue.order(), "a queued job can never begin"
                 self._may_begin = False
                 return
@@ -166,13 +168,13 @@ class Scheduler:
                     self._outcomes.append((job.owner, job.started()))
                 self._answer(job)
 
-    def _reserve(self, job: Job) -> bool:
+    def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
         reservation = None
-        if self._room.has_places(job, self._running.values()):
+        if self._room.has_places(job, crowd):
             reservation = self._prompts.reserve(job)
         if reservation is None:
-            if (victims := self._room.victims(job, self._running.values())) is None:
+            if (victims := self._room.victims(job, crowd)) is None:
                 return False
             for victim in victims:
                 self._stop(victim)
@@ -223,7 +225,6 @@ class Scheduler:
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
-        self.segments.retain([job.segment])
         self.contexts.append(job.context, job.segment, now, job.settings, job.capacity)
         self._outcomes.append((job.id, Acknowledged(job.context)))
         self.finish(job)
@@ -257,7 +258,7 @@ class Scheduler:
         del self._running[job.id]
         assert job.segment is not None
         assert job.reservation is not None
-        self.segments.release([job.segment])
+        self.segments.drop(job.segment)
         self._placer.release(job.reservation)
         self._queue.settle(job)
         self._may_begin = True
@@ -265,7 +266,8 @@ class Scheduler:
             self._planner.forget(job.id)
 
     def _leave(self, job: Job) -> None:
-        self.segments.release(job.path.segments)
+        self.segments.release(job.path, job.origin)
+        self.segments.release(job.origin)
         self._may_begin = True
         others = list(self._jobs())
         if not any(other.owner == job.owner for other in others):

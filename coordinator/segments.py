@@ -2,10 +2,11 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from coordinator.blocks import Blocks, Placer
-from coordinator.paths import Path, Segment
+from coordinator.paths import NOWHERE, Path, Segment
+from coordinator.positions import UNLIMITED
 from coordinator.prefixes import Prefixes
 from longleaf.step import OWN_ROPE, Rope
 
@@ -50,20 +51,51 @@ class Segments:
         self.close(segment)
         self._prefixes.add(segment)
 
-    def retain(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
+    def retain(self, path: Path, origin: Path = NOWHERE) -> None:
+        """Refers to the segments of a path, but for those of its beginning `origin`, to which the caller refers
+        already, and holds what the path's next token sees of windows."""
+        for segment in path.segments[len(origin.segments) :]:
             self._refer(segment, 1, 0)
+        self.hold(path, path.end)
 
-    def release(self, segments: Iterable[Segment]) -> None:
-        """Drops one reference of each; what nobody refers to is freed and will be forgotten by the ranks."""
-        for segment in segments:
+    def release(self, path: Path, origin: Path = NOWHERE) -> None:
+        """Takes a retain back; what nobody refers to is freed and will be forgotten by the ranks."""
+        self.let_go(path, path.end)
+        for segment in path.segments[len(origin.segments) :]:
             self._refer(segment, -1, 0)
 
-    def _refer(self, segment: Segment, references: int, kept: int) -> None:
+    def drop(self, segment: Segment) -> None:
+        """Takes the reference back with which the segment was created."""
+        self._refer(segment, -1, 0)
+
+    def hold(self, path: Path, end: int) -> None:
+        """Keeps what a token at `end` sees of windows, a place on a path to which the caller refers."""
+        for segment in path.seen(end, self.windows):
+            segment.seams[end] += 1
+
+    def let_go(self, path: Path, end: int) -> None:
+        """Takes a hold back; what is seen from no other place is freed."""
+        for segment in path.seen(end, self.windows):
+            segment.seams[end] -= 1
+            if not segment.seams[end]:
+                del segment.seams[end]
+                self._trim(segment)
+
+    def _trim(self, segment: Segment) -> None:
+        """Frees the windows of a segment that are seen from none of its seams: from the first one most is seen."""
         self.num_reclaimable -= _num_reclaimable(segment)
+        pool, first_seam = self._placer.window_pool, min(segment.seams, default=UNLIMITED)
+        segment.window_runs = pool.trim(segment.window_runs, first_seam)
+        self.num_reclaimable += _num_reclaimable(segment)
+
+    def _refer(self, segment: Segment, references: int, kept: int) -> None:
+        may_be_reclaimable = kept or segment.num_kept  # mostly not, and a path may have thousands of segments
+        if may_be_reclaimable:
+            self.num_reclaimable -= _num_reclaimable(segment)
         segment.num_references += references
         segment.num_kept += kept
-        self.num_reclaimable += _num_reclaimable(segment)
+        if may_be_reclaimable:
+            self.num_reclaimable += _num_reclaimable(segment)
         if segment.num_references == 0:
             self._free(segment)
 
@@ -80,6 +112,11 @@ class Segments:
         for run in (run for segment in self._needed() for run in segment.runs):
             held[run.rank] += len(run)
         return held
+
+    @property
+    def kept(self) -> Iterator[Segment]:
+        """The ends of prompts that are kept for others."""
+        return iter(self._kept.values())
 
     @property
     def num_window_tokens(self) -> int:
@@ -114,6 +151,7 @@ class Segments:
         self._kept[segment.id] = segment
         for part in segment.path.segments:
             self._refer(part, 1, 1)
+        self.hold(segment.path, segment.end)
         self._touch(segment.path)
 
     def _touch(self, path: Path) -> None:
@@ -129,6 +167,7 @@ class Segments:
         while not blocks.fits(self._placer.num_free):
             segment = next(segment for segment in self._kept.values() if segment.num_kept == segment.num_references)
             del self._kept[segment.id]
+            self.let_go(segment.path, segment.end)
             for part in segment.path.segments:
                 self._refer(part, -1, -1)
         return True
@@ -137,7 +176,7 @@ class Segments:
         """Segments are sound, and what is kept is counted."""
         for segment in self._by_id.values():
             segment.check()
-            (segment.path if segment.token_ids else segment.before).check(self.windows)
+            (segment.path if segment.token_ids else segment.before).check(None if segment.is_sealed else self.windows)
         self._prefixes.check(self._by_id.values())
         kept = [part.id for segment in self._kept.values() for part in segment.path.segments]
         assert all(segment.num_kept == kept.count(segment.id) for segment in self._by_id.values())

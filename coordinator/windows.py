@@ -21,6 +21,11 @@ class WindowPool(BlockPool):
         """Blocks of all that a token sees, if the first one begins a block."""
         return ceil_div(self._windows.span, self._block_size) if self._windows else 0
 
+    @property
+    def seen_blocks(self) -> int:
+        """Blocks of all that a token sees, if it was read at once: pieces of few tokens have a block each."""
+        return self._span_blocks + 1 if self._windows else 0
+
     def chunk_blocks(self, num_tokens: int) -> int:
         """Blocks that a segment takes at most while it grows by `num_tokens` in chunks.
 

@@ -46,8 +46,12 @@ class WindowLedger:
             self._slots[self._slot(segment, position)] = (segment, position)
 
     def _read(self, work: Prefill | Row) -> None:
-        for position in range(self._windows.first(work.start), work.start):
-            segment = [s for s in work.path if self._starts[s] <= position][-1]
+        self.check_place(work.path, work.start)
+
+    def check_place(self, path: tuple[int, ...], end: int) -> None:
+        """A token at `end` finds what it sees on a path."""
+        for position in range(self._windows.first(end), end):
+            segment = [s for s in path if self._starts[s] <= position][-1]
             assert self._slots[self._slot(segment, position)] == (segment, position)
 
     def _slot(self, segment: int, position: int) -> int:

@@ -130,6 +130,37 @@ async def test_a_preempted_answer_goes_on_as_it_began(goldens):
     assert tuple(said) == golden.tokens
 
 
+BLOCK_BYTES = {"gemma3": 32 << 10, "llama4": 48 << 10, "mistral": 64 << 10}
+"""Of 64 tokens in the layers that have a window."""
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    [
+        ("gemma3", 2),
+        pytest.param("llama4", 1, marks=pytest.mark.slow),
+        pytest.param("mistral", 3, marks=pytest.mark.slow),
+    ],
+)
+async def test_a_document_of_tiny_pieces_answers_like_generate(goldens, family, world_size):
+    """Pieces of 4 tokens lie in blocks of their own, of which a token sees 80 at most, in a pool of 110; the blocks
+    that they free go to documents that are wrong."""
+    golden = goldens(family)
+    settings = {"world_size": world_size, "window_bytes": 110 * BLOCK_BYTES[family], "kv_bytes": 96 << 20}
+    async with running(replicated(golden, **settings)) as engine:
+        await ingest(engine, "book", golden.prompt[:400])
+        for number, start in enumerate(range(400, KEPT, 4)):
+            await ingest(engine, "book", golden.prompt[start : start + 4])
+            if number % 25 == 24:
+                await ingest(engine, "wrong", golden.prompt[::-1])
+                engine.delete_context("wrong")
+        engine.fork_context("book", "twig", KEPT - 8)
+        assert await answer(engine, golden.prompt[KEPT:], "book") == golden.tokens
+        engine.delete_context("book")
+        await ingest(engine, "wrong", golden.prompt[::-1])
+        assert await answer(engine, golden.prompt[KEPT - 8 :], "twig") == golden.tokens
+
+
 async def test_a_fork_within_a_segment_is_refused(goldens):
     golden = goldens("gemma3")
     async with running(replicated(golden, world_size=2)) as engine:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.blocks import Blocks, Placer
+from coordinator.contexts import LAST_ENDS
 from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
 from coordinator.jobs import Claim
 from coordinator.positions import Positions
@@ -95,6 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.open: dict[int, set[int]] = {}
         """Samples that have not ended, by job; an ingest has one."""
         self.texts: dict[str, list[int]] = {}
+        self.ends: dict[str, list[int]] = {}
+        """Where the last documents of each context ended, and where it was forked."""
         self.documents: dict[int, list[int]] = {}
         """What is read, by ingest."""
         self.prompts: dict[int, list[int]] = {}
@@ -157,6 +160,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_jobs += num_samples
         self.num_submitted += 1
 
+    @rule(context=NAMES, sizes=st.lists(st.integers(1, 3), min_size=4, max_size=16), claim=CLAIMS)
+    def append_little_by_little(self, context: str, sizes: list[int], claim: Claim) -> None:
+        """Many pieces, one after the other."""
+        for size in sizes:
+            self.ingest(list(range(size)), context, context in self.texts, claim)
+            self._schedule()
+            if self.plans:
+                self.commit()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), context=NAMES)
+    def fork_at_an_end(self, data: st.DataObject, context: str) -> None:
+        source = data.draw(st.sampled_from(sorted(self.texts)))
+        self.fork(source, context, data.draw(st.sampled_from(self.ends[source])))
+
     @rule(source=NAMES, context=NAMES, num_tokens=st.none() | st.integers(0, 60))
     def fork(self, source: str, context: str, num_tokens: int | None) -> None:
         num_free = self.placer.num_free
@@ -165,10 +183,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         except InvalidArgument:
             assert num_tokens is not None
             assert self.windows or not 1 <= num_tokens <= len(self.texts[source])
+            assert num_tokens not in self.ends[source], "the last ends can be forked"
             return
         except (AlreadyExists, NotFound):
             return
         self.texts[context] = self.texts[source][:num_tokens]
+        self._add_end(context, [end for end in self.ends[source] if end < len(self.texts[context])])
         assert self.placer.num_free == num_free
 
     @rule(steps=st.integers(1, 12), ahead=st.integers(1, 2), seconds=st.sampled_from([0.0, 0.001, 0.02, 0.5]))
@@ -241,7 +261,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])
             if isinstance(outcome, Acknowledged):
                 self.texts.setdefault(outcome.context, []).extend(self.documents[job])
+                self._add_end(outcome.context, self.ends.get(outcome.context, []))
                 self._ended(job, 0)
+
+    def _add_end(self, context: str, ends: list[int]) -> None:
+        self.ends[context] = [*ends, len(self.texts[context])][-LAST_ENDS:]
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if isinstance(error, DeadlineExceeded):
@@ -308,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cancelled = self.scheduler.delete_context(context)
         except NotFound:
             return
-        del self.texts[context]
+        del self.texts[context], self.ends[context]
         for job in cancelled:
             self._closed(job)
 
@@ -317,12 +341,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self._see(self.scheduler.drain())
             self.scheduler.check()
+            self._contexts_go_on_at_their_ends()
             assert self.placer.num_reserved == Blocks() or self.open
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             assert waiting + running == len(self.open)
             assert waiting + running + self.num_ended == self.num_submitted
             assert set(self.scheduler.positions()) <= self.open.keys()
             assert self.scheduler.num_unread == len(self.paused) <= self.max_unread
+
+    def _contexts_go_on_at_their_ends(self) -> None:
+        """What a token there sees of windows is where it was stored, whoever came and went since."""
+        if self.window_ledger is None:
+            return
+        for context in self.scheduler.contexts.list():
+            for end in self.ends[context.id]:
+                self.window_ledger.check_place(context.path.cut(end).ids, end)
 
     def teardown(self) -> None:
         """All that was admitted ends, and without contexts nothing is held."""

@@ -1,12 +1,15 @@
 """Segments, references and contexts."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from coordinator.blocks import Blocks, Placer
-from coordinator.contexts import Contexts
+from coordinator.contexts import Context, Contexts
 from coordinator.paths import Path, Segment
 from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.messages import ContextSettings
 
 
 class Store:
@@ -16,11 +19,17 @@ class Store:
         self.contexts = Contexts(self.segments)
 
     def segment(self, before: Path, count: int) -> Segment:
+        """With one reference, from `create`."""
         segment, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
         return segment
+
+    def append(self, context: str, before: Path, count: int, now: float = 0.0) -> None:
+        segment = self.segment(before, count)
+        self.contexts.append(context, segment, now)
+        self.segments.drop(segment)
 
     def check(self) -> None:
         self.segments.check()
@@ -30,8 +39,8 @@ class Store:
 
 def test_context_grows_by_sealed_segments() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(Path(), 10), now=5.0)
-    store.contexts.append("a", store.segment(store.contexts.get("a").path, 3), now=7.0)
+    store.append("a", Path(), 10, now=5.0)
+    store.append("a", store.contexts.get("a").path, 3, now=7.0)
     context = store.contexts.get("a")
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
     assert sum(context.shares(2)) == 13
@@ -41,21 +50,21 @@ def test_context_grows_by_sealed_segments() -> None:
 
 def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     store = Store()
-    store.contexts.append("a", store.segment(Path(), 10), now=0.0)
-    path = store.contexts.get("a").path.segments
+    store.append("a", Path(), 10, now=0.0)
+    path = store.contexts.get("a").path
     store.segments.retain(path)
     store.contexts.delete("a")
     store.check()
     assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(13), ())
     store.segments.release(path)
     store.check()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(16), (path[0].id,))
+    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(16), (path.segments[0].id,))
     assert store.segments.take_forgotten() == ()
 
 
 def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
     store = Store()
-    store.segments.release([store.segments.create(Path())])
+    store.segments.drop(store.segments.create(Path()))
     assert store.segments.take_forgotten() == ()
 
 
@@ -69,7 +78,7 @@ def test_missing_context() -> None:
 def test_contexts_are_listed_by_id() -> None:
     store = Store()
     for name in "cab":
-        store.contexts.append(name, store.segment(Path(), 1), now=0.0)
+        store.append(name, Path(), 1, now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
     assert [context.id for context in store.contexts.list("a", 1)] == ["b"]
     assert [context.id for context in store.contexts.list("aa")] == ["b", "c"]
@@ -82,8 +91,8 @@ def test_contexts_are_listed_by_id() -> None:
 def forked_store() -> Store:
     """`a` of segments [0, 10) and [10, 13)."""
     store = Store()
-    store.contexts.append("a", store.segment(Path(), 10), now=5.0)
-    store.contexts.append("a", store.segment(store.contexts.get("a").path, 3), now=7.0)
+    store.append("a", Path(), 10, now=5.0)
+    store.append("a", store.contexts.get("a").path, 3, now=7.0)
     return store
 
 
@@ -108,7 +117,7 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     store.contexts.delete("a")
     store.check()
     assert store.segments.take_forgotten() == (second.id,)
-    store.contexts.append("b", store.segment(fork.path, 5), now=11.0)
+    store.append("b", fork.path, 5, now=11.0)
     store.check()
     assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)
     assert (fork.num_tokens, sum(fork.shares(2)), fork.updated) == (9, 9, 11.0)
@@ -132,3 +141,32 @@ def test_wrong_forks_name_what_is_wrong() -> None:
             store.contexts.fork("a", "b", wrong, now=0.0)
         assert caught.value.field == "token_count"
     store.check()
+
+
+class Unwalked(dict[str, Context]):
+    """Gives what is asked for by its key, and not all that there is."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all contexts are walked through")
+
+    values = items = keys = __iter__  # type: ignore[assignment]
+
+
+def test_expiries_are_found_without_walking_through_all_contexts() -> None:
+    store = Store()
+    for name, ttl in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", None)):
+        store.append(name, Path(), 1)
+        store.contexts.change(name, ContextSettings(ttl=ttl) if ttl else ContextSettings(), now=0.0)
+    contexts = store.contexts
+    contexts._by_id = Unwalked(contexts._by_id)
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (1.0, ("b", "c"))
+    contexts.delete("b")
+    contexts.delete("d")
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (2.0, ("c",))
+    contexts.change("c", ContextSettings(is_pinned=True), now=0.0)
+    assert (contexts.next_expiry, contexts.expired(2.5)) == (3.0, ())
+    contexts.change("c", ContextSettings(is_pinned=False), now=0.0)
+    contexts.change("a", ContextSettings(expires=None), now=0.0)
+    assert (contexts.next_expiry, contexts.expired(9.0)) == (2.0, ("c",))
+    contexts.delete("c")
+    assert (contexts.next_expiry, contexts.expired(9.0)) == (None, ())

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import Acknowledged, Ended
+from coordinator.jobs import Job
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from tests.scheduling import Bench
 
@@ -172,3 +173,18 @@ def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
         bench.ingest("other", 10)
     bench.ask(4, 4, "doc")
     bench.run()
+
+
+def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be hundreds of them, and dozens that run."""
+    bench = Bench(max_sequences=8)
+    for _ in range(30):
+        bench.ask(3, max_tokens=20)
+    bench.step()
+    asked: list[Job] = []
+    may_preempt = Job.may_preempt
+    monkeypatch.setattr(Job, "may_preempt", lambda job, other: (asked.append(job), may_preempt(job, other))[1])
+    for _ in range(5):
+        bench.scheduler._may_begin = True
+        bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting, asked) == (8, 22, [])

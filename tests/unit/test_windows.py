@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.blocks import Blocks
+from coordinator.contexts import LAST_ENDS
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.runs import Run
 from longleaf.step import EVERY_RANK, Decode, Prefill, StepPlan, Windows
@@ -191,3 +192,126 @@ def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
     runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
     assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
     assert reservation.left == Blocks(0, 3)
+
+
+def append(bench: Asker, *counts: int, context: str = "doc") -> None:
+    """One document after the other, into a new context if it is none yet."""
+    for count in counts:
+        bench.ingest(context, count, append=context in bench.scheduler.contexts)
+        bench.run()
+
+
+def num_window_blocks(bench: Asker) -> int:
+    return bench.placer.window_pool.num_used
+
+
+@pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])
+def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int) -> None:
+    """Each piece lies in a block of its own, of which the next token sees 7."""
+    windows, rest = Windows(windows=(8,), num_blocks=24), {"max_positions": 5000, "check_every": 3 * num_appends}
+    bench = Asker(blocks=(2100, 2100), windows=windows, **rest)
+    append(bench, *[1] * num_appends)
+    assert num_window_blocks(bench) == 7 + LAST_ENDS - 1
+    append(bench, 40, 1, 1, context="other")  # there is room for others
+    jobs = [bench.ask(3, context=context) for context in ("doc", "other")]
+    bench.run()
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(3, 4)] * 2
+    for context in ("doc", "other"):
+        bench.scheduler.delete_context(context)
+    assert num_window_blocks(bench) == 0
+    bench.scheduler.check()
+
+
+def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=60), blocks=(200, 200))
+    append(bench, *[20] * (LAST_ENDS + 2))
+    ends = [20 * number for number in range(3, LAST_ENDS + 3)]
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+    for end in ends:
+        bench.scheduler.fork_context("doc", f"fork-{end}", end)
+        bench.scheduler.check()
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+    told = rf"one of its last {LAST_ENDS} documents ended \(at {', '.join(map(str, ends[:-1]))} or {ends[-1]}\), "
+    with pytest.raises(InvalidArgument, match=f"40: .* {told}.*nearest at 60; with --window-keys sharded"):
+        bench.scheduler.fork_context("doc", "other", 40)
+    with pytest.raises(InvalidArgument, match=f"65: .* {told}.*nearest at 60 or 80; "):
+        bench.scheduler.fork_context("doc", "other", 65)
+
+
+def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=60), blocks=(200, 200))
+    append(bench, 20, 20, 20)
+    bench.scheduler.fork_context("doc", "fork", 40)
+    bench.scheduler.delete_context("doc")
+    assert num_window_blocks(bench) == 4
+    bench.scheduler.fork_context("fork", "twig", 20)
+    append(bench, *[20] * LAST_ENDS, context="fork")
+    jobs = [bench.ask(9, context=context) for context in ("fork", "twig")]
+    bench.run()
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(9, 4)] * 2
+    bench.scheduler.delete_context("twig")
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+
+
+def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
+    """An answer from the first end, preempted and begun again when the context has long gone on."""
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=80), blocks=(200, 200), max_sequences=1)
+    append(bench, 20)
+    low = bench.ask(9, max_tokens=40, context="doc")
+    waiting = bench.ask(5, context="doc")
+    for _ in range(9):
+        bench.step()
+    for _ in range(LAST_ENDS + 2):
+        bench.ingest("doc", 20, append=True)
+        while bench.scheduler.contexts.get("doc").num_tokens % 20 or bench.scheduler._is_read_into("doc"):
+            bench.step()
+    high = bench.ask(5, context="doc", priority=3)
+    bench.run()
+    assert [bench.tokens(job) for job in (low, waiting, high)] == [
+        bench.alone(n, m) for n, m in ((9, 40), (5, 4), (5, 4))
+    ]
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+
+
+def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
+    """What is kept of a prompt that began like a context keeps what the prompt's end sees of it."""
+    bench = Asker(windows=Windows(windows=(16,), num_blocks=100), blocks=(200, 200))
+    append(bench, 20)
+    first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on
+    bench.run()
+    assert bench.cached(first) == 20
+    append(bench, *[20] * LAST_ENDS)
+    again, longer = bench.prompt([*range(20), *range(500, 508)]), bench.prompt([*range(20), *range(500, 530)])
+    bench.run()
+    assert [bench.cached(job) for job in (again, longer)] == [27, 27]
+    segments = bench.scheduler.segments
+    assert segments.make_room(bench.placer.num_free + segments.num_reclaimable)
+    bench.scheduler.check()
+    assert num_window_blocks(bench) == 4 * LAST_ENDS
+
+
+def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
+    """Of tokens in blocks of their own the next one sees 7, and the ends before them 3 more: 10 blocks."""
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=20), blocks=(400, 400))
+    append(bench, *[1] * 40, context="tiny")
+    append(bench, *[1] * 9, context="other")
+    num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
+    told = "8 tokens are needed, and of 80 the contexts keep 76; delete a context, or serve with more --window-bytes"
+    for context in ("tiny", "other"):
+        with pytest.raises(ResourceExhausted, match=told) as caught:
+            bench.ingest(context, 1, append=True)
+        assert (caught.value.subject, caught.value.retry_seconds) == ("window pool", None)
+    assert [context.path for context in bench.scheduler.contexts.list()] == paths
+    assert (bench.placer.num_free, bench.schedule()) == (num_free, None)
+    bench.scheduler.delete_context("tiny")
+    append(bench, *[1] * 30, context="other")
+    assert num_window_blocks(bench) == 10
+
+
+def test_what_a_context_itself_keeps_is_no_fault_of_the_text() -> None:
+    bench = Asker(windows=Windows(windows=(8,), num_blocks=10), blocks=(400, 400))
+    append(bench, *[1] * 9)
+    for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
+        with pytest.raises(ResourceExhausted, match="of 40 the contexts keep 36; delete a context") as caught:
+            refused()
+        assert caught.value.subject == "window pool"

@@ -1,0 +1,34 @@
+"""Who gives way to whom, found for all that wait at once, against a look at each pair."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.events import Prompt
+from coordinator.jobs import Claim, Ingest, Job, Sequence
+from coordinator.paths import Path
+from coordinator.room import Crowd
+from longleaf.sampling import Sampling
+
+
+@st.composite
+def jobs(draw: st.DrawFn, job_id: int) -> Job:
+    """A job that runs, or waits."""
+    priority = draw(st.integers(-1, 2))
+    if draw(st.booleans()):
+        job: Job = Ingest(job_id, Path(), [1], "doc", claim=Claim(priority=priority))
+    else:
+        prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), priority=priority)
+        job = Sequence(job_id, Path(), prompt, 0)
+    job.is_paused, job.is_spared = draw(st.booleans()) and draw(st.booleans()), draw(st.booleans())
+    job.passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
+    return job
+
+
+@given(st.integers(0, 4).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))), st.data())
+def test_a_crowd_yields_where_one_of_it_does(running: tuple[Job, ...], data: st.DataObject) -> None:
+    crowd = Crowd(running)
+    assert crowd.num_tails == sum(other.num_tails for other in running)
+    assert crowd.sequences == [other for other in running if isinstance(other, Sequence)]
+    for job_id in range(10):
+        job = data.draw(jobs(job_id))
+        assert crowd.may_yield_to(job) == any(job.may_preempt(other) for other in crowd.sequences)
