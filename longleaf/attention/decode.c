@@ -34,8 +34,9 @@
 #define HIDDEN -1e38f
 
 #define INLINE static inline __attribute__((always_inline))
-/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do */
-#ifdef __x86_64__
+/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do; processors
+   without AVX have no register that holds a vector */
+#ifdef __AVX__
 #define IN_REGISTERS(a, b) __asm__("" : "+x"(a), "+x"(b))
 #else
 #define IN_REGISTERS(a, b)
