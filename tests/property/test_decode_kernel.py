@@ -98,6 +98,9 @@ def test_the_kernels_are_right_on_processors_of_any_age(architecture, tmp_path, 
         seen = visible(range(150, 150 + num_rows), range(200), Reach(window=120))
         found = decode(q, k, v, [Read(0, num_rows, 0, 200, 150, 120)], 0.2, softcap)
         assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), seen, 0.2, softcap=softcap))
+        k[0, 140, 3] = float("-inf")
+        found = decode(q, k, v, [Read(0, num_rows, 0, 200, 150, 120)], 0.2, softcap)
+        assert found.out_THD[:, :2].isnan().all() and found.out_THD[:, 2:].isfinite().all()
 
 
 def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
