@@ -111,6 +111,8 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
+        if self._device == "cpu":
+            self._wire.agree(groups.world)
         widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
         if self._config.merge == "auto":

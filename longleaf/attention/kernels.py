@@ -133,8 +133,8 @@ def cpu_flash(
 
 
 def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes NaN of what comes of queries and keys that are not finite. The kernel gives weight 0 to a key of score -inf,
-    and out 0 to a row of which all scores are NaN, if they are fewer than its vectors have lanes."""
+    """Makes NaN of what comes of queries and keys that are not finite. Torch's kernel gives weight 0 to a key of score
+    -inf, and out 0 to a row of which all scores are NaN, if they are fewer than its vectors have lanes."""
     is_sound = _is_finite(q_KTGD, (3,)) & _is_finite(k_KSD, (1, 2))[:, None, None]
     if is_sound.all():
         return out, lse
