@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.errors import LongleafError
+from longleaf.errors import LongleafError, NotFinite
 from longleaf.messages import PositionInfo, RankShare
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.step import Comparison
@@ -80,6 +80,13 @@ class Ended(msgspec.Struct, frozen=True):
     """If the prompt asked for it."""
 
 
+class Failed(msgspec.Struct, frozen=True):
+    """A sample has ended with an error; the stream raises it when all samples have ended."""
+
+    error: NotFinite
+    sample: int = 0
+
+
 class Acknowledged(msgspec.Struct, frozen=True):
     """The document of an ingest is part of its context."""
 
@@ -87,8 +94,8 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 Event = Started | Progress | Tokens | Ended
-Outcome = tuple[int, Event | Acknowledged | LongleafError]
-"""Job id, and what its stream gets. An error, the last Ended and Acknowledged are the last one of a job."""
+Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
+"""Job id, and what its stream gets. An error, the last Ended or Failed, and Acknowledged are the last one of a job."""
 
 
 class ContextView(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """Ranks without processes, for tests of all that lies above the control channel."""
 
 import asyncio
+from collections.abc import Collection
 
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.sampling import Logprobs
@@ -20,7 +21,8 @@ def equal(row: Row) -> Comparison:
 
 class FakeRanks:
     """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
-    number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`."""
+    number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`. What is
+    not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None."""
 
     def __init__(
         self,
@@ -31,7 +33,9 @@ class FakeRanks:
         lost_rank: int = 0,
         rotary: Rotary | None = None,
         windows: Windows | None = None,
+        broken: Collection[tuple[int, int | None]] = (),
     ) -> None:
+        self.broken = broken
         self.world_size = world_size
         self.num_blocks = num_blocks
         self.vocab = vocab
@@ -67,6 +71,8 @@ class FakeRanks:
             sampled,
             {i: Logprobs(-float(sampled[i]), ()) for i in sampled.keys() & self._asking},
             seconds=1e-6,
+            not_finite=tuple(row.sequence for row in rows if (row.sequence, row.token_index) in self.broken),
+            has_finite_keys=(plan.step, None) not in self.broken,
             comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
         )
 

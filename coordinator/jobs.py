@@ -6,12 +6,13 @@ from collections.abc import Sequence as TokenIds
 import msgspec
 
 from coordinator.blocks import Blocks, Placer, Reservation
-from coordinator.events import Prompt, Started
+from coordinator.events import Failed, Prompt, Started
 from coordinator.paths import Path, Segment
 from coordinator.positions import UNLIMITED
+from longleaf.errors import NotFinite
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
-from longleaf.step import OWN_ROPE, Comparison, Prefill, Row, Seen, Terms
+from longleaf.step import OWN_ROPE, Comparison, Decode, Prefill, Row, Seen, Terms
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,9 @@ class Job:
     `segment` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
     place, `num_read` those whose keys and values exist: between the two lie the plans under way.
     """
+
+    noun = "prompt"
+    """What the tokens are to the client."""
 
     def __init__(
         self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int, claim: Claim = NO_CLAIM
@@ -131,6 +135,16 @@ class Job:
         self.num_placed, self.num_chunks = stop, self.num_chunks + 1
         return Prefill(self._path_ids, start, token_ids, pieces, self.rope, segment.window_runs)
 
+    def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
+        """What its client is told when what ranks computed in a step is not finite."""
+        return NotFinite(self._tokens_of(work))
+
+    def _tokens_of(self, work: Prefill | Decode) -> str:
+        """The tokens of a step, as the client knows them."""
+        assert isinstance(work, Prefill)
+        first = work.start - self.start
+        return f"tokens {first} to {first + len(work.token_ids) - 1} of the {self.noun}"
+
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
         segment, reservation = self._active()
         last = segment.runs[-1] if segment.runs else None
@@ -144,6 +158,8 @@ class Job:
 
 class Ingest(Job):
     """A document on its way into context `context`."""
+
+    noun = "document"
 
     def __init__(
         self,
@@ -235,6 +251,16 @@ class Sequence(Job):
     @property
     def num_generated(self) -> int:
         return len(self.generated)
+
+    def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
+        error = NotFinite(self._tokens_of(work))
+        return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples go on
+
+    def _tokens_of(self, work: Prefill | Decode) -> str:
+        if isinstance(work, Prefill):
+            return super()._tokens_of(work)
+        answer = f"answer {self.sample}" if self.prompt.num_samples > 1 else "the answer"
+        return f"token {self.num_generated} of {answer}"
 
     @property
     def num_answer_left(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from coordinator.events import Acknowledged, Ended, Outcome, Started
+from coordinator.events import Acknowledged, Ended, Failed, Outcome, Started
 from coordinator.stream import Stream
 from coordinator.timings import Timings
 from longleaf.errors import LongleafError
@@ -43,6 +43,9 @@ class Readers:
                     self.close(job_id, outcome)
                 case Acknowledged():
                     self.close(job_id)
+                case Failed(error):
+                    stream.fail(error)
+                    self.end_sample(job_id)
                 case Ended():
                     stream.put(timings.fill(outcome, now))
                     self.end_sample(job_id)

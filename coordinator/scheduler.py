@@ -170,9 +170,8 @@ class Scheduler:
 
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
-        reservation = None
-        if self._room.has_places(job, crowd):
-            reservation = self._prompts.reserve(job)
+        has_places = self._room.has_places(job, crowd)
+        reservation = self._prompts.reserve(job) if has_places else None
         if reservation is None:
             if (victims := self._room.victims(job, crowd)) is None:
                 return False
@@ -198,7 +197,10 @@ class Scheduler:
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
         for job in self._planner.land(plan, self._running):
-            if isinstance(plan.work, Prefill):
+            if job.id in result.not_finite or not result.has_finite_keys:
+                self._outcomes.append((job.owner, job.failure(plan.work)))
+                self.finish(job)
+            elif isinstance(plan.work, Prefill):
                 job.seconds_per_token = result.seconds / len(plan.work.token_ids)
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
@@ -219,8 +221,7 @@ class Scheduler:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
             if job.speaks_for_all:
-                done = Progress(job.start + job.num_read, job.start + len(job.token_ids))
-                self._outcomes.append((job.owner, done))
+                self._outcomes.append((job.owner, Progress(job.start + job.num_read, job.start + len(job.token_ids))))
             self._answer(job)
 
     def _acknowledge(self, job: Ingest, now: float) -> None:

@@ -45,7 +45,7 @@ class Stream:
 
     However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
     joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
-    An error is raised after the events that came before it.
+    An error is raised after the events that came before it, that of a sample after those of all samples.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Stream:
         self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
         self._is_closed = False
+        self._failure: Exception | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -89,10 +90,14 @@ class Stream:
     def _of(self, sample: int) -> Unread:
         return self._unread.setdefault(sample, Unread(sample))
 
+    def fail(self, error: Exception) -> None:
+        """Has the stream end with `error`, of one of its samples, unless it ends with another."""
+        self._failure = self._failure or error
+
     def close(self, error: Exception | None = None) -> None:
         """Ends the stream, with an error or without, unless it has ended already."""
         if not self._is_closed:
-            self._is_closed, self._error = True, error
+            self._is_closed, self._error = True, error or self._failure
             self._changed.set()
 
     def cancel(self) -> None:

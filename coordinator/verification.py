@@ -15,7 +15,7 @@ from coordinator import events
 from coordinator.generation import Submitter, check_ids
 from coordinator.text_threads import TextThreads
 from coordinator.tokenizer import Tokenizer
-from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.messages import Cluster, Verification, Verify
 from longleaf.sampling import Sampling
 from longleaf.step import Comparison
@@ -117,10 +117,13 @@ class Verifications:
         return max(1, min(wanted, MAX_PROMPT, room))
 
     async def _compare(self, prompt: events.Prompt) -> Comparison:
-        async with aclosing(self._engine.submit(prompt)) as stream:
-            async for event in stream:
-                if isinstance(event, events.Ended) and event.comparison is not None:
-                    return event.comparison
+        try:
+            async with aclosing(self._engine.submit(prompt)) as stream:
+                async for event in stream:
+                    if isinstance(event, events.Ended) and event.comparison is not None:
+                        return event.comparison
+        except NotFinite as error:
+            return Comparison(failure=str(error))
         raise Unavailable("the engine ended the stream before the ranks compared")
 
     def _told(self, found: Comparison, num_prompt: int) -> Verification:

@@ -7,6 +7,7 @@
     ├── ResourceExhausted    no room now; says when to try again
     ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
     ├── Cancelled            another call ended what this one reads, or its client was closed
+    ├── NotFinite            the model's numbers became NaN or infinite; names the tokens
     ├── Unavailable          the service cannot answer
     │   └── WorkerLost       a rank died, raised or hung; names the rank
     ├── RanksDisagree        ranks do different things at the same time; says what two of them do
@@ -62,6 +63,15 @@ class DeadlineExceeded(LongleafError):
 
 class Cancelled(LongleafError):
     """Another call ended what this one reads, or the client was closed."""
+
+
+class NotFinite(LongleafError):
+    """What the model computes at `tokens`, such as `token 3 of the answer` counted from 0, is NaN or infinite. The same
+    request may fail in the same way again: no wait helps."""
+
+    def __init__(self, tokens: str) -> None:
+        super().__init__(f"{tokens}: what the model computes is not finite")
+        self.tokens = tokens
 
 
 class Unavailable(LongleafError):

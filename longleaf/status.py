@@ -6,6 +6,7 @@ AlreadyExists      ALREADY_EXISTS       ResourceInfo
 ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
 DeadlineExceeded   DEADLINE_EXCEEDED    ErrorInfo DEADLINE_EXCEEDED
 Cancelled          ABORTED              ErrorInfo CANCELLED
+NotFinite          DATA_LOSS            ErrorInfo NOT_FINITE with the tokens
 WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
 Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
 StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
@@ -31,6 +32,7 @@ from longleaf.errors import (
     InvalidArgument,
     LongleafError,
     ModelRefused,
+    NotFinite,
     NotFound,
     ResourceExhausted,
     StartError,
@@ -84,6 +86,8 @@ def _encode(error: LongleafError) -> tuple[int, list[Message]]:
             return code_pb2.DEADLINE_EXCEEDED, [_info("DEADLINE_EXCEEDED", {})]
         case Cancelled():  # not CANCELLED: the library takes that for the caller's own doing
             return code_pb2.ABORTED, [_info("CANCELLED", {})]
+        case NotFinite():
+            return code_pb2.DATA_LOSS, [_info("NOT_FINITE", {"tokens": error.tokens})]
         case WorkerLost():
             facts = {"rank": str(error.rank), "reason": error.reason}
             return code_pb2.UNAVAILABLE, [_info("WORKER_LOST", facts)]
@@ -152,6 +156,10 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
             return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
         case grpc.StatusCode.ABORTED if _reason(status) == "CANCELLED":
             return Cancelled(message)
+        case grpc.StatusCode.DATA_LOSS if (info := _find(status, error_details_pb2.ErrorInfo)) and info.metadata[
+            "tokens"
+        ]:
+            return NotFinite(info.metadata["tokens"])
         case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:

@@ -289,6 +289,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
+    not_finite: tuple[int, ...] = ()
+    """Sequences that have no id, because their logits are NaN or infinite. They cannot go on."""
+    has_finite_keys: bool = True
+    """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
     comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
     """By sequence, of the answers that this step completed and that are compared; their seconds count in `seconds`."""
 

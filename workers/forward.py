@@ -5,6 +5,7 @@ keys it owns, the partials are merged, and the model goes on with the merged out
 gathers keys instead: see `workers.past`. Layers whose keys lie on every rank merge nothing: see `workers.windows`.
 """
 
+import torch
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink, merge
@@ -89,11 +90,13 @@ class PrefillStep:
         self._local = LocalAttention(inputs, pool, kernel, peers)
         self._peers = peers
         self._last_layer = last_layer
+        self._has_finite_keys = torch.tensor(True)
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         local, peers = self._local, self._peers
         if fresh := local.inputs.fresh.get(layer):
             return self._in_window(layer, fresh, q_THD, k_KTD, v_KTV, call)
+        self._look_at(layer, k_KTD, v_KTV)
         k_KTD, v_KTV = local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         self._finish_after(layer)
         if peers is None:
@@ -119,6 +122,7 @@ class PrefillStep:
     ) -> Tensor:
         """Attention where each rank holds the keys that are seen later."""
         local, pool = self._local, self._local.pool
+        self._look_at(layer, k_KTD, v_KTV)
         packed_SNKD = pool.pack(layer, k_KTD[:, fresh.rows_L], v_KTV[:, fresh.rows_L])
         if self._peers and len(packed_SNKD):
             packed_SNKD = self._peers.comm.all_gather(packed_SNKD).flatten(0, 1)
@@ -129,6 +133,21 @@ class PrefillStep:
         before = local.kernel(q_THD, keys, values, fresh.gathered_reads, call.scale, call.softcap)
         own = local.kernel(q_THD, k_KTD, v_KTV, fresh.own_reads, call.scale, call.softcap)
         return with_sink(merge(merge(past, before), own), call).out_THD
+
+    def _look_at(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Notes whether the last layer's keys and values of the own piece are finite. What is not so in a layer before
+        shows there, since each row sees itself."""
+        if layer == self._last_layer:
+            num_tokens = self._local.inputs.num_own_tokens
+            own = (k_KTD[:, :num_tokens], v_KTV[:, :num_tokens])
+            self._has_finite_keys = torch.stack([numbers.isfinite().all() for numbers in own]).all()
+
+    def has_finite_keys(self) -> Tensor:
+        """Whether those of the whole chunk are, on all ranks; all of them ask at the same time, after the forward
+        pass."""
+        if self._peers is None:
+            return self._has_finite_keys
+        return self._peers.comm.all_gather(self._has_finite_keys.long()[None]).all()
 
     def _finish_after(self, layer: int) -> None:
         if layer == self._last_layer:

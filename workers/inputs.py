@@ -40,6 +40,8 @@ class Inputs:
     """In prefill, by layer: where keys lie on every rank; such layers have no other reads."""
     window_slots: dict[int, Tensor] = field(default_factory=dict)
     """In decode, by layer: slots of all tokens' keys, where they lie on every rank."""
+    num_own_tokens: int = 0
+    """In prefill, tokens of the own piece; what follows them is padding."""
     sample_rows: tuple[int, ...] = ()
     """Rows whose logits are wanted, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
@@ -86,6 +88,7 @@ class InputBuilder:
             reads=self._by_layer(reads),
             pasts=pasts,
             fresh=fresh,
+            num_own_tokens=len(mine),
             ropes={work.rope: None},
         )
 

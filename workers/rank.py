@@ -1,6 +1,8 @@
 """One rank: a model, its share of the keys and values, and its place in the group."""
 
 import contextlib
+import math
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -13,7 +15,7 @@ from longleaf.comm.process_group import ProcessGroups, Store, connect_store, ope
 from longleaf.errors import StartError
 from longleaf.rank_spec import RankSpec
 from longleaf.sampling import Logprobs
-from longleaf.step import Decode, Join, Prefill, Ready, StepPlan, StepResult
+from longleaf.step import Decode, Join, Prefill, Ready, Row, StepPlan, StepResult
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers import model as models
@@ -34,9 +36,6 @@ from workers.sampler import Sampler
 from workers.verification import Verifier
 from workers.windows import WindowBuilder
 
-Sampled = tuple[dict[int, int], dict[int, Logprobs]]
-"""Ids by sequence, and the logprobs of those that ask for them (on rank 0)."""
-
 
 class Rank:
     """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close."""
@@ -50,7 +49,8 @@ class Rank:
         self._store: Store | None = None
         self._last_ids: dict[int, int] = {}
         self._sampler = Sampler()
-        self._kv_bytes_read = 0
+        self._broken: set[int] = set()
+        """Sequences whose logits were not finite: no token is chosen for them any more."""
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -111,6 +111,8 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
+        if self._device == "cpu":
+            self._wire.agree(groups.world)
         widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
         if self._config.merge == "auto":
@@ -134,15 +136,12 @@ class Rank:
         self._segments.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
+        self._broken.difference_update(plan.release_sequences)
         self._sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
-        self._kv_bytes_read = 0
-        sampled, logprobs = self._prefill(plan.work) if isinstance(plan.work, Prefill) else self._decode(plan.work)
-        if self._spec.rank != 0:
-            return None
-        self._wait_for_device()
-        compared = {} if isinstance(plan.work, Prefill) else self._verifier.compare(plan.work.rows)
-        return StepResult(plan.epoch, plan.step, sampled, logprobs, self._kv_bytes_read, comparisons=compared)
+        result = StepResult(plan.epoch, plan.step, {})
+        result = self._prefill(plan.work, result) if isinstance(plan.work, Prefill) else self._decode(plan.work, result)
+        return result if self._spec.rank == 0 else None
 
     def _wait_for_device(self) -> None:
         """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by
@@ -155,32 +154,60 @@ class Rank:
         if self._process_groups is not None:
             self._process_groups.close()
 
-    def _prefill(self, work: Prefill) -> Sampled:
+    def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
         inputs = self._inputs.prefill(work)
         step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self._model.decoder, inputs, step)
-        return {}, {}
+        has_finite_keys = step.has_finite_keys()
+        if self._spec.rank != 0:
+            return result
+        self._wait_for_device()
+        return msgspec.structs.replace(result, has_finite_keys=bool(has_finite_keys))
 
-    def _decode(self, work: Decode) -> Sampled:
+    def _decode(self, work: Decode, result: StepResult) -> StepResult:
         inputs = self._inputs.decode(work, self._last_ids)
         step = DecodeStep(inputs, self._pool, self._kernel, self._peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
         logprobs: dict[int, Logprobs] = {}
         if self._spec.rank == 0:
-            logits_RV = self._logits(inputs, step)
-            chosen, logprobs = self._sampler.choose(rows, logits_RV)
-            self._verifier.take(rows, chosen, logits_RV)
+            chosen, logprobs = self._choose(rows, self._logits(inputs, step))
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
-        self._kv_bytes_read = step.kv_bytes_read
         if self._peers and rows:
             ids = self._peers.comm.broadcast(ids)
         sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         self._last_ids.update(sampled)
-        return sampled, logprobs
+        if self._spec.rank != 0:
+            return result
+        sound = [row for row in work.rows if row.sequence not in self._broken]
+        return msgspec.structs.replace(
+            result,
+            token_ids={row.sequence: sampled[row.sequence] for row in sound if row.token_index >= 0},
+            logprobs=logprobs,
+            kv_bytes_read=step.kv_bytes_read,
+            not_finite=tuple(row.sequence for row in rows if row.sequence in self._broken),
+            comparisons=self._verifier.compare(sound),
+        )
+
+    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
+        """An id for each row, and the logprobs by sequence. The id of a row whose logits are not finite, or were not
+        before, says nothing: all ranks go on with the same one until the sequence is released."""
+        pairs = zip(rows, highest_are_finite(logits_RV), strict=True)
+        self._broken.update(row.sequence for row, is_finite in pairs if not is_finite)
+        kept = [i for i, row in enumerate(rows) if row.sequence not in self._broken]
+        if len(kept) < len(rows):
+            logits_RV = logits_RV[kept]
+        ids, logprobs = [0] * len(rows), dict[int, Logprobs]()
+        if kept:
+            sound = [rows[i] for i in kept]
+            chosen, logprobs = self._sampler.choose(sound, logits_RV)
+            self._verifier.take(sound, chosen, logits_RV)
+            for i, token_id in zip(kept, chosen, strict=True):
+                ids[i] = token_id
+        return ids, logprobs
 
     def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""
@@ -193,6 +220,12 @@ class Rank:
         self._model.ropes.rows = inputs.ropes
         arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
+
+
+def highest_are_finite(logits_RV: Tensor) -> list[bool]:
+    """Whether a token can be chosen from each row: there is no NaN in it, and its highest logit is finite. A logit of
+    -inf is a token that the model rules out."""
+    return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks_here: int) -> str:

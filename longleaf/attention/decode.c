@@ -9,7 +9,11 @@
    [kv_heads, slots, dim] with a stride between heads; out [tokens, kv_heads * group, dim] and
    lse [tokens, kv_heads * group] contiguous. dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats.
    Scores s become cap * tanh(s / cap), unless cap is 0. lse is the natural log of the sum of exponentials; a row that
-   sees nothing gives out 0, lse -inf. */
+   sees nothing gives out 0, lse -inf.
+
+   What is not finite shows: a row of which a score is NaN or infinite gives NaN, and so does one that reads a value that
+   is, even where a mask hides it. fast-math takes all numbers for finite, so the scores of a row are added up and the bits
+   of the sum are looked at: that costs 0 to 2 % in one call, and to have the compiler mind NaN itself costs 2 to 9 %. */
 
 #include <float.h>
 #include <math.h>
@@ -34,8 +38,9 @@
 #define HIDDEN -1e38f
 
 #define INLINE static inline __attribute__((always_inline))
-/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do */
-#ifdef __x86_64__
+/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do; processors
+   without AVX have no register that holds a vector */
+#ifdef __AVX__
 #define IN_REGISTERS(a, b) __asm__("" : "+x"(a), "+x"(b))
 #else
 #define IN_REGISTERS(a, b)
@@ -66,6 +71,7 @@ struct rows {
     float *q_by_dim;   /* [dim, stride], the same transposed */
     float *out;        /* [num_rows, dim], not yet divided by `sum` */
     float *peak, *sum; /* [num_rows] */
+    float *witness;    /* [num_rows], the sum of all scores: no finite number if one of them is none */
     long dim, stride, group;
     float cap;
 };
@@ -81,7 +87,8 @@ struct block {
 };
 
 /* e to the x for x from NEGLIGIBLE to 0: two to the nearest whole number, times the Taylor polynomial of two to the rest,
-   right to one part in a million. Inlined, for a call of the library would empty the registers of the loops around. */
+   right to one part in a million. Inlined, for a call of the library would empty the registers of the loops around. Of
+   what is no number it makes any number: see `witness`. */
 INLINE float exp_below(float x)
 {
     const int whole = (int)(x * 1.44269504f - 0.5f);
@@ -92,9 +99,9 @@ INLINE float exp_below(float x)
     power = power * rest + 2.4022651e-1f;
     power = power * rest + 6.9314718e-1f;
     power = power * rest + 1.0f;
-    int bits;
+    unsigned bits;
     memcpy(&bits, &power, sizeof bits);
-    bits += whole * (1 << 23); /* to the exponent */
+    bits += (unsigned)whole << 23; /* to the exponent */
     memcpy(&power, &bits, sizeof bits);
     return power;
 }
@@ -107,7 +114,7 @@ INLINE int sees(const struct read *read, long group, long row, long key)
 
 INLINE void add_few(const struct block *block, const float *restrict q, const float *restrict keys,
                     const float *restrict values, float *restrict out, float *restrict peak, float *restrict sum,
-                    long group, float cap, long dim)
+                    float *restrict witness, long group, float cap, long dim)
 {
     const long num_rows = block->num_rows, num_keys = block->num_keys;
     float score[LANES][BLOCK];
@@ -119,7 +126,10 @@ INLINE void add_few(const struct block *block, const float *restrict q, const fl
             score[r][j] = dot;
         }
     for (long r = 0; r < num_rows; r++) {
-        float top = peak[r], total = 0.0f;
+        float top = peak[r], total = 0.0f, seen = 0.0f;
+        for (long j = 0; j < num_keys; j++)
+            seen += score[r][j];
+        witness[r] += seen;
         if (cap > 0.0f)
             for (long j = 0; j < num_keys; j++)
                 score[r][j] = cap * tanhf(score[r][j] / cap);
@@ -151,19 +161,19 @@ INLINE void add_few(const struct block *block, const float *restrict q, const fl
 
 /* dims that models use get loops of known length, which the compiler unrolls into registers */
 #define CASE(DIM) \
-    case DIM: add_few(block, q, block->keys, block->values, out, peak, sum, rows->group, rows->cap, DIM); break
+    case DIM: add_few(block, q, keys, values, out, peak, sum, witness, rows->group, rows->cap, DIM); break
 
 static void add_few_of_dim(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, dim = rows->dim;
-    const float *q = rows->q + row * dim;
-    float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row;
+    const float *q = rows->q + row * dim, *keys = block->keys, *values = block->values;
+    float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row, *witness = rows->witness + row;
     switch (dim) {
         CASE(32);
         CASE(64);
         CASE(96);
         CASE(128);
-        default: add_few(block, q, block->keys, block->values, out, peak, sum, rows->group, rows->cap, dim);
+        default: add_few(block, q, keys, values, out, peak, sum, witness, rows->group, rows->cap, dim);
     }
 }
 
@@ -221,10 +231,13 @@ static void hide(const struct block *block, long group, float score[BLOCK][TILE]
                 score[j][r] = value;
 }
 
-/* Scores become weights; gives the highest score so far and the sum of the weights by row. */
+/* Scores become weights; gives the highest score so far and the sums of scores and of weights by row. */
 INLINE void weigh(const struct block *block, long group, float cap, float score[BLOCK][TILE], float *top, float *total,
-                  const int width)
+                  float *seen, const int width)
 {
+    for (long j = 0; j < block->num_keys; j++)
+        for (int r = 0; r < width; r++)
+            seen[r] += score[j][r];
     if (cap > 0.0f)
         for (long j = 0; j < block->num_keys; j++)
             for (int r = 0; r < width; r++)
@@ -287,19 +300,20 @@ INLINE void add_values(float weight[BLOCK][TILE], long row, const float *fade, c
 static void add_many(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, num_rows = block->num_rows, dim = rows->dim;
-    float score[BLOCK][TILE], top[TILE] = {0}, total[TILE] = {0}, fade[TILE];
+    float score[BLOCK][TILE], top[TILE] = {0}, total[TILE] = {0}, seen[TILE] = {0}, fade[TILE];
     memcpy(top, rows->peak + row, sizeof(float) * num_rows);
     if (num_rows > LANES) {
         score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 2);
-        weigh(block, rows->group, rows->cap, score, top, total, 2 * LANES);
+        weigh(block, rows->group, rows->cap, score, top, total, seen, 2 * LANES);
     } else {
         score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 1);
-        weigh(block, rows->group, rows->cap, score, top, total, LANES);
+        weigh(block, rows->group, rows->cap, score, top, total, seen, LANES);
     }
     for (long r = 0; r < num_rows; r++) {
         fade[r] = expf(rows->peak[row + r] - top[r]);
         rows->sum[row + r] = rows->sum[row + r] * fade[r] + total[r];
         rows->peak[row + r] = top[r];
+        rows->witness[row + r] += seen[r];
     }
     long r = 0;
     for (; r + 4 <= num_rows; r += 4)
@@ -371,9 +385,20 @@ static void begin(const struct rows *rows, const float *q, long tokens, long tok
                 rows->q[row * rows->dim + d] = rows->q_by_dim[d * rows->stride + row] = number;
             }
             rows->peak[row] = -FLT_MAX;
-            rows->sum[row] = 0.0f;
+            rows->sum[row] = rows->witness[row] = 0.0f;
         }
     memset(rows->out, 0, sizeof(float) * tokens * rows->group * rows->dim);
+}
+
+/* `number`, or NaN if the witness is no finite number. */
+static float known_by(float witness, float number)
+{
+    const unsigned exponent = 0xffu << 23, nan = 0x1ffu << 22;
+    unsigned bits;
+    memcpy(&bits, &witness, sizeof bits);
+    if ((bits & exponent) == exponent)
+        memcpy(&number, &nan, sizeof number);
+    return number;
 }
 
 static void finish(const struct rows *rows, float *out, float *lse, long tokens, long heads)
@@ -381,17 +406,18 @@ static void finish(const struct rows *rows, float *out, float *lse, long tokens,
     for (long t = 0; t < tokens; t++)
         for (long g = 0; g < rows->group; g++) {
             const long row = t * rows->group + g, place = t * heads * rows->group + g;
-            const float sum = rows->sum[row], share = sum > 0.0f ? 1.0f / sum : 0.0f;
+            const float sum = rows->sum[row], witness = rows->witness[row];
+            const float share = known_by(witness, sum > 0.0f ? 1.0f / sum : 0.0f);
             for (long d = 0; d < rows->dim; d++)
                 out[place * rows->dim + d] = rows->out[row * rows->dim + d] * share;
-            lse[place] = sum > 0.0f ? rows->peak[row] + logf(sum) : -HUGE_VALF;
+            lse[place] = known_by(witness, sum > 0.0f ? rows->peak[row] + logf(sum) : -HUGE_VALF);
         }
 }
 
 /* Tiles look, but do not write, beyond the last row. */
 long longleaf_scratch_size(long num_rows, long dim)
 {
-    return 2 * num_rows * dim + (num_rows + TILE) * dim + 2 * num_rows + (2 * BLOCK + 1) * dim;
+    return 2 * num_rows * dim + (num_rows + TILE) * dim + 3 * num_rows + (2 * BLOCK + 1) * dim;
 }
 
 static void go_to_next_head(struct store *store, long stride)
@@ -417,7 +443,8 @@ static void decode(const float *q, struct store store, float *out, float *lse, f
     rows.out = rows.q_by_dim + rows.stride * dim;
     rows.peak = rows.out + num_rows * dim;
     rows.sum = rows.peak + num_rows;
-    store.room = rows.sum + num_rows;
+    rows.witness = rows.sum + num_rows;
+    store.room = rows.witness + num_rows;
     memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
     for (long h = 0; h < heads; h++) {
         begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);

@@ -5,8 +5,12 @@ heads, S slots, D dim, V value dim; T rows, H = K * G query heads, G queries per
 soft cap, and returns a float32 Partial of V columns with natural-log lse. With a cap, scores s become
 cap * tanh(s / cap), as in Gemma 2 (arXiv 2408.00118). The grouped queries of a key head are packed into the query axis:
 keys are never repeated. Values may lie in the keys (`lies_in`).
+
+What is not finite shows, however it is masked or weighed: a row that is NaN or infinite, or reads a key or a value that
+is, gets NaN (of a value, perhaps infinity). So may rows of the same read that do not see that key.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -114,7 +118,8 @@ def cpu_flash(
     if read.offset is None:
         packed = q_KTGD.reshape(1, kv_heads, num_rows * group, dim)
         out, lse = flash(packed, k_KSD[None], v_KSV[None], scale=scale)
-        return out.view(kv_heads, num_rows, group, dim).float(), lse.view(kv_heads, num_rows, group)
+        out, lse = out.view(kv_heads, num_rows, group, dim).float(), lse.view(kv_heads, num_rows, group)
+        return _betray(q_KTGD, k_KSD, out, lse)
     q_GKTD = q_KTGD.permute(2, 0, 1, 3)
     k_GKSD, v_GKSD = (t[None].expand(group, -1, -1, -1) for t in (k_KSD, v_KSV))
     if read.is_causal:
@@ -124,7 +129,21 @@ def cpu_flash(
         out, lse = flash(q_GKTD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
         # the lowest number of float16 is no lower than a score may be
         lse = lse.masked_fill((mask != 0).all(dim=1), float("-inf"))
-    return _sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0))
+    return _betray(q_KTGD, k_KSD, *_sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0)))
+
+
+def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Makes NaN of what comes of queries and keys that are not finite. Torch's kernel gives weight 0 to a key of score
+    -inf, and out 0 to a row of which all scores are NaN, if they are fewer than its vectors have lanes."""
+    is_sound = _is_finite(q_KTGD, (3,)) & _is_finite(k_KSD, (1, 2))[:, None, None]
+    if is_sound.all():
+        return out, lse
+    return out.masked_fill(~is_sound.unsqueeze(-1), math.nan), lse.masked_fill(~is_sound, math.nan)
+
+
+def _is_finite(numbers: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Whether all numbers along some dims are finite; no number is written out for it."""
+    return numbers.amax(dims).isfinite() & numbers.amin(dims).isfinite()
 
 
 def dense(
@@ -167,12 +186,13 @@ def _dense_tile(
     q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None
 ) -> Partial:
     scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD.float(), k_KSD.float()) * scale
+    witness = scores.sum(dim=-1)  # no finite number if one of the scores is none: -inf alone would be a weight of 0
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if read.offset is not None:
         mask = band(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, torch.float32)
         scores += mask.to(scores.device)[None, :, None, :]
-    lse = torch.logsumexp(scores, dim=-1)
+    lse = torch.logsumexp(scores, dim=-1) + (witness - witness)
     out = torch.einsum("ktgs,ksv->ktgv", scores.sub_(lse[..., None]).exp_(), v_KSV.float())
     return Partial(*_sanitise(out, lse))
 

@@ -5,7 +5,8 @@ token to token; values have one per token. A block fills token by token, so its 
 and keys are rounded down, and then to round what was rounded before is the same as to round once. What a block holds
 depends on the tokens in it alone, not on the order or the company in which they came. A key n of a channel with the
 exponent e stands for (n + 1/2) 2^e, the middle of what is rounded to it, so it is off by at most 2^(e - 1); bfloat16
-holds it exactly. A value n of a token with the scale s stands for n s, and is off by at most s / 2.
+holds it exactly. A value n of a token with the scale s stands for n s, and is off by at most s / 2. 8 bits cannot say
+that a key or a value is no finite number, so the scale does: the token's values are then NaN to whoever sees them.
 
 Shape letters: K key heads, S slots, B blocks, D dim, T tokens, U blocks that are written to, G those that must grow.
 """
@@ -58,8 +59,11 @@ class QuantizedLayer:
     def write(self, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
         """Rounds the keys and values of T tokens into their slots."""
         scales_KT = (v_KTD.abs().amax(dim=-1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        values_KTD = (v_KTD.float() / scales_KT.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-        self.values_KSD.index_copy_(1, slots_T, values_KTD)
+        largest_KT = k_KTD.abs().amax(dim=-1).float()
+        scales_KT += largest_KT - largest_KT  # 0, unless a key is not finite: then NaN
+        k_KTD = k_KTD.nan_to_num(0, posinf=0, neginf=0)
+        values_KTD = (v_KTD.float() / scales_KT.unsqueeze(-1)).round_().clamp_(-127, 127).nan_to_num_(0)
+        self.values_KSD.index_copy_(1, slots_T, values_KTD.to(torch.int8))
         self.scales_KS.index_copy_(1, slots_T, scales_KT)
         blocks_T = slots_T // self.block_size
         blocks_U = torch.bincount(blocks_T).nonzero().flatten()

@@ -3,6 +3,7 @@
 Shape letters: N ranks, T rows, P rows per rank, H heads, D dim, C columns of a packed row.
 """
 
+import logging
 from functools import cached_property
 from typing import Protocol
 
@@ -12,6 +13,9 @@ from torch.nn import functional as F
 
 from longleaf.attention import Partial, merge_all
 from longleaf.attention.fold import NativeFold
+from longleaf.comm import Comm
+
+log = logging.getLogger(__name__)
 
 
 class Merge(Protocol):
@@ -61,6 +65,18 @@ class Wire:
             return native(packed_NTHC)
         stacked = self.unpack(packed_NTHC)
         return merge_all(stacked.out_THD, stacked.lse_TH)
+
+    def agree(self, comm: Comm) -> None:
+        """Has all ranks fold in torch unless each has the compiled fold: the last bits of the two differ. For partials
+        that lie on CPUs; all ranks call it at the same time, before they merge."""
+        told_N1 = comm.all_gather(torch.tensor([self._native is not None]).long())
+        has_native = [bool(told) for told in told_N1]
+        if all(has_native):
+            return
+        if comm.rank == 0 and any(has_native):
+            without = ", ".join(str(rank) for rank, has in enumerate(has_native) if not has)
+            log.warning("no compiled fold of partials on rank %s, so all ranks use torch's (slower)", without)
+        self._native = None
 
     @cached_property
     def _native(self) -> NativeFold | None:

@@ -1,7 +1,11 @@
 """Every merge, with threads as the ranks of several machines: greedy text equals transformers' `generate`."""
 
-import pytest
+import logging
 
+import pytest
+import torch
+
+from longleaf.attention.fold import NativeFold
 from longleaf.tree import MERGES
 from tests.golden.states import Logits, answer, ingest, running
 from tests.threads import config_for
@@ -31,3 +35,31 @@ async def test_bfloat16_partials_change_logits_by_their_rounding_only(goldens):
     exact_V = golden.logits_TV[0]
     difference = (logits.first(1)[0] - exact_V).abs().max()
     assert 1e-4 < difference < PARTIALS_TOLERANCE * exact_V.abs().max()
+
+
+async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, monkeypatch, caplog):
+    golden, found, load = goldens("llama"), {}, NativeFold.load
+    wires = []
+
+    def load_but_once():
+        wires.append(len(wires))
+        return None if wires[-1] == 1 else load()
+
+    def watch(index, rank):
+        merge = rank._peers.merge.merge
+
+        def watched(partial):
+            joined = merge(partial)
+            found.setdefault(index, []).append(torch.cat([joined.out_THD, joined.lse_TH[..., None]], dim=-1).clone())
+            return joined
+
+        rank._peers.merge.merge = watched
+
+    monkeypatch.setattr(NativeFold, "load", load_but_once)
+    with caplog.at_level(logging.WARNING, "longleaf"):
+        assert await answers(golden, "aaa", watch, merge="gather") == [golden.tokens] * 2
+    assert wires == [0, 1, 2]
+    for others in (found[1], found[2]):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+    [told] = [message for message in caplog.messages if "fold" in message]
+    assert "all ranks" in told

@@ -245,6 +245,66 @@ def test_logits_of_ten_thousand_stay_finite(kernel):
     assert found.out_THD.isfinite().all()
 
 
+def is_broken(part: Partial) -> torch.Tensor:
+    """Rows and heads [T, H] that hold what is not finite."""
+    return ~(part.out_THD.isfinite().all(dim=-1) & part.lse_TH.isfinite())
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    past=st.integers(0, 70),
+    num_queries=st.one_of(st.integers(1, 4), st.integers(1, 100)),
+    reach=reaches(),
+    broken=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+    softcap=st.sampled_from([None, None, 5.0]),
+    place=st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_not_finite_shows_in_each_row_that_sees_it(
+    kernel, dtype, what, seed, past, num_queries, reach, broken, softcap, place
+):
+    generator, total = torch.Generator().manual_seed(seed), past + num_queries
+    q = torch.randn(num_queries, 4, 8, generator=generator).to(dtype)
+    k, v = (torch.randn(2, total, 8, generator=generator).to(dtype) for _ in range(2))
+    reads = list(reads_within(QueryRun(past, total, 0), Extent(0, total, 0), reach))
+    if what == "query":
+        row = int(place * num_queries)
+        q[row, 1, 3] = broken
+        shows = torch.zeros(num_queries, 4, dtype=torch.bool)
+        shows[row, 1] = True
+        assert torch.equal(is_broken(kernel(q, k, v, reads, 0.3, softcap)), shows)
+        return
+    slot = int(place * total)
+    (k if what == "key" else v)[0, slot, 3] = broken
+    found = is_broken(kernel(q, k, v, reads, 0.3, softcap))
+    sees = visible(range(past, total), range(total), reach)[:, slot]
+    assert found[sees, :2].all()
+    assert not found[:, 2:].any(), "the other key head is sound"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_joining_hides_nothing_that_is_not_finite(broken):
+    sound = random_partial(torch.Generator().manual_seed(0), (2, 3, 4), empty=[1])
+    for field in ("out_THD", "lse_TH"):
+        other = random_partial(torch.Generator().manual_seed(1), (2, 3, 4))
+        if not (field == "lse_TH" and broken < 0):  # an lse of -inf is that of the identity
+            getattr(other, field)[:, 1] = broken
+            stacked = torch.stack([sound.out_THD, other.out_THD]), torch.stack([sound.lse_TH, other.lse_TH])
+            packed = torch.cat([stacked[0], stacked[1][..., None]], dim=-1)
+            sink_H = torch.zeros(3)
+            for joined in (
+                merge(sound, other),
+                merge(other, sound),
+                merge_all(*stacked),
+                NativeFold.load()(packed),
+                add_sink(other, sink_H),
+            ):
+                assert torch.equal(is_broken(joined), torch.tensor([[False, True, False]] * 2))
+
+
 @KERNELS
 def test_shapes_that_do_not_fit_are_refused(kernel):
     q, k = torch.randn(3, 5, 8), torch.randn(2, 16, 8)

@@ -1,21 +1,25 @@
 """The compiled decode kernel against the float64 reference."""
 
+import platform
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longleaf import native
 from longleaf.attention import reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.masks import Read, Reads
-from longleaf.attention.native import NativeDecode
+from longleaf.attention.masks import Reach, Read, Reads
+from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
+from tests.dense import visible
 from tests.property.test_attention import assert_same, seeds
 
 
 def native_kernel():
-    native = NativeDecode.load()
-    assert native is not None, "a C compiler is part of the development set-up"
-    return native
+    found = NativeDecode.load()
+    assert found is not None, "a C compiler is part of the development set-up"
+    return found
 
 
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
@@ -70,15 +74,44 @@ def test_the_compiled_kernel_keeps_what_is_broken_in_one_row_out_of_the_others()
         assert_same(a, b, atol=0)
 
 
+ARCHITECTURES = {
+    "x86-64": set(),
+    "x86-64-v2": {"ssse3", "sse4_2", "popcnt"},
+    "x86-64-v3": {"avx2", "bmi2", "fma", "f16c", "movbe"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+"""What the code may be compiled for, and what a processor must have to run it."""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 processors")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_kernels_are_right_on_processors_of_any_age(architecture, tmp_path, monkeypatch):
+    if missing := ARCHITECTURES[architecture] - set(native._processor_features()):
+        pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = [f"-march={architecture}" if flag == "-march=native" else flag for flag in FLAGS]
+    decode = NativeDecode(native.load(SOURCE, flags))
+    generator = torch.Generator().manual_seed(0)
+    for num_rows, dim, softcap in ((1, 64, None), (3, 40, 5.0), (9, 128, None), (40, 64, 5.0)):
+        q = torch.randn(num_rows, 4, dim, generator=generator)
+        k, v = (torch.randn(2, 200, dim, generator=generator) for _ in range(2))
+        seen = visible(range(150, 150 + num_rows), range(200), Reach(window=120))
+        found = decode(q, k, v, [Read(0, num_rows, 0, 200, 150, 120)], 0.2, softcap)
+        assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), seen, 0.2, softcap=softcap))
+        k[0, 140, 3] = float("-inf")
+        found = decode(q, k, v, [Read(0, num_rows, 0, 200, 150, 120)], 0.2, softcap)
+        assert found.out_THD[:, :2].isnan().all() and found.out_THD[:, 2:].isfinite().all()
+
+
 def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
-    native = native_kernel()
+    decode = native_kernel()
     q_THD, k_KSD, v_SKD = torch.randn(1, 4, 8), torch.randn(2, 9, 8), torch.randn(9, 2, 8)
-    assert native.can_run(q_THD, k_KSD, k_KSD)
-    assert not native.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
-    assert not native.can_run(q_THD, k_KSD, k_KSD[..., :5])
-    assert not native.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
-    assert not native.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
-    assert not native.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())
+    assert decode.can_run(q_THD, k_KSD, k_KSD)
+    assert not decode.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
+    assert not decode.can_run(q_THD, k_KSD, k_KSD[..., :5])
+    assert not decode.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
+    assert not decode.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
+    assert not decode.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())
 
 
 def test_the_compiled_kernel_is_exact_where_almost_all_weights_vanish():

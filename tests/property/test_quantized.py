@@ -72,6 +72,29 @@ def test_keys_are_off_by_a_128th_of_the_largest_of_their_channel(seed, num_token
     assert torch.equal(stored.read(slots, torch.bfloat16)[0].float(), keys)
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(is_native, broken, what, dtype):
+    k, v = (t.to(dtype) for t in tensors(0, BLOCK))
+    k, v = (t.clamp(-9, 9) for t in (k, v))
+    (k if what == "key" else v)[0, 3, 5] = broken
+    stored, sound, slots = layer(NATIVE if is_native else None), layer(), torch.arange(BLOCK)
+    stored.write(slots[:5], k[:, :5], v[:, :5])
+    stored.write(slots[5:], k[:, 5:], v[:, 5:])
+    others = slots[slots != 3]
+    sound.write(slots, *(t.nan_to_num(0, 0, 0) for t in (k, v)))
+    for kept, wanted in zip(stored.read(others, dtype), sound.read(others, dtype), strict=True):
+        assert torch.equal(kept, wanted)
+    assert not stored.read(slots[3:4], dtype)[1][0].isfinite().any()
+    q = torch.randn(2, 2 * HEADS, DIM)
+    for read, is_seen in ((Read(0, 2, 0, BLOCK), True), (Read(0, 2, 4, BLOCK), False), (Read(0, 2, 0, 3), False)):
+        found = stored.attend(by_reads(cpu_flash), q, Reads([read]), SCALE, None).out_THD
+        assert found[:, :2].isfinite().all(dim=-1).logical_not().all() == is_seen
+        assert found[:, 2:].isfinite().all()
+
+
 @st.composite
 def rectangles(draw):
     """A read of any kind over a layer of which all slots are filled."""

@@ -6,15 +6,24 @@ from collections import deque
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from coordinator.blocks import Blocks, Placer
 from coordinator.contexts import LAST_ENDS
-from coordinator.events import Acknowledged, Ended, Outcome, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Ended, Failed, Outcome, Prompt, Started, Tokens
 from coordinator.jobs import Claim
 from coordinator.positions import Positions
 from coordinator.scheduler import Scheduler
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from longleaf.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFinite,
+    NotFound,
+    ResourceExhausted,
+)
 from longleaf.sampling import Sampling
 from longleaf.step import Decode, Rotary, StepPlan, StepResult, Windows
 from tests.window_ledger import WindowLedger, windows_of
@@ -88,6 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0
         self.seconds = 0.001
+        self.breaks: int | None = None
+        """Of the next answer of the ranks, the row that is not finite."""
         self.num_jobs = 0
         self.num_submitted = 0
         self.num_ended = 0
@@ -230,6 +241,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert before <= other.passed
         self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
 
+    @rule(row=st.integers(0, 8))
+    def spoil(self, row: int) -> None:
+        self.breaks = row
+
     @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
@@ -243,6 +258,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             read = self.prompts[row.sequence] + answer[: row.token_index]
             if row.token_index <= len(answer):  # or the answer's end was not known when the row was planned
                 assert self.ledger.token_ids(row.path)[: len(read)] == read
+        if self.breaks is not None:
+            broken = (
+                [row.sequence for row in plan.work.rows][self.breaks :][:1] if isinstance(plan.work, Decode) else []
+            )
+            result = replace(result, not_finite=tuple(broken), has_finite_keys=isinstance(plan.work, Decode))
+        self.breaks = None
         self._see(self.scheduler.commit(plan, result))
 
     def _see(self, outcomes: list[Outcome]) -> None:
@@ -257,6 +278,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if isinstance(outcome, Ended):
                 assert self.answers[job + outcome.sample] == self.expected[job + outcome.sample]
                 self._ended(job, outcome.sample)
+            if isinstance(outcome, Failed):
+                told = self.answers[job + outcome.sample]
+                assert told == self.expected[job + outcome.sample][: len(told)]
+                self._ended(job, outcome.sample)
             if isinstance(outcome, Started):
                 assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])
             if isinstance(outcome, Acknowledged):
@@ -270,6 +295,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _is_right(self, job: int, error: LongleafError) -> None:
         if isinstance(error, DeadlineExceeded):
             assert self.deadlines[job] <= self.now
+            return
+        if isinstance(error, NotFinite):
             return
         assert isinstance(error, ResourceExhausted)
         assert job in self.paused
