@@ -1,17 +1,20 @@
 """Whether Longleaf answers as transformers' `generate` does, for every family, world size and state of a context.
 
-Random checkpoints with the config of their family, float32, greedy: see tests/golden, of which this is the table. A
-family is exact when all its answers are the same tokens. What a model is refused for is what `longleaf serve` would
-say. Usage:
+Random checkpoints with the config of their family, greedy: see tests/golden, of which this is the table. A family is
+exact when all its answers in float32 are the same tokens. In half precision tokens say little, as rounding decides
+between close ones: there it is how far logits are from float32, against how far plain attention in that type is. What a
+model is refused for is what `longleaf serve` would say. Usage:
 
     python -m bench.models --json                           # prints the rows
     python -m bench.models --write                          # also keeps them in bench/results, and writes the page
     python -m bench.models --family llama4 phi3 --write     # only some of them; the other rows stay
+    python -m bench.models --dtype bfloat16 --write         # only one type; what was found in the others stays
     python -m bench.models --page                           # writes docs/models.md from the rows that are there
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +24,9 @@ from typing import Any
 from bench.arguments import tell
 from bench.checkpoints import make_checkpoint
 from bench.families import FAMILIES, REFUSED, SEEING, Family, Refused
-from longleaf.errors import ModelRefused
+from longleaf.errors import LongleafError, ModelRefused
 from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
+from tests.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
 from tests.golden.states import STATES, Logits, running
 from tests.threads import config_for
 from workers import model
@@ -30,6 +34,10 @@ from workers import model
 RESULTS = Path(__file__).parent / "results" / "models.json"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 WORLD_SIZES = (1, 2, 3, 4)
+HALVES = ("bfloat16", "float16")
+DTYPES = ("float32", *HALVES)
+PARTS = ((), (111, 120, 650))
+"""Where the parts of a context end from whose fork the prompt goes on; nowhere where it is asked alone."""
 
 Row = dict[str, Any]
 
@@ -39,19 +47,24 @@ def main() -> None:
     names = (*FAMILIES, *REFUSED)
     parser.add_argument("--family", dest="families", nargs="+", choices=names, default=names)
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=WORLD_SIZES)
+    parser.add_argument("--dtype", dest="dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--write", action="store_true", help="keep the rows in bench/results and write the page")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page from the rows that are kept")
     arguments = parser.parse_args()
-    rows = [] if arguments.page else [run(family, arguments.world_sizes) for family in arguments.families]
+    rows = (
+        []
+        if arguments.page
+        else [run(family, arguments.dtypes, arguments.world_sizes) for family in arguments.families]
+    )
     if arguments.json:
         print(json.dumps(rows, indent=2))
     if arguments.write or arguments.page:
         write(rows)
 
 
-def run(family: Family | Refused, world_sizes: Sequence[int]) -> Row:
-    """The row of a family, measured now."""
+def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[int]) -> Row:
+    """The row of a family, measured now, in some of the types."""
     with TemporaryDirectory() as folder:
         try:
             loaded = model.load(str(make_checkpoint(Path(folder), family)), "float32", "cpu")
@@ -59,10 +72,38 @@ def run(family: Family | Refused, world_sizes: Sequence[int]) -> Row:
             tell(f"{family}: refused, {refused}")
             return row(family, refused=str(refused))
         golden = make_golden(Path(folder), family)
-        found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in STATES]
+        found: Row = {"family": family}
+        if "float32" in dtypes:
+            found = measure_exactness(golden, family, loaded.bytes_per_token, world_sizes)
+        for dtype in (dtype for dtype in HALVES if dtype in dtypes):
+            found[dtype] = asyncio.run(measure_rounding(golden, dtype, world_sizes))
+            tell(f"{family} in {dtype}: {half(found[dtype])}")
+    return found
+
+
+def measure_exactness(golden: Golden, family: str, bytes_per_token: int, world_sizes: Sequence[int]) -> Row:
+    """Tokens and logits in float32, in every state."""
+    found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in STATES]
     is_exact, difference = all(same for same, _ in found), max(difference for _, difference in found)
     tell(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
-    return row(family, is_exact, difference, loaded.bytes_per_token, world_sizes)
+    return row(family, is_exact, difference, bytes_per_token, world_sizes)
+
+
+async def measure_rounding(golden: Golden, dtype: str, world_sizes: Sequence[int]) -> Row:
+    """By how many times as much as the plain model in this type the service is off from float32, at worst."""
+    exact, plain = plain_logits(golden), plain_logits(golden, dtype)
+    if not plain.isfinite().all():
+        return rounded(world_sizes, failure="not finite, in the plain model either")
+    ratios: list[float] = []
+    for num_ranks, parts in itertools.product(world_sizes, PARTS):
+        try:
+            found = await served_logits(golden, parts, world_size=num_ranks, dtype=dtype)
+        except LongleafError as error:
+            return rounded(world_sizes, failure=f"{type(error).__name__} on {num_ranks} ranks: {error}")
+        if not found.isfinite().all():
+            return rounded(world_sizes, failure=f"not finite on {num_ranks} ranks, but in the plain model")
+        ratios.append(ratio(golden, found, plain, exact))
+    return rounded(world_sizes, max(ratios))
 
 
 async def compare(golden: Golden, state: str, world_size: int) -> tuple[bool, float]:
@@ -93,10 +134,15 @@ def row(
     }
 
 
+def rounded(world_sizes: Sequence[int], ratio: float | None = None, failure: str | None = None) -> Row:
+    """What was found in one type of half precision."""
+    return {"ratio": ratio, "failure": failure, "world_sizes": list(world_sizes)}
+
+
 def write(rows: list[Row]) -> None:
-    """New rows take the place of those of the same family."""
-    kept = {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
-    kept |= {row["family"]: row for row in rows}
+    """What is new takes the place of what was found in the same family and type."""
+    kept: dict[str, Row] = {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
+    kept |= {row["family"]: kept.get(row["family"], {}) | row for row in rows}
     ordered = [kept[family] for family in (*FAMILIES, *REFUSED) if family in kept]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
     PAGE.write_text("\n".join(page(ordered)) + "\n")
@@ -117,21 +163,40 @@ def page(rows: list[Row]) -> Iterator[str]:
     yield "logit in any step of the first answer; bytes are those of a token's keys and values in the small checkpoint."
     yield f"Of checkpoints that also see images ({', '.join(SEEING)}) the text is served."
     yield ""
-    yield "| family | exact | largest difference of a logit | bytes per token | world sizes |"
-    yield "| --- | --- | --- | --- | --- |"
-    for row in rows:
-        if row["refused"] is None:
-            sizes = ", ".join(map(str, row["world_sizes"]))
-            exact = "yes" if row["exact"] else "no"
-            yield f"| {row['family']} | {exact} | {row['max_logit_diff']:.1e} | {row['bytes_per_token']} | {sizes} |"
+    yield "In bfloat16 and float16 rounding alone decides between tokens that are about as likely, in transformers"
+    yield "too, so that tokens prove nothing. The number says how many times as far from float32 the logits of the"
+    yield "service are as those of plain attention in that type: at worst over the world sizes, for a prompt alone and"
+    yield "for one that goes on from the fork of a context, by all logits together and by the one that is furthest off;"
+    yield f"of families with experts in the median over the tokens. Up to {ALLOWED:g} is taken for rounding."
+    yield ""
+    yield "| family | exact | largest difference of a logit | bfloat16 | float16 | bytes per token | world sizes |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield from (line(row) for row in rows if row.get("refused") is None)
     yield ""
     yield "A model that would not be exact is refused when it is loaded, with the reason:"
     yield ""
     yield "| model | refused because |"
     yield "| --- | --- |"
     for row in rows:
-        if row["refused"] is not None:
+        if row.get("refused") is not None:
             yield f"| {row['family']} | {row['refused']} |"
+
+
+def line(row: Row) -> str:
+    """The line of a family that is served."""
+    cells = [row["family"], "yes" if row["exact"] else "no", f"{row['max_logit_diff']:.1e}"]
+    cells += [half(row.get(dtype)) for dtype in HALVES]
+    cells += [str(row["bytes_per_token"]), ", ".join(map(str, row["world_sizes"]))]
+    return f"| {' | '.join(cells)} |"
+
+
+def half(found: Row | None) -> str:
+    """What is told of a family in half precision."""
+    if found is None:
+        return "not run"
+    if found["failure"] is not None:
+        return f"no: {found['failure']}"
+    return f"{'no: ' if found['ratio'] > ALLOWED else ''}{found['ratio']:.2f}"
 
 
 if __name__ == "__main__":

@@ -101,6 +101,25 @@ def windows(rows: Sequence[Row]) -> list[str]:
     return [told, "", *_table(heads, table)]
 
 
+def sampling(rows: Sequence[Row]) -> list[str]:
+    """Rows together or one by one."""
+    heads = ["sampling", "logits", "together, ms", "one by one, ms", "ratio", "from - to", "wanted", "same tokens"]
+    table = [
+        [
+            *(row[name] for name in ("case", "logits", "together_ms", "alone_ms", "ratio")),
+            f"{row['ratio_min']} - {row['ratio_max']}",
+            row["target"] or "",
+            "yes" if row["same_tokens"] else "no",
+        ]
+        for row in rows
+    ]
+    told = (
+        f"Choosing the tokens of {rows[0]['rows']} rows from {rows[0]['vocabulary']:,} each, on one thread of rank 0, "
+        "while all ranks wait: rows together against one after the other, which sorts whole rows for top-p."
+    )
+    return [told, "", *_table(heads, table)]
+
+
 def hostile(rows: Sequence[Row]) -> list[str]:
     """Attacks beside one honest stream."""
     first = rows[0]
@@ -149,6 +168,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "serve": serve,
     "prefill": prefill,
     "windows": windows,
+    "sampling": sampling,
     "hostile": hostile,
 }
 

@@ -1,54 +1,35 @@
 """Chooses tokens from logits. Random numbers depend on (seed, token index) alone, never on the batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from longleaf.step import Row, Seen, Terms
+from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.step import Row, Terms
+from workers import distribution, draws
+from workers.penalties import Penalties
 
-
-class History:
-    """What penalties must know of a sequence over a vocabulary of V tokens, on the CPU."""
-
-    def __init__(self, seen: Seen, vocabulary_size: int) -> None:
-        self.is_seen_V = torch.zeros(vocabulary_size, dtype=torch.bool)
-        """Whether a token is in context, prompt or answer."""
-        self.counts_V = torch.zeros(vocabulary_size, dtype=torch.float64)
-        """How often a token is in the answer."""
-        self.is_seen_V[_below(seen.token_ids, vocabulary_size)] = True
-        for token_id in seen.generated:
-            self.add(token_id)
-
-    def add(self, token_id: int) -> None:
-        """Notes a generated token."""
-        self.is_seen_V[token_id] = True
-        self.counts_V[token_id] += 1
+MAX_LOGITS = 1 << 19
+"""Of rows that are computed on together, unless one alone has more: in float64 4 MiB, which an allocator hands out
+again instead of asking the system for pages each time."""
 
 
 class Chooser:
-    """Chooses the tokens of one sequence, by its terms."""
+    """How the tokens of one sequence are chosen: its terms, and what its penalties remember."""
 
     def __init__(self, terms: Terms, vocabulary_size: int) -> None:
         self.sampling = terms.sampling
-        self._history = History(terms.seen, vocabulary_size) if terms.seen is not None else None
+        self.penalties = Penalties(terms, vocabulary_size)
 
-    def choose(self, logits_V: Tensor, token_index: int) -> int:
-        """The next token id from the logits [V] of one position."""
-        token_id = sample(logits_V, self.sampling, token_index, self._history)
-        if self._history is not None:
-            self._history.add(token_id)
-        return token_id
+    @property
+    def kind(self) -> int:
+        """Rows of one kind are computed on together: those of one top-k, greedy ones, and greedy ones as they are."""
+        if self.sampling.is_argmax:
+            return -2
+        return -1 if self.sampling.is_greedy else self.sampling.top_k
 
 
 class Sampler:
@@ -59,15 +40,20 @@ class Sampler:
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
         """The next token id of each row, from its logits [V], and by sequence the logprobs that are asked for."""
-        chosen: list[int] = logits_RV.argmax(dim=-1).tolist()
+        choosers = [self._chooser(row, logits_RV.shape[-1]) for row in rows]
+        chosen: dict[int, int] = {}
+        for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
+            of_some = [choosers[i] for i in some]
+            found = choose(take(logits_RV, some), of_some, [rows[i].token_index for i in some])
+            chosen.update(zip(some, found, strict=True))
+            for chooser, token_id in zip(of_some, found, strict=True):
+                chooser.penalties.add(token_id)
         told: dict[int, Logprobs] = {}
-        for i, row in enumerate(rows):
-            chooser = self._chooser(row, logits_RV.shape[-1])
-            if not chooser.sampling.is_argmax:
-                chosen[i] = chooser.choose(logits_RV[i], row.token_index)
-            if (num_top := chooser.sampling.num_logprobs) is not None:
-                told[row.sequence] = logprobs(logits_RV[i], chosen[i], num_top)
-        return chosen, told
+        for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
+            num_top = choosers[some[0]].sampling.num_logprobs
+            found = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
+            told.update(zip([rows[i].sequence for i in some], found, strict=True))
+        return [chosen[i] for i in range(len(rows))], told
 
     def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
         """That of the row's sequence, begun anew where the row tells its terms."""
@@ -81,56 +67,60 @@ class Sampler:
             self._choosers.pop(sequence, None)
 
 
-def sample(logits_V: Tensor, sampling: Sampling, token_index: int, history: History | None = None) -> int:
-    """The next token id from the logits [V] of one position."""
-    if sampling.is_greedy:
-        return int(adjusted(logits_V, sampling, history).argmax())
-    probabilities_V = distribution(logits_V, sampling, history)
-    cumulative_V = probabilities_V.cumsum(0)
-    drawn = uniform(sampling.seed, token_index) * float(cumulative_V[-1])
-    chosen = int(torch.searchsorted(cumulative_V, drawn, right=True))
-    return min(chosen, int(probabilities_V.nonzero()[-1]))
+def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """The logits of some of the rows, in rising order; without a copy where they follow one another."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits_RV[rows[0] : rows[-1] + 1]
+    return logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
 
 
-def adjusted(logits_V: Tensor, sampling: Sampling, history: History | None = None) -> Tensor:
-    """Logits [V], float64 on the CPU, after bias and penalties.
+def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequence[int]) -> list[int]:
+    """The next token ids from the logits [V] of rows of one kind."""
+    first = choosers[0].sampling
+    if first.is_argmax:
+        return argmax(logits_RV)
+    scores_RV = adjusted(logits_RV, choosers)
+    if first.is_greedy:
+        return argmax(scores_RV)
 
-    The bias is what transformers' SequenceBiasLogitsProcessor does to single ids; the repetition penalty is
-    transformers' own; presence and frequency penalties are those of the OpenAI API.
-    """
-    scores_V = logits_V.detach().cpu().double()
-    bias = {i: b for i, b in sampling.logit_bias.items() if i < len(scores_V)}
-    scores_V = scores_V.index_add(0, _ids(bias.keys()), torch.tensor([*bias.values()], dtype=torch.float64))
-    if history is None:
-        return scores_V
-    if sampling.repetition_penalty != 1.0:
-        seen_1N = history.is_seen_V.nonzero().T
-        penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        scores_V = penalty(seen_1N, scores_V[None])[0]  # pyright: ignore[reportArgumentType]
-    presence_V = (history.counts_V > 0) * sampling.presence_penalty
-    return scores_V - presence_V - history.counts_V * sampling.frequency_penalty
+    def draw_alone(i: int) -> int:
+        [scores_V] = adjusted(logits_RV[i, None], [choosers[i]]).cpu()
+        return distribution.draw(scores_V, samplings[i], uniforms[i])
 
-
-def distribution(logits_V: Tensor, sampling: Sampling, history: History | None = None) -> Tensor:
-    """Probabilities [V], float64: bias and penalties, then transformers' own temperature, top-k, top-p and min-p."""
-    processors = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
-    if sampling.top_k:
-        processors.append(TopKLogitsWarper(min(sampling.top_k, logits_V.shape[0])))
-    if sampling.top_p < 1.0:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0.0:
-        processors.append(MinPLogitsWarper(sampling.min_p))
-    no_ids = torch.LongTensor(1, 0)
-    scores_V = processors(no_ids, adjusted(logits_V, sampling, history)[None])[0]  # pyright: ignore[reportArgumentType]
-    return torch.softmax(scores_V, dim=-1)
+    samplings = [chooser.sampling for chooser in choosers]
+    uniforms = [uniform(s.seed, index) for s, index in zip(samplings, token_indices, strict=True)]
+    drawn = draws.draw(scores_RV, samplings, uniforms)
+    return [draw_alone(i) if token_id is None else token_id for i, token_id in enumerate(drawn)]
 
 
-def logprobs(logits_V: Tensor, token_id: int, num_top: int) -> Logprobs:
-    """How likely `token_id` was by the logits [V] as the model gave them, and the `num_top` likeliest tokens."""
-    logprobs_V = torch.log_softmax(logits_V.double(), dim=-1).cpu()
-    values, ids = logprobs_V.topk(min(num_top, len(logprobs_V)))
-    top = (TokenLogprob(i, value) for i, value in zip(ids.tolist(), values.tolist(), strict=True))
-    return Logprobs(float(logprobs_V[token_id]), tuple(top))
+def adjusted(logits_RV: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+    """Logits [R, V], float64, after bias and penalties."""
+    scores_RV = logits_RV.to(torch.float64, copy=True)
+    for scores_V, chooser in zip(scores_RV, choosers, strict=True):
+        chooser.penalties.adjust(scores_V)
+    return scores_RV
+
+
+def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
+    """How likely each row's token was by the logits [V] as the model gave them, and the `num_top` likeliest tokens."""
+    logits_RV = logits_RV.double()
+    # of the likeliest token, minus the logarithm of the sum: torch makes it in less time so than by log_softmax
+    logprob_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True).log()
+    ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
+    chosen_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
+    below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
+    return [
+        Logprobs(first, tuple(map(TokenLogprob, ids, values)))
+        for ids, (first, *values) in zip(ids_RN.tolist(), (below_RN + logprob_R1).tolist(), strict=True)
+    ]
+
+
+def argmax(logits_RV: Tensor) -> list[int]:
+    """The first of the highest logits of each row. On CPUs numpy finds it in a tenth of the time that torch takes."""
+    if logits_RV.device.type != "cpu":
+        return logits_RV.argmax(dim=-1).tolist()
+    is_half = logits_RV.dtype in (torch.bfloat16, torch.float16)
+    return (logits_RV.float() if is_half else logits_RV).numpy().argmax(axis=-1).tolist()
 
 
 def uniform(seed: int, token_index: int) -> float:
@@ -138,11 +128,15 @@ def uniform(seed: int, token_index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=token_index)).random())
 
 
-def _ids(token_ids: Iterable[int]) -> Tensor:
-    return torch.tensor([*token_ids], dtype=torch.long)
+def _kind(chooser: Chooser) -> int:
+    """Rows of one kind are computed on together: greedy ones, or those of one top-k."""
+    return -1 if chooser.sampling.is_greedy else chooser.sampling.top_k
 
 
-def _below(token_ids: Iterable[int], vocabulary_size: int) -> Tensor:
-    """The ids that have a logit: an embedding may have more rows than the head."""
-    ids = _ids(token_ids)
-    return ids[ids < vocabulary_size]
+def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:
+    """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
+    most = max(1, MAX_LOGITS // num_tokens)
+    kinds = {i: found for i, chooser in enumerate(choosers) if (found := kind(chooser)) is not None}
+    for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
+        rows = [*alike]
+        yield from (rows[start : start + most] for start in range(0, len(rows), most))

@@ -9,8 +9,8 @@ from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
+from tests.golden.rounding import plain_logits, served_logits
 from tests.golden.states import ingest, running
-from tests.golden.test_dtypes import plain_logits, served_logits
 from tests.service import encoded
 from tests.threads import config_for
 
@@ -27,7 +27,7 @@ from tests.threads import config_for
 )
 async def test_logits_are_off_by_at_most_twice_what_bfloat16_weights_bring(goldens, family, settings):
     golden = goldens(family)
-    exact, plain = plain_logits(golden), plain_logits(golden, torch.bfloat16)
+    exact, plain = plain_logits(golden), plain_logits(golden, "bfloat16")
     found = await served_logits(golden, kv_dtype="int8", **settings)
     error, allowed = (torch.linalg.vector_norm(logits - exact) for logits in (found, plain))
     assert 0 < error <= 2 * allowed

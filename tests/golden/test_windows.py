@@ -12,8 +12,8 @@ from coordinator.verification import judge
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
+from tests.golden.rounding import plain_logits, served_logits
 from tests.golden.states import KEPT, STATES, Logits, answer, ingest, running
-from tests.golden.test_dtypes import plain_logits, served_logits
 from tests.golden.test_generate import LOGIT_TOLERANCE
 from tests.golden.test_together import BOUNDS, holding
 from tests.golden.test_tree import ask
@@ -191,7 +191,7 @@ async def test_contexts_and_prompts_part_where_sections_begin(goldens):
 )
 async def test_keys_in_8_bits_are_off_by_at_most_twice_what_bfloat16_weights_bring(goldens, family, settings):
     golden = goldens(family)
-    exact, plain = plain_logits(golden), plain_logits(golden, torch.bfloat16)
+    exact, plain = plain_logits(golden), plain_logits(golden, "bfloat16")
     found = await served_logits(golden, kv_dtype="int8", window_keys="replicated", **settings)
     error, allowed = (torch.linalg.vector_norm(logits - exact) for logits in (found, plain))
     assert 0 < error <= 2 * allowed
@@ -209,7 +209,7 @@ async def test_how_many_ranks_round_to_8_bits_does_not_show(goldens):
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_half_precision_stays_close_to_the_plain_model(goldens, family):
     golden = goldens(family)
-    exact, plain = plain_logits(golden), plain_logits(golden, torch.bfloat16)
+    exact, plain = plain_logits(golden), plain_logits(golden, "bfloat16")
     found = await served_logits(golden, world_size=3, dtype="bfloat16", window_keys="replicated")
     error, allowed = (torch.linalg.vector_norm(logits - exact) for logits in (found, plain))
     assert error <= 2 * allowed

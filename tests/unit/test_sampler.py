@@ -19,7 +19,9 @@ from transformers import (
 
 from longleaf.sampling import MAX_LOGPROBS, Sampling
 from longleaf.step import Row, Seen, Terms
-from workers.sampler import History, Sampler, adjusted, distribution, logprobs, sample, uniform
+from workers.distribution import distribution
+from workers.penalties import Penalties
+from workers.sampler import Sampler, logprobs, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
 V = len(LOGITS)
@@ -41,6 +43,17 @@ def transformers_says(logits_V: Tensor, sampling: Sampling, token_ids: list[int]
         processors.append(MinPLogitsWarper(sampling.min_p))
     ids = torch.tensor([token_ids], dtype=torch.long)
     return torch.softmax(LogitsProcessorList(processors)(ids, logits_V[None].double())[0], dim=-1)
+
+
+def adjusted(logits_V: Tensor, sampling: Sampling, told: Seen | None = None) -> Tensor:
+    """Logits [V], float64, after bias and penalties."""
+    scores_V = logits_V.double()
+    Penalties(Terms(sampling, told), len(logits_V)).adjust(scores_V)
+    return scores_V
+
+
+def sample(logits_V: Tensor, sampling: Sampling, token_index: int) -> int:
+    return Sampler().choose([row(1, sampling, token_index)], logits_V[None])[0][0]
 
 
 def seen(prompt: list[int], answer: list[int]) -> Seen:
@@ -82,8 +95,7 @@ def test_probabilities_are_those_of_transformers(
         logit_bias=bias,
     )
     logits_V = torch.tensor(logits)
-    history = History(seen(prompt, answer), V) if sampling.has_penalties else None
-    found = distribution(logits_V, sampling, history)
+    found = distribution(adjusted(logits_V, sampling, seen(prompt, answer)), sampling)
     torch.testing.assert_close(found, transformers_says(logits_V, sampling, prompt + answer))
 
 
@@ -93,19 +105,19 @@ def test_presence_and_frequency_count_the_answer_alone(answer: list[int]) -> Non
     wanted = LOGITS.double()
     for token_id in range(V):
         wanted[token_id] -= 0.5 * (token_id in answer) - 0.25 * answer.count(token_id)
-    found = adjusted(LOGITS, sampling, History(seen([0, 2], answer), V))
+    found = adjusted(LOGITS, sampling, seen([0, 2], answer))
     torch.testing.assert_close(found, wanted)
 
 
 def test_penalties_come_after_the_bias() -> None:
     """A bias changes the sign of a logit, and with it what the repetition penalty does."""
     sampling = Sampling(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
-    assert adjusted(LOGITS, sampling, History(seen([], [0]), V))[0] == (2.0 - 4.0) * 2.0 - 1.0
+    assert adjusted(LOGITS, sampling, seen([], [0]))[0] == (2.0 - 4.0) * 2.0 - 1.0
 
 
 def test_ids_that_have_no_logit_are_left_alone() -> None:
     sampling = Sampling(temperature=1.0, logit_bias={V: 5.0}, repetition_penalty=2.0)
-    found = distribution(LOGITS, sampling, History(seen([V, V + 1], []), V))
+    found = distribution(adjusted(LOGITS, sampling, seen([V, V + 1], [])), sampling)
     torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
 
 
@@ -151,11 +163,12 @@ def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> 
 
 def test_logprobs_are_those_of_the_model() -> None:
     logprobs_V = torch.log_softmax(LOGITS.double(), 0)
-    found = logprobs(LOGITS, 2, 3)
-    assert found.logprob == float(logprobs_V[2])
-    assert [(top.token_id, top.logprob) for top in found.top] == [(i, float(logprobs_V[i])) for i in (4, 0, 1)]
-    assert len(logprobs(LOGITS, 2, MAX_LOGPROBS).top) == V
-    assert logprobs(torch.tensor([0.0, -torch.inf]), 1, 0).logprob == -torch.inf
+    [found] = logprobs(LOGITS[None], [2], 3)
+    assert found.logprob == pytest.approx(float(logprobs_V[2]), rel=1e-15)
+    assert [top.token_id for top in found.top] == [4, 0, 1]
+    assert [top.logprob for top in found.top] == pytest.approx(logprobs_V[[4, 0, 1]].tolist(), rel=1e-15)
+    assert len(logprobs(LOGITS[None], [2], MAX_LOGPROBS)[0].top) == V
+    assert logprobs(torch.tensor([[0.0, -torch.inf]]), [1], 0)[0].logprob == -torch.inf
 
 
 def test_greedy_takes_the_largest():
@@ -163,14 +176,14 @@ def test_greedy_takes_the_largest():
 
 
 def test_temperature_divides_the_logits():
-    found = distribution(LOGITS, Sampling(temperature=2.0))
+    found = distribution(LOGITS.double(), Sampling(temperature=2.0))
     torch.testing.assert_close(found, torch.softmax(LOGITS.double() / 2, 0))
 
 
 def test_filters_keep_the_most_likely():
-    assert distribution(LOGITS, Sampling(temperature=1.0, top_k=2)).nonzero().flatten().tolist() == [0, 4]
-    assert distribution(LOGITS, Sampling(temperature=1.0, top_p=0.1)).nonzero().flatten().tolist() == [4]
-    assert distribution(LOGITS, Sampling(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [0, 1, 4]
+    assert distribution(LOGITS.double(), Sampling(temperature=1.0, top_k=2)).nonzero().flatten().tolist() == [0, 4]
+    assert distribution(LOGITS.double(), Sampling(temperature=1.0, top_p=0.1)).nonzero().flatten().tolist() == [4]
+    assert distribution(LOGITS.double(), Sampling(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [0, 1, 4]
 
 
 def test_a_draw_depends_on_seed_and_index_alone():
@@ -188,7 +201,7 @@ def test_samples_of_a_request_have_seeds_of_their_own():
 
 def test_draws_follow_the_distribution_by_inversion():
     sampling = Sampling(temperature=1.0, seed=3)
-    cumulative = distribution(LOGITS, sampling).cumsum(0)
+    cumulative = distribution(LOGITS.double(), sampling).cumsum(0)
     for index in range(200):
         token = sample(LOGITS, sampling, index)
         draw = uniform(3, index)

@@ -1,0 +1,61 @@
+"""Rows drawn together get the tokens that the definition gives each of them alone, whatever their settings."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.one_by_one import History, adjusted
+from longleaf.sampling import Sampling
+from longleaf.step import Row, Seen, Terms
+from workers import distribution
+from workers.sampler import Sampler, uniform
+
+V = 20
+ids = st.integers(0, V - 1)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([1e-300, 0.01, 0.5, 1.0, 1.0, 3.0, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, V - 1, V, 1000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0, exclude_min=True), st.integers(1, V).map(lambda n: n / V)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.just(0.5)),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.5]),
+    logit_bias=st.dictionaries(ids, st.sampled_from([-100.0, -1.0, 1e-15, 2.0]), max_size=2),
+    seed=st.integers(0, 2**64 - 1),
+    num_logprobs=st.sampled_from([None, None, 0, 3]),
+)
+"""Many of them cut where rounding decides: at shares of equal tokens, or of one that is half as likely as another."""
+ties = st.sampled_from([-torch.inf, -1.0, 0.0, 0.6931471805599453, 1.0])
+logits = st.one_of(
+    st.lists(ties, min_size=V, max_size=V),
+    st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V),
+    st.lists(st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]), min_size=V, max_size=V),
+)
+seen = st.builds(Seen, st.sets(ids, max_size=5).map(tuple), st.lists(ids, max_size=5).map(tuple))
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def defined(logits_V: torch.Tensor, sampling: Sampling, told: Seen, token_index: int) -> int:
+    scores_V = adjusted(logits_V, sampling, History(told, V) if sampling.has_penalties else None)
+    if sampling.is_greedy:
+        return int(scores_V.argmax())
+    return distribution.draw(scores_V, sampling, uniform(sampling.seed, token_index))
+
+
+@given(
+    asked=st.lists(st.tuples(samplings, logits, seen), min_size=1, max_size=6), index=st.integers(0, 2), dtype=dtypes
+)
+@settings(max_examples=200, deadline=None)
+def test_rows_drawn_together_are_those_of_the_definition(
+    asked: list[tuple[Sampling, list[float], Seen]], index: int, dtype: torch.dtype
+) -> None:
+    rows = [
+        Row(i, (0,), index, (), (), index, Terms(sampling, told if sampling.has_penalties else None))
+        for i, (sampling, _, told) in enumerate(asked)
+    ]
+    logits_RV = torch.tensor([values for _, values, _ in asked]).to(dtype)
+    found, _ = Sampler().choose(rows, logits_RV)
+    assert found == [
+        defined(logits_V, sampling, told, index) for logits_V, (sampling, _, told) in zip(logits_RV, asked, strict=True)
+    ]

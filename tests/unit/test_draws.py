@@ -1,0 +1,147 @@
+"""Rows that are drawn together: what is computed for them, and that each gets the token that it would get alone."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import one_by_one
+from longleaf.sampling import Sampling
+from longleaf.step import Row, Seen, Terms
+from workers import distribution, draws
+from workers.sampler import Sampler
+
+ROWS, V = 16, 20_000
+
+
+class Watch(TorchDispatchMode):
+    """Notes of operations how large the tensors are that they are given."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.sizes: list[tuple[str, int]] = []
+        self._names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (name := func.overloadpacket.__name__) in self._names:
+            self.sizes.append((name, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def logits(rows: int = ROWS, size: int = V, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def rows(*samplings: Sampling, seen: Seen | None = None) -> list[Row]:
+    """A first row for each of the sequences."""
+    return [
+        Row(i, (0,), 0, (), (), 0, Terms(sampling, (seen or Seen((), ())) if sampling.has_penalties else None))
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0], ids=["flat", "normal", "peaked"])
+def test_top_p_sorts_a_small_part_of_a_row(spread):
+    asked = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
+    with Watch("sort") as watch:
+        Sampler().choose(asked, logits(spread=spread))
+    assert sum(size for _, size in watch.sizes) < ROWS * V / 20
+
+
+def test_the_probabilities_of_all_rows_are_made_together():
+    asked = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
+    with Watch("_softmax", "_log_softmax") as watch:
+        Sampler().choose(asked, logits(size=512))
+    assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # of what is drawn from, and of what is told
+
+
+def test_penalties_touch_the_tokens_that_were_seen_alone():
+    seen = Seen(tuple(range(0, 200, 2)), (3, 5, 5))
+    asked = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
+    logits_RV = logits(1)
+    with Watch("nonzero", "where", "mul", "gt", "sub", "add") as watch:
+        Sampler().choose(asked, logits_RV)
+    assert all(size <= 200 for _, size in watch.sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_tokens_equally_likely_top_p_keeps_those_of_larger_ids(dtype):
+    """On every processor: the instructions that it has decide how torch sorts them."""
+    values = torch.arange(640) % 4
+    logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
+    sampling = Sampling(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
+    kept = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
+    chosen = [Sampler().choose([row], logits_V[None])[0][0] for row in every_draw(sampling, 600)]
+    assert set(chosen) <= kept
+    assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == kept
+
+
+def every_draw(sampling: Sampling, count: int) -> list[Row]:
+    return [Row(1, (0,), index, (), (), index, Terms(sampling)) for index in range(count)]
+
+
+def settings() -> list[Sampling]:
+    """Of all kinds."""
+    cuts = [
+        {"top_p": 0.9},
+        {"top_p": 0.3, "min_p": 0.01},
+        {"top_k": 20},
+        {"top_k": 200, "top_p": 0.8},
+        {"min_p": 0.05},
+        {},
+    ]
+    extra = [{}, {"logit_bias": {3: 5.0, 700: -9.0}, "frequency_penalty": 0.5}, {"repetition_penalty": 1.3}]
+    kinds = enumerate(itertools.product([0.3, 0.7, 1.0, 1.0, 1.5, 30.0], cuts))
+    return [Sampling(temperature=t, seed=i, **cut, **extra[i % 3]) for i, (t, cut) in kinds]
+
+
+def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[Sampling]:
+    """With a top-p that so many tokens reach, but for rounding, and a min-p at which one more is."""
+    shares_V = torch.softmax(logits_V.double(), 0).sort(descending=True).values
+    top_p, min_p = float(shares_V[:num_tokens].sum()), float(shares_V[num_tokens] / shares_V[0])
+    kinds = {"top_p": top_p}, {"min_p": min_p}, {"min_p": min_p, "top_k": 2 * num_tokens}
+    return [Sampling(temperature=1.0, seed=num_tokens, **kind) for kind in kinds]
+
+
+def test_all_tokens_that_are_as_likely_as_the_last_of_top_k_are_kept():
+    logits_RV = torch.arange(500.0).clamp(min=5.0, max=450.0)[None]
+    sampling = Sampling(temperature=1.0, top_k=2, seed=1)
+    drawn = {Sampler().choose([row], logits_RV)[0][0] for row in every_draw(sampling, 1000)}
+    assert drawn == set(range(450, 500))
+
+
+@pytest.mark.parametrize("num_steps", [20, pytest.param(210, marks=pytest.mark.slow, id="ten thousand draws")])
+def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
+    """Among them some in which rounding might decide, or from which nobody can draw."""
+    num_left = 0
+
+    def counted(*arguments):
+        nonlocal num_left
+        drawn = draw(*arguments)
+        num_left += drawn.count(None)
+        return drawn
+
+    draw = draws.draw
+    monkeypatch.setattr(draws, "draw", counted)
+    found, wanted = Sampler(), one_by_one.Sampler()
+    fixed = logits(4, 3000).repeat_interleave(3, dim=0)
+    asked = [*settings(), *itertools.chain(*(at_a_limit(fixed[3 * i], 2 + i) for i in range(4)))]
+    first = rows(*asked, seen=Seen(tuple(range(0, 3000, 5)), (1, 2, 2)))
+    for step in range(num_steps):
+        logits_RV = torch.cat((logits(36, 3000, spread=[0.5, 2.0, 4.0, 8.0][step % 4], seed=step), fixed))
+        if step % 50 == 7:
+            logits_RV[step // 10] = torch.nan
+        at = [Row(row.sequence, (0,), step, (), (), step, row.terms if step == 0 else None) for row in first]
+        assert found.choose(at, logits_RV) == wanted.choose(at, logits_RV)
+    assert len(first) == 48
+    assert num_left > 8 * num_steps
+
+
+@pytest.mark.parametrize("size", [64, 3000, 4096])
+@pytest.mark.parametrize("num", [1, 20, 64])
+def test_the_highest_are_those_of_topk(size, num):
+    logits_RV = logits(3, size).double()
+    values, ids = draws.highest(logits_RV, num)
+    assert torch.equal(values, logits_RV.topk(num).values)
+    assert torch.equal(ids, logits_RV.topk(num).indices)
