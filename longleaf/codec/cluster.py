@@ -2,7 +2,7 @@
 
 from google.protobuf.duration_pb2 import Duration
 
-from longleaf.codec.names import encodable
+from longleaf.codec.names import as_text
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
 from longleaf.step import MergeTiming
@@ -115,7 +115,7 @@ def encode_verify(verify: Verify) -> cluster_pb.VerifyClusterRequest:
         if count is not None and not 1 <= count < 2**31:
             raise InvalidArgument(field, f"{count} is not 1 or more")
     return cluster_pb.VerifyClusterRequest(
-        text=None if verify.text is None else encodable(verify.text, "text"),
+        text=None if verify.text is None else as_text(verify.text, "text"),
         seed=verify.seed,
         prompt_token_count=verify.num_tokens,
         max_token_count=verify.max_tokens,
