@@ -150,4 +150,4 @@ class Document:
             raise self._unknown(max(new), "text")
 
     def _unknown(self, token_id: int, field: str) -> InvalidArgument:
-        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size} tokens")
+        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size:,} tokens")

@@ -8,6 +8,7 @@ from collections.abc import Set as AnySet
 from typing import TypeVar, cast
 
 from longleaf.errors import InvalidArgument
+from longleaf.units import human_number
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)
@@ -48,7 +49,7 @@ def encodable(text: str, field: str) -> str:
 def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
     """`value`. Raises InvalidArgument naming `field` when it is not from `low` to `high`."""
     if not low <= value <= high:
-        raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
+        raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
     return value
 
 
@@ -72,7 +73,7 @@ def as_text(value: str | BytesLike, field: str) -> str:
 
 
 def as_bytes(value: BytesLike, field: str) -> memoryview:
-    """The bytes, uncopied. Raises InvalidArgument naming `field` for a view of larger items, or of several dimensions."""
+    """The bytes, uncopied. Raises InvalidArgument naming `field` for a view of larger items or many dimensions."""
     view = memoryview(value)
     if view.itemsize != 1 or view.ndim != 1:
         told = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
@@ -114,7 +115,7 @@ def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "
     Raises InvalidArgument for more than `max_ids`, and naming the first that is negative.
     """
     if max_ids is not None and len(message.ids) > max_ids:
-        raise InvalidArgument("token_ids", f"are {len(message.ids)}, at most {max_ids} are taken at once")
+        raise InvalidArgument("token_ids", f"are {len(message.ids):,}, at most {max_ids:,} are taken at once")
     token_ids = array("I")
     try:
         for start in range(0, len(message.ids), STEP_IDS):

@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, human_bytes, print_json
+from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster
 from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Room, TextReport
 from longleaf.topology import count_ranks
+from longleaf.units import human_bytes
 
 REFUSED = 2
 """Exit code for a checkpoint that is not supported: it must change."""

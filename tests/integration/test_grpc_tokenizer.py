@@ -96,12 +96,12 @@ async def test_what_are_no_ids_is_told_as_such(service: Served, token_ids: Any, 
 @pytest.mark.parametrize(
     ("method", "request_", "told"),
     [
-        ("Tokenize", tokenizer_pb.TokenizeRequest(text="a" * (1 << 20) + "b"), "text: has 1048577 bytes"),
+        ("Tokenize", tokenizer_pb.TokenizeRequest(text="a" * (1 << 20) + "b"), "text: has 1,048,577 bytes"),
         ("Detokenize", tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1, 999]}), r"token_ids\.ids\[1\]: 999"),
         (
             "Detokenize",
             tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1] * ((1 << 20) + 1)}),
-            "token_ids: are 1048577",
+            "token_ids: are 1,048,577",
         ),
     ],
 )
