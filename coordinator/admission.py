@@ -17,6 +17,7 @@ from coordinator.speeds import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.messages import ContextSettings
+from longleaf.units import human_seconds
 
 
 class Admission:
@@ -96,7 +97,9 @@ class Admission:
         left = job.claim.deadline - now
         needed = self._speeds.least_seconds(job, self._num_held(job), waiting, running)
         if left <= 0 or needed > left:
-            raise DeadlineExceeded(f"{max(0.0, left):.3g} seconds are left, and {needed:.3g} are needed at least")
+            raise DeadlineExceeded(
+                f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"
+            )
 
     def _num_held(self, job: Job) -> int:
         """Tokens that need not be read, because an earlier prompt began with them."""

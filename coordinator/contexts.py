@@ -11,6 +11,7 @@ from coordinator.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.step import Rope, Windows
+from longleaf.units import human_number, human_seconds
 
 LAST_ENDS = 4
 """Documents of a context at whose ends the windows are held: any number of appends takes no more."""
@@ -80,9 +81,9 @@ class Context:
 def check_settings(settings: ContextSettings, now: float, parent: str) -> None:
     """Raises InvalidArgument for a time that has passed, or that a date cannot tell; `parent` carries the settings."""
     if settings.expires is not UNSET and settings.expires is not None and settings.expires <= now:
-        raise InvalidArgument(f"{parent}.expire_time", f"passed {now - settings.expires:.0f} seconds ago")
+        raise InvalidArgument(f"{parent}.expire_time", f"passed {human_seconds(now - settings.expires)} ago")
     if settings.ttl is not UNSET and now + settings.ttl > MAX_TIME:
-        raise InvalidArgument(f"{parent}.ttl", f"{settings.ttl:g} seconds end after the year 9999")
+        raise InvalidArgument(f"{parent}.ttl", f"{human_seconds(settings.ttl)} from now is after the year 9999")
 
 
 def expiry(settings: ContextSettings) -> float | None:
@@ -178,8 +179,8 @@ class Contexts:
             raise AlreadyExists(f"contexts/{context_id}")
         num_tokens = path.end if num_tokens is None else num_tokens
         if not 1 <= num_tokens <= path.end:
-            limit = f"between 1 and {path.end}, the tokens of contexts/{source}"
-            raise InvalidArgument("token_count", f"{num_tokens} is not {limit}")
+            limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
+            raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
         self._check_seam(parent, num_tokens)
         context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
@@ -200,7 +201,7 @@ class Contexts:
         sections = " or a section begins" if windows.stride else ""
         nearest = _one_of((below, above) if below else (above,))
         remedy = "with --window-keys sharded it could be forked anywhere"
-        raise InvalidArgument("token_count", f"{position}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
+        raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
@@ -224,5 +225,5 @@ class Contexts:
 
 def _one_of(positions: tuple[int, ...]) -> str:
     """As in: 3, 5 or 8."""
-    *others, last = map(str, positions)
+    *others, last = map(human_number, positions)
     return f"{', '.join(others)} or {last}" if others else last

@@ -34,6 +34,7 @@ from longleaf.step import (
     encode,
 )
 from longleaf.topology import Topology
+from longleaf.units import human_seconds
 
 PULSE_SECONDS = 1.0
 """How often ranks report."""
@@ -134,7 +135,7 @@ class Control:
     def _late(self) -> StartError:
         late = [rank for rank in range(self._config.world_size) if rank not in self._readies]
         names = ", ".join(map(str, late))
-        return StartError(f"rank {names} did not start within {self._config.start_timeout:g} seconds")
+        return StartError(f"rank {names} did not start within {human_seconds(self._config.start_timeout)}")
 
     # --- step ---
 
@@ -173,7 +174,7 @@ class Control:
         """Blames the rank that is silent longest; when all have a pulse, rank 0, which owes the answer."""
         rank = max(self._missed, key=lambda rank: (self._missed[rank], -rank), default=0)
         rank = rank if self._missed.get(rank, 0) > 2 else 0
-        return WorkerLost(rank, f"step {plan.step} took longer than its {seconds:.0f} seconds")
+        return WorkerLost(rank, f"step {plan.step} took longer than its {human_seconds(seconds)}")
 
     async def _send_all(self, message: ToRank) -> None:
         data = encode(message)
@@ -234,7 +235,7 @@ class Control:
             for rank in self._missed:
                 self._missed[rank] += 1
                 if self._missed[rank] > self._max_missed:
-                    self._losses.conclude(WorkerLost(rank, f"has been silent for {self._max_missed} seconds"))
+                    self._losses.conclude(WorkerLost(rank, f"has been silent for {human_seconds(self._max_missed)}"))
 
     # --- close ---
 

@@ -69,19 +69,19 @@ class Document:
         if num_bytes < 0:
             raise InvalidArgument(SIZE, f"{num_bytes} is negative")
         if self._declared not in (None, num_bytes):
-            raise InvalidArgument(SIZE, f"{num_bytes} bytes are declared now, and {self._declared} were before")
+            raise InvalidArgument(SIZE, f"{num_bytes:,} bytes are declared now, and {self._declared:,} were before")
         self._limit.check(SIZE, num_bytes)
         self._check_size(num_bytes, self.num_bytes)
         self._declared = num_bytes
 
     def _check_size(self, declared: int | None, num_bytes: int) -> None:
         if declared is not None and num_bytes > declared:
-            raise InvalidArgument(SIZE, f"{declared} bytes are declared, and {num_bytes} have come")
+            raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
 
     def check_size(self) -> None:
         """Nothing more comes. Raises CutShort when that is less than was declared."""
         if self._declared is not None and self.num_bytes < self._declared:
-            raise CutShort(SIZE, f"{self._declared} bytes are declared, and the text ended after {self.num_bytes}")
+            raise CutShort(SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}")
 
     def receive(self, text: bytes) -> None:
         """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was
@@ -103,7 +103,7 @@ class Document:
         if self.num_bytes:
             raise InvalidArgument("token_ids", "cannot be mixed with text")
         if self._declared:
-            raise InvalidArgument(SIZE, f"{self._declared} bytes of text are declared, and token_ids have come")
+            raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
         self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
             wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocabulary_size)
@@ -150,4 +150,4 @@ class Document:
             raise self._unknown(max(new), "text")
 
     def _unknown(self, token_id: int, field: str) -> InvalidArgument:
-        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size} tokens")
+        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size:,} tokens")

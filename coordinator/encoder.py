@@ -116,7 +116,7 @@ class Encoder:
         cut = self._find_cut(window, encoding)
         if cut is None:
             if self._wanted >= self._longest_window or seconds > LONGEST_SECONDS:
-                told = f"{self._wanted} characters in a row between which the tokenizer cannot be cut"
+                told = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
                 raise InvalidArgument("text", f"has {told}")
             self._wanted = min(2 * self._wanted, self._longest_window)
             return

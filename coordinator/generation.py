@@ -183,11 +183,11 @@ def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "toke
             continue
         wrong = next(i for i, token_id in enumerate(step) if not 0 <= token_id < vocabulary_size)
         place = field if field == "text" else f"{field}.ids[{start + wrong}]"
-        raise InvalidArgument(place, f"{step[wrong]} is not in the vocabulary of {vocabulary_size} tokens")
+        raise InvalidArgument(place, f"{step[wrong]} is not in the vocabulary of {vocabulary_size:,} tokens")
     return token_ids
 
 
 def _check_known(field: str, token_ids: Iterable[int], vocabulary_size: int) -> None:
     wrong = next((token_id for token_id in token_ids if token_id >= vocabulary_size), None)
     if wrong is not None:
-        raise InvalidArgument(field, f"{wrong} is not in the vocabulary of {vocabulary_size} tokens")
+        raise InvalidArgument(field, f"{wrong} is not in the vocabulary of {vocabulary_size:,} tokens")

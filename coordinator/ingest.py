@@ -22,6 +22,7 @@ from coordinator.uploads import Prefill, Upload, Uploads
 from coordinator.wire import context_of
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.messages import Context, ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress
+from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing while a document arrives."""
@@ -190,7 +191,7 @@ class Ingest:
         except TimeoutError:
             if left < self._idle_seconds:
                 raise expired() from None
-            told = f"the stream of this ingest sent nothing for {self._idle_seconds:g} seconds"
+            told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
             raise DeadlineExceeded(told) from None
 
     def _prefill(self, upload: Upload, document: Document) -> Prefill:

@@ -12,6 +12,7 @@ import grpc
 from coordinator.requests import Call, Handler, Incoming, Requests
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.status import DETAILS_KEY, encode_error, grpc_code
+from longleaf.units import human_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
                     finally:
                         timer.cancel()
                     if closing:
-                        raise ResourceExhausted("stream", f"nobody has read it for {self._unread_timeout:g} seconds")
+                        raise ResourceExhausted(
+                            "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
+                        )
                     incoming.release()  # who answers has taken out of the request what it needs
             finally:
                 await asyncio.gather(*closing)

@@ -30,10 +30,10 @@ class Limits:
         `field`."""
         total = job.start + len(job.token_ids) + max_tokens
         if total > self.positions.limit:
-            limit = f"the model's limit is {self.positions.limit} positions, {self.positions.limit_name}"
+            limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
         if total > job.capacity:
-            limit = f"the context was created for {job.capacity} positions, and only a new one can have more"
+            limit = f"the context was created for {job.capacity:,} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(job, max_tokens, num_tails)
         held = job.path.num_blocks
@@ -46,10 +46,10 @@ class Limits:
         """What cannot hold so many blocks, if anything."""
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
-            return f"the pool of all ranks holds {total.sharded * size}, in blocks of {size}"
+            return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
         if needed.windows > total.windows:
-            held = f"the windows' pool holds {total.windows * size} tokens, in blocks of {size}"
-            return f"{held}, and {needed.windows * size} are needed: --window-bytes sets its size"
+            held = f"the windows' pool holds {total.windows * size:,} tokens, in blocks of {size:,}"
+            return f"{held}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
         return ""
 
     def num_blocks(self, job: Job, max_tokens: int, num_tails: int) -> Blocks:
@@ -72,7 +72,7 @@ class Limits:
 
 def _sum(job: Job, field: str, max_tokens: int, num_tails: int) -> str:
     own = "text" if field == "text" else "input"
-    parts = f"{job.start} tokens of context and {len(job.token_ids)} of {own}"
+    parts = f"{job.start:,} tokens of context and {len(job.token_ids):,} of {own}"
     each = f"{num_tails} times " if num_tails > 1 else ""
-    more = f" and {each}{max_tokens} to generate" if max_tokens else ""
-    return f"{parts}{more} make {job.start + len(job.token_ids) + num_tails * max_tokens}"
+    more = f" and {each}{max_tokens:,} to generate" if max_tokens else ""
+    return f"{parts}{more} make {job.start + len(job.token_ids) + num_tails * max_tokens:,}"

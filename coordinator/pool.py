@@ -31,7 +31,7 @@ class BlockPool:
         Raises ResourceExhausted, and takes nothing, when there are fewer.
         """
         if count > self.num_free:
-            raise ResourceExhausted("blocks", f"{count} are needed, {self.num_free} are free")
+            raise ResourceExhausted("blocks", f"{count:,} are needed, {self.num_free:,} are free")
         self.num_used += count
         taken: list[int] = []
         while len(taken) < count:

@@ -58,7 +58,9 @@ class Positions:
             return min(self.limit, self._default(num_tokens))
         self.check_capacity(declared)
         if declared < num_tokens:
-            raise InvalidArgument(CAPACITY_FIELD, f"{declared} is less than the {num_tokens} tokens of the document")
+            raise InvalidArgument(
+                CAPACITY_FIELD, f"{declared:,} is less than the {num_tokens:,} tokens of the document"
+            )
         return declared
 
     def _default(self, num_tokens: int) -> int:
@@ -73,7 +75,7 @@ class Positions:
     def check_capacity(self, declared: int) -> None:
         """Raises InvalidArgument for a capacity past the limit."""
         if declared > self.limit:
-            told = f"{declared} is more than {self.limit} positions, {self.limit_name}"
+            told = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
             raise InvalidArgument(CAPACITY_FIELD, told)
 
     def error(self, rope: Rope, num_positions: int) -> float:

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from longleaf.errors import ModelRefused, StartError
+from longleaf.units import human_seconds
 
 SECONDS = 5
 """Processor time that a template may take; honest ones take milliseconds."""
@@ -56,7 +57,7 @@ class Renderer:
         if self._is_stopped:
             return StartError("the service was stopped while it loaded the chat template")
         if code == -signal.SIGXCPU:
-            return ModelRefused(f"the chat template takes more than {self._seconds} seconds of processor time")
+            return ModelRefused(f"the chat template takes more than {human_seconds(self._seconds)} of processor time")
         return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
 
     def stop(self) -> None:

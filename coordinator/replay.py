@@ -100,7 +100,7 @@ class Replay:
                 break
             at, number = at + _num_tokens(event), number + 1
         if at != token_index:
-            why = f"only {at} tokens have been sent" if at < token_index else "is inside of a delta"
+            why = f"only {at:,} tokens have been sent" if at < token_index else "is inside of a delta"
             raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
         return number
 

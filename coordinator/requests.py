@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from longleaf.codec import has_more_fields
 from longleaf.config import CLIENT_NAME
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from longleaf.units import human_seconds
 
 MAX_REQUEST_BYTES = 4 << 20
 """Of the methods that take long texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds
@@ -69,7 +70,7 @@ class Requests:
     def of(self, method: str, handler: Handler) -> Generator["Incoming", None, None]:
         """Those of one call, which is open meanwhile. Raises ResourceExhausted."""
         if self._num_calls >= self._max_calls:
-            raise ResourceExhausted("calls", f"{self._max_calls} are open already", RETRY_SECONDS)
+            raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
         self._num_calls += 1
         incoming = Incoming(self, method, handler)
         try:
@@ -81,8 +82,8 @@ class Requests:
     def hold(self, num_bytes: int) -> None:
         """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""
         if self._num_held + num_bytes > self._max_held:
-            told = f"those that wait for an answer have {self._num_held} bytes, {num_bytes} more are over"
-            raise ResourceExhausted("requests", f"{told} {self._max_held}", RETRY_SECONDS)
+            told = f"those that wait for an answer have {self._num_held:,} bytes, {num_bytes:,} more are over"
+            raise ResourceExhausted("requests", f"{told} {self._max_held:,}", RETRY_SECONDS)
         self._num_held += num_bytes
 
     def release(self, num_bytes: int) -> None:
@@ -94,7 +95,7 @@ class Requests:
             return _parse(data, handler)
         async with self._turn:
             if has_more_fields(data, descriptor.input_type, MAX_FIELDS):
-                told = f"has {len(data)} bytes and more than {MAX_FIELDS} fields; numbers must be packed"
+                told = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
                 raise InvalidArgument("request", told)
             request = _parse(data, handler)
             await asyncio.sleep(0)
@@ -118,7 +119,7 @@ class Incoming:
             async with asyncio.timeout(seconds):
                 data = await call.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"no request came within {seconds:g} seconds") from None
+            raise DeadlineExceeded(f"no request came within {human_seconds(seconds)}") from None
         if data is EOF:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
@@ -160,7 +161,7 @@ class Incoming:
         name = self._descriptor.name
         limit = LIMITS.get(name, MAX_SMALL_BYTES)
         if len(data) > limit:
-            raise InvalidArgument("request", f"has {len(data)} bytes, {name} takes at most {limit}")
+            raise InvalidArgument("request", f"has {len(data):,} bytes, {name} takes at most {limit:,}")
 
 
 def _loses_status(call: Call) -> bool:

@@ -74,9 +74,9 @@ class Room:
             if needed + taken <= room:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
-            text = f"{needed} tokens are needed, and of {room} the contexts keep {taken}; delete a context{more}"
+            text = f"{needed:,} tokens are needed, and of {room:,} the contexts keep {taken:,}; delete a context{more}"
             if retry_seconds is not None:
-                text = f"{needed} tokens are needed, and of {room} contexts and generations under way need too many"
+                text = f"{needed:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)
 
     def has_places(self, job: Job, crowd: Crowd) -> bool:

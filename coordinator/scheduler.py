@@ -128,7 +128,7 @@ class Scheduler:
             self._begin_waiting()  # those for whom there is room only wait for the next step
         if (num_in_line := self._num_in_line) >= self._config.max_waiting:
             seconds = self.speeds.retry_seconds(num_in_line)
-            raise ResourceExhausted("queue", f"{num_in_line} requests wait already", seconds)
+            raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
         self._admission.check(job, list(self._queue), list(self._running.values()), now)
         self.segments.retain(job.origin)
         self.segments.retain(job.path, job.origin)

@@ -20,6 +20,7 @@ from longleaf.errors import StartError
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.ports import Fleet
 from longleaf.step import Ready
+from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
 """How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a
@@ -90,7 +91,7 @@ class Service:
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
         except TimeoutError:
-            raise StartError(f"the tokenizer was not loaded within {config.start_timeout:g} seconds") from None
+            raise StartError(f"the tokenizer was not loaded within {human_seconds(config.start_timeout)}") from None
 
     def _describe(self, engine: Engine, tokenizer: Tokenizer, readies: tuple[Ready, ...]) -> "Description":
         checkpoint = tokenizer.checkpoint

@@ -35,7 +35,7 @@ def split_template(source: str, special_tokens: dict[str, str]) -> tuple[str, st
         reason = str(error) or type(error).__name__
         raise ModelRefused(f"the chat template cannot be rendered: {reason}") from error
     if len(text) > MAX_CHARACTERS:
-        raise ModelRefused(f"the chat template makes {len(text)} characters of a message, at most {MAX_CHARACTERS}")
+        raise ModelRefused(f"the chat template makes {len(text):,} characters of a message, at most {MAX_CHARACTERS:,}")
     before, mark, after = text.partition(MARK)
     if not mark or MARK in after:
         raise ModelRefused("the chat template does not show the user's message exactly once")

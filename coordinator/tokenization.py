@@ -40,7 +40,7 @@ class Tokenization:
         """Raises InvalidArgument for a text that is too long, or has too many tokens."""
         size = len(text.encode())
         if size > MAX_TEXT_BYTES:
-            told = f"has {size} bytes, at most {MAX_TEXT_BYTES} are tokenized at once; CountTokens takes more"
+            told = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
             raise InvalidArgument("text", told)
         encoder = self._tokenizer.plain_encoder(has_opening=add_special)
         encoder.spans = [(0, 0)] * len(encoder.token_ids) if has_spans else None
@@ -50,10 +50,10 @@ class Tokenization:
     async def detokenize(self, token_ids: Sequence[int], *, keep_special: bool) -> str:
         """Raises InvalidArgument for too many ids, one that is not in the vocabulary, and too long a text."""
         if len(token_ids) > MAX_TOKENS:
-            raise InvalidArgument("token_ids", f"are {len(token_ids)}, at most {MAX_TOKENS} are taken at once")
+            raise InvalidArgument("token_ids", f"are {len(token_ids):,}, at most {MAX_TOKENS:,} are taken at once")
         text = await self._threads.run(self._decode, token_ids, keep_special)
         if len(text.encode()) > MAX_ANSWER_BYTES:
-            told = f"make {len(text.encode())} bytes of text, at most {MAX_ANSWER_BYTES} are answered at once"
+            told = f"make {len(text.encode()):,} bytes of text, at most {MAX_ANSWER_BYTES:,} are answered at once"
             raise InvalidArgument("token_ids", told)
         return text
 
@@ -62,11 +62,11 @@ class Tokenization:
         size = self._tokenizer.vocabulary_size
         if token_ids and max(token_ids) >= size:
             wrong = next(i for i, token_id in enumerate(token_ids) if token_id >= size)
-            told = f"{token_ids[wrong]} is not in the vocabulary of {size} tokens"
+            told = f"{token_ids[wrong]} is not in the vocabulary of {size:,} tokens"
             raise InvalidArgument(f"token_ids.ids[{wrong}]", told)
         return self._tokenizer.decode(token_ids, keep_special=keep_special)
 
 
 def _check_count(encoder: Encoder) -> None:
     if len(encoder.token_ids) > MAX_TOKENS:
-        raise InvalidArgument("text", f"has {len(encoder.token_ids)} tokens, at most {MAX_TOKENS} can be answered")
+        raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_TOKENS:,} can be answered")

@@ -198,17 +198,16 @@ class Uploads:
         self._count(upload, upload.num_held_bytes + num_arrived)
         share = int(self._max_bytes * SHARE)
         if upload.num_counted > share:
-            told = f"one holds {upload.num_counted} bytes, at most {share} are for a client"
+            told = f"one holds {upload.num_counted:,} bytes, at most {share:,} are for a client"
             raise ResourceExhausted("uploads", told)
         while self._num_bytes[client] > share:
             if not self._drop_oldest(client):
-                told = (
-                    f"those of client {client!r} hold {self._num_bytes[client]} bytes, at most {share} are for a client"
-                )
+                held = f"those of client {client!r} hold {self._num_bytes[client]:,} bytes"
+                told = f"{held}, at most {share:,} are for a client"
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
             if not self._drop_oldest():
-                told = f"all hold {self.num_bytes} bytes, at most {self._max_bytes} may be held"
+                told = f"all hold {self.num_bytes:,} bytes, at most {self._max_bytes:,} may be held"
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:

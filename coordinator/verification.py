@@ -102,11 +102,11 @@ class Verifications:
         if request.num_tokens is not None:
             raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
         if len(request.text.encode()) > MAX_TEXT_BYTES:
-            raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES} bytes")
+            raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES:,} bytes")
         encoder = self._tokenizer.prompt_encoder(False)
         await self._threads.encode(encoder, request.text)
         if len(encoder.token_ids) > MAX_PROMPT:
-            raise InvalidArgument("text", f"has {len(encoder.token_ids)} tokens, at most {MAX_PROMPT} are compared")
+            raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_PROMPT:,} are compared")
         return tuple(check_ids(encoder.token_ids, size, "text"))
 
     def _usual_length(self, max_tokens: int) -> int:
@@ -164,5 +164,5 @@ def _within(field: str, given: int | None, default: int, most: int) -> int:
     """Raises InvalidArgument naming `field` for a number that is not between 1 and `most`."""
     value = default if given is None else given
     if not 1 <= value <= most:
-        raise InvalidArgument(field, f"{value} is not between 1 and {most}")
+        raise InvalidArgument(field, f"{value:,} is not between 1 and {most:,}")
     return value

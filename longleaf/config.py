@@ -9,6 +9,7 @@ import msgspec
 
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.machine import num_processors
+from longleaf.units import human_number
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
@@ -106,7 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise InvalidArgument(name, f"{value} is not between {low} and {high}")
+                raise InvalidArgument(
+                    name, f"{human_number(value)} is not between {human_number(low)} and {human_number(high)}"
+                )
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise InvalidArgument("kv_bytes", f"{self.kv_bytes} is not a positive number of bytes")
         if self.window_bytes is not None and self.window_bytes < 1:

@@ -14,6 +14,7 @@ from typing import IO, Self
 
 from longleaf.config import EngineConfig, Launcher, check_model_name
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
+from longleaf.units import human_seconds
 
 LISTENING = "listening on "
 """What the service prints before its address, once it is ready."""
@@ -97,7 +98,7 @@ class ServiceProcess:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - monotonic()))
             except queue.Empty:
-                raise StartError(f"the service was not ready after {timeout:.0f} s{self._tail()}") from None
+                raise StartError(f"the service was not ready after {human_seconds(timeout)}{self._tail()}") from None
             if line is None:
                 raise self._failure(self._process.wait())
             if line.startswith(LISTENING):

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from longleaf.config import WindowKeys
+
 
 class TextReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator reads of a checkpoint: config, tokenizer and chat template."""
@@ -37,6 +39,31 @@ class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """On each rank, for each place where a context can be continued: of as many tokens as any other layer sees."""
 
 
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of one rank, and the tokens that it holds of this model, in whole blocks."""
+
+    rank: int
+    kv_bytes: int
+    tokens: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pools of a fleet hold of this model, its windowed layers' keys lying as `window_keys` says."""
+
+    window_keys: WindowKeys
+    reason: str = ""
+    """Why no such fleet starts; empty when it does."""
+    rooms: tuple[Room, ...] = ()
+    tokens: int = 0
+    """That the pools of all ranks hold together."""
+    is_unlimited: bool = False
+    """No token takes room for ever, and `tokens` is only a bound on positions."""
+    window_tokens: int = 0
+    """Tokens whose keys of windowed layers every rank holds at most; 0 where they are sharded."""
+    ends: int = 0
+    """Ends of contexts that these are enough for; generations take from them too."""
+
+
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank makes of a checkpoint."""
 
@@ -56,16 +83,8 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of each rank: all hold the whole model."""
     has_weights: bool = False
     """Whether they were read."""
-    kv_bytes: int = 0
-    """What a rank here would take for keys and values unless told otherwise."""
-
-
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool of one rank, and the tokens that it holds of this model, in whole blocks."""
-
-    rank: int
-    kv_bytes: int
-    tokens: int
+    plans: tuple[Plan, ...] = ()
+    """With sharded keys, and with replicated windows if there are layers that do not see everything."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +94,10 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     is_supported: bool
     text: TextReport
     attention: AttentionReport
-    rooms: tuple[Room, ...] = ()
-    tokens: int = 0
-    """That the pools of all ranks hold together."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return self.attention.plans
 
     @property
     def reasons(self) -> list[str]:

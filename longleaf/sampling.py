@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def check(self) -> None:
         """Raises InvalidArgument naming the first field that is out of range."""
         for field, is_right, limit in (
-            ("max_token_count", 1 <= self.max_tokens <= MAX_TOKENS, f"between 1 and {MAX_TOKENS}"),
+            ("max_token_count", 1 <= self.max_tokens <= MAX_TOKENS, f"between 1 and {MAX_TOKENS:,}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -53,7 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} ids"),
+            ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES:,} ids"),
             ("logit_bias", all(0 <= i < 2**31 for i in self.logit_bias), "for ids of 0 or more"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "between -100 and 100"),
             ("seed", 0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),

@@ -142,7 +142,9 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
         case grpc.StatusCode.ALREADY_EXISTS if info := _find(status, error_details_pb2.ResourceInfo):
             return AlreadyExists(info.resource_name)
         case grpc.StatusCode.RESOURCE_EXHAUSTED if found := TOO_LARGE.search(message):
-            return InvalidArgument("request", f"has {found[1]} bytes, at most {found[2]} fit in one message")
+            return InvalidArgument(
+                "request", f"has {int(found[1]):,} bytes, at most {int(found[2]):,} fit in one message"
+            )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _decode_exhausted(status)
         case grpc.StatusCode.UNAVAILABLE:

@@ -1,5 +1,5 @@
 """Says whether ranks could serve a checkpoint: `python -m workers.check '{"model": DIR, ...}'`, an EngineConfig, prints
-an AttentionReport.
+an AttentionReport. `--load` reads the weights; numbers that follow are the bytes of each rank's pool.
 
 No weights are read. The model is built as for serving, but each parameter is a single number, stretched to its shape:
 the same code runs the same preflight, data-dependent branches included, where the weights might never fit. What only
@@ -7,7 +7,8 @@ the weights can tell, that some are missing, is told by loading them.
 """
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -16,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from longleaf.config import DtypeName, EngineConfig
-from longleaf.errors import ModelRefused
-from longleaf.model_report import AttentionKind, AttentionReport, ReplicatedReport
+from longleaf.config import DtypeName, EngineConfig, WindowKeys
+from longleaf.errors import ModelRefused, StartError
+from longleaf.model_report import AttentionKind, AttentionReport, Plan, ReplicatedReport, Room
+from longleaf.step import UNLIMITED_TOKENS
 from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
@@ -30,23 +32,27 @@ from workers.pools import (
     name_of,
     reaches_of,
     sharded_layers,
+    share_out,
     sharing,
     windowed_layers,
 )
 from workers.rank import choose_device, count_gpus
 
+WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
 WEIGHT = 2.0**-10
 """Not 0: what mixes rows outside of attention must show."""
 
 
-def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
-    """`has_weights`: loads them, as a rank does."""
+def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ()) -> AttentionReport:
+    """`has_weights`: loads them, as a rank does. `pools`: the bytes of each rank's, if they are known."""
     try:
         model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
+    pools = pools or [config.kv_bytes or kv_bytes_beside(weight_bytes, config)] * config.world_size
+    windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
         kv_dtype=kv_dtype(model, config),
@@ -56,7 +62,32 @@ def check(config: EngineConfig, *, has_weights: bool) -> AttentionReport:
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=weight_bytes,
         has_weights=has_weights,
-        kv_bytes=config.kv_bytes or kv_bytes_beside(weight_bytes, config),
+        plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
+    )
+
+
+def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> Plan:
+    """What the pools hold, laid out as ranks do when they start."""
+    given = config.window_bytes if window_keys == "replicated" else None
+    config = msgspec.structs.replace(config, window_keys=window_keys, window_bytes=given)
+    size = config.block_size
+    try:
+        shares = [share_out(model, config, kv_bytes) for kv_bytes in pools]
+    except StartError as error:
+        return Plan(window_keys=window_keys, reason=str(error))
+    # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
+    windows = min((held for _, held in shares if held), key=lambda held: held.num_blocks, default=None)
+    rooms = tuple(
+        Room(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
+        for rank, (kv_bytes, (num_blocks, _)) in enumerate(zip(pools, shares, strict=True))
+    )
+    return Plan(
+        window_keys=window_keys,
+        rooms=rooms,
+        tokens=sum(room.tokens for room in rooms),
+        is_unlimited=any(room.tokens >= UNLIMITED_TOKENS for room in rooms),
+        window_tokens=windows.num_blocks * size if windows else 0,
+        ends=windows.num_blocks // (-(-windows.span // size) + 1) if windows else 0,  # it may begin within a block
     )
 
 
@@ -149,5 +180,6 @@ def kv_bytes_beside(weight_bytes: int, config: EngineConfig) -> int:
 
 if __name__ == "__main__":
     _config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-    _report = check(_config, has_weights="--load" in sys.argv[2:])
+    _pools = [int(told) for told in sys.argv[2:] if told != "--load"]
+    _report = check(_config, has_weights="--load" in sys.argv[2:], pools=_pools)
     print(msgspec.json.encode(_report).decode())

@@ -40,21 +40,27 @@ def make_pool(
     """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
     size was asked for, the ranks of this machine share what is free. Raises StartError when there is no block, or no
     room for windows, and ModelRefused when they cannot be kept as asked."""
-    kv_bytes = config.kv_bytes or default_kv_bytes(model.device, num_ranks_here)
-    windows = make_windows(model, config, kv_bytes)
+    num_blocks, windows = share_out(model, config, config.kv_bytes or default_kv_bytes(model.device, num_ranks_here))
     num_window_blocks = windows and windows.num_blocks
-    taken = (num_window_blocks or 0) * bytes_per_block(windowed_layers(model, config), model.dtype, config)
-    needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
-    num_blocks = (kv_bytes - taken) // needed if needed else -(-UNLIMITED_TOKENS // config.block_size)
-    if not num_blocks:
-        beside = f" beside {taken} for windows" if taken else ""
-        raise StartError(f"kv_bytes: {kv_bytes} bytes do not hold one block of {needed} bytes{beside}")
     kind = QuantizedPool if config.kv_dtype == "int8" else Pool
     place = (config.block_size, model.dtype, model.device)
     try:
         return kind(model.layers, num_blocks, *place, num_window_blocks), windows
     except RuntimeError as error:
-        raise StartError(f"kv_bytes: a pool of {num_blocks} blocks cannot be allocated: {error}") from error
+        raise StartError(f"kv_bytes: a pool of {num_blocks:,} blocks cannot be allocated: {error}") from error
+
+
+def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, Windows | None]:
+    """How many blocks fit in so many bytes, and what is held of windowed layers if they have blocks of their own.
+    Raises as `make_pool`."""
+    windows = make_windows(model, config, kv_bytes)
+    taken = windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config) if windows else 0
+    needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
+    num_blocks = (kv_bytes - taken) // needed if needed else -(-UNLIMITED_TOKENS // config.block_size)
+    if not num_blocks:
+        beside = f" beside {taken:,} for windows" if taken else ""
+        raise StartError(f"kv_bytes: {kv_bytes:,} bytes do not hold one block of {needed:,} bytes{beside}")
+    return num_blocks, windows
 
 
 def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Windows | None:
@@ -74,11 +80,11 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     usual = min(most, max(least, 2 * config.max_sequences * (2 * span_blocks + 2) * size))
     taken = usual if config.window_bytes is None else config.window_bytes
     if taken > kv_bytes:
-        raise StartError(f"window_bytes: {taken} bytes are more than the {kv_bytes} for all keys and values")
+        raise StartError(f"window_bytes: {taken:,} bytes are more than the {kv_bytes:,} for all keys and values")
     if taken < least:
         name = "kv_bytes" if config.window_bytes is None else "window_bytes"
-        wanted = f"a context and a generation take {least} bytes for windows of {windows.span} tokens"
-        raise StartError(f"{name}: {wanted}, and these get {taken}")
+        wanted = f"a context and a generation take {least:,} bytes for windows of {windows.span:,} tokens"
+        raise StartError(f"{name}: {wanted}, and these get {taken:,}")
     per_token = kv_bytes_per_token(layers, model.dtype, config)
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 
@@ -120,9 +126,9 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int) -> No
     memory, num_sharing = memory_of(device), sharing(device, num_ranks_here)
     if config.kv_bytes * num_sharing > memory.total:
         where = "this machine" if device == "cpu" else device
-        there = f"the {memory.total} bytes of memory that {where} has for them"
+        there = f"the {memory.total:,} bytes of memory that {where} has for them"
         raise StartError(
-            f"kv_bytes: {config.kv_bytes} for each of {count_ranks(num_sharing)} here is more than {there}"
+            f"kv_bytes: {config.kv_bytes:,} for each of {count_ranks(num_sharing)} here is more than {there}"
         )
 
 

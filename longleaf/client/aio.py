@@ -15,6 +15,7 @@ from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import Upload, header_of
+from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
@@ -93,9 +94,9 @@ class AsyncClient:
         await self._calls.close()
 
     async def generate(
-        self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
+        self, input: str | BytesLike | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
-        """Streams one generation from text or token ids: Started, Progress, Delta, and last Finished.
+        """Streams one generation from text (bytes are UTF-8) or token ids: Started, Progress, Delta, and last Finished.
 
         Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
         and was given a `request_id` ends there when nobody has read it for a minute.
@@ -146,7 +147,9 @@ class AsyncClient:
         attempts = self._calls.attempts("CancelGeneration", timeout)
         await self._calls.unary(self._generations.CancelGeneration, request, attempts, _nothing)
 
-    def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Event, None]:
+    def ask(
+        self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
         return self.generate(question, context=context, **options)
 
@@ -265,16 +268,16 @@ class AsyncClient:
         attempts = self._calls.attempts("DeleteContext", timeout)
         await self._calls.unary(self._contexts.DeleteContext, request, attempts, _nothing)
 
-    async def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
+    async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
-        request = tokenizer_pb.CountTokensRequest(text=codec.encodable(text, "text"))
+        request = tokenizer_pb.CountTokensRequest(text=codec.as_text(text, "text"))
         return await self._calls.read(
             self._tokenizer.CountTokens, "CountTokens", request, attrgetter("token_count"), timeout
         )
 
     async def tokenize(
         self,
-        text: str,
+        text: str | BytesLike,
         *,
         add_special_tokens: bool = False,
         with_spans: bool = False,
@@ -283,7 +286,7 @@ class AsyncClient:
         """The token ids of a text; with the special tokens that begin a prompt, and with each token's place, if so
         asked."""
         request = tokenizer_pb.TokenizeRequest(
-            text=codec.encodable(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
+            text=codec.as_text(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
         )
         return await self._calls.read(self._tokenizer.Tokenize, "Tokenize", request, codec.decode_tokenized, timeout)
 

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import Protocol, SupportsIndex, TypeVar, cast, runtime_checkable
 
-from longleaf.codec import encodable
+from longleaf.codec import BytesLike, as_bytes, encodable, is_series
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.messages import IngestHeader, IngestPiece
 
@@ -19,6 +19,7 @@ PIECE_TOKENS = 1 << 16
 END = object()
 """After the last part of an iterator."""
 T = TypeVar("T")
+Cuttable = TypeVar("Cuttable", bytes, memoryview, Sequence[int], "IdArray")
 
 
 @runtime_checkable
@@ -28,7 +29,16 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes | str: ...
 
 
-Part = str | bytes | Path | Readable | Sequence[int]
+@runtime_checkable
+class IdArray(Protocol):
+    """Token ids in an array of one dimension, such as numpy's."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, places: slice, /) -> "IdArray": ...
+    def tolist(self) -> list[int]: ...
+
+
+Part = str | BytesLike | Path | Readable | Sequence[int] | IdArray
 """Text, UTF-8 bytes cut anywhere, a file's path, an open file, or token ids."""
 Document = Part | Iterable[Part] | AsyncIterable[Part]
 """One part, or several that follow one another with nothing between them: all of text, or all of token ids."""
@@ -36,7 +46,8 @@ Document = Part | Iterable[Part] | AsyncIterable[Part]
 
 async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
     """Raises InvalidArgument when a file cannot be read, or a part is none."""
-    parts = document if not _is_part(document) and isinstance(document, Iterable | AsyncIterable) else (document,)
+    are_parts = not _is_part(document) and (is_series(document) or isinstance(document, AsyncIterable))
+    parts = cast(Iterable[Part] | AsyncIterable[Part], document) if are_parts else (document,)
     if isinstance(parts, AsyncIterable):
         async for part in parts:
             async for piece in _pieces_of_part(part):
@@ -48,10 +59,10 @@ async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
 
 
 def _is_part(document: object) -> bool:
-    if isinstance(document, Sequence) and not isinstance(document, str | bytes):
-        parts = cast(Sequence[object], document)
-        return bool(parts) and isinstance(parts[0], int)
-    return isinstance(document, str | bytes | Path | Readable)
+    if isinstance(document, str | BytesLike | Path | Readable | IdArray):
+        return True
+    parts = cast(Sequence[object], document) if isinstance(document, Sequence) else ()
+    return bool(parts) and isinstance(parts[0], SupportsIndex) and not isinstance(parts[0], IdArray)
 
 
 def _is_lasting(document: object) -> bool:
@@ -69,12 +80,14 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
     match part:
         case str():
             source = _cut(encodable(part, "text").encode(), PIECE_BYTES)
-        case bytes():
-            source = _cut(part, PIECE_BYTES)
+        case bytes() | bytearray() | memoryview():
+            source = map(bytes, _cut(as_bytes(cast(BytesLike, part), "text"), PIECE_BYTES))
         case Path():
             source = _read_path(part)
         case Readable():
             source = _read(part.read)
+        case IdArray():
+            source = (ids.tolist() for ids in _cut(part, PIECE_TOKENS))
         case Sequence():
             source = _cut(cast(Sequence[int], part), PIECE_TOKENS)
         case _:
@@ -166,7 +179,7 @@ class Source:
         await self._pieces.aclose()
 
 
-def _cut(data: "bytes | Sequence[int]", size: int) -> "Iterable[bytes | Sequence[int]]":
+def _cut(data: Cuttable, size: int) -> Iterable[Cuttable]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
@@ -205,7 +218,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 def off_the_loop(document: Document) -> Document:
     """The same document; where it comes from an iterator, that one may block, or call the client that reads it."""
-    is_iterator = isinstance(document, Iterable) and not isinstance(document, Sequence | Readable | Path)
+    is_iterator = isinstance(document, Iterable) and not isinstance(document, Sequence | Readable | Path | IdArray)
     return _advanced_in_threads(cast(Iterable[Part], document)) if is_iterator else document
 
 
@@ -220,8 +233,8 @@ def size_of(document: Document) -> int | None:
     match document:
         case str():
             return len(encodable(document, "text").encode())
-        case bytes():
-            return len(document)
+        case bytes() | bytearray() | memoryview():
+            return len(as_bytes(cast(BytesLike, document), "text"))
         case Path():
             return _size_on_disk(document)
         case list() | tuple() if not _is_part(document):

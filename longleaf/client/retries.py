@@ -10,6 +10,7 @@ import msgspec
 
 from longleaf.client.callbacks import Callback, tell
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+from longleaf.units import human_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ OnRetry = Callable[[Retry], None]
 
 def log_retry(retry: Retry) -> None:
     """One line in the log of this module."""
-    logger.warning("%s: retry %d in %.2f s: %s", retry.call, retry.number, retry.delay, retry.error)
+    logger.warning("%s: retry %d in %s: %s", retry.call, retry.number, human_seconds(retry.delay), retry.error)
 
 
 class Retries(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from longleaf.client.callbacks import Callback, OnProgress
 from longleaf.client.documents import Document, off_the_loop
 from longleaf.client.loop import LoopThread
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, Retry, log_retry
+from longleaf.codec import BytesLike
 from longleaf.messages import (
     Cluster,
     Context,
@@ -68,11 +69,13 @@ class Client:
             self._loop.clean_up(partial(_close, stream))
 
     def generate(
-        self, input: str | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
+        self, input: str | BytesLike | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
         return self._iterate(self._client.generate(input, context=context, **options))
 
-    def ask(self, context: str, question: str, **options: Unpack[GenerateOptions]) -> Generator[Event, None, None]:
+    def ask(
+        self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
+    ) -> Generator[Event, None, None]:
         return self._iterate(self._client.ask(context, question, **options))
 
     def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
@@ -113,12 +116,12 @@ class Client:
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.delete_context, context, timeout=timeout)
 
-    def count_tokens(self, text: str, *, timeout: float | None = None) -> int:
+    def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         return self._loop.run(self._client.count_tokens, text, timeout=timeout)
 
     def tokenize(
         self,
-        text: str,
+        text: str | BytesLike,
         *,
         add_special_tokens: bool = False,
         with_spans: bool = False,

@@ -35,11 +35,24 @@ from longleaf.codec.generation import (
     encode_generate,
     encode_resume,
 )
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids
+from longleaf.codec.names import (
+    BytesLike,
+    as_bytes,
+    as_text,
+    context_id,
+    context_name,
+    decode_ids,
+    encodable,
+    encode_ids,
+    is_series,
+)
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
 __all__ = [
+    "BytesLike",
+    "as_bytes",
+    "as_text",
     "context_id",
     "context_name",
     "decode_cancel",
@@ -75,4 +88,5 @@ __all__ = [
     "encode_verify",
     "encode_watch",
     "has_more_fields",
+    "is_series",
 ]

@@ -2,10 +2,11 @@
 
 from google.protobuf.duration_pb2 import Duration
 
-from longleaf.codec.names import encodable
+from longleaf.codec.names import as_text
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
 from longleaf.step import MergeTiming
+from longleaf.units import human_number, human_seconds
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 
 DEFAULT_INTERVAL = 1.0
@@ -102,8 +103,8 @@ def decode_watch(message: cluster_pb.WatchClusterRequest) -> float:
 
 def _checked(seconds: float) -> float:
     if not MIN_INTERVAL <= seconds <= MAX_INTERVAL:
-        limits = f"{MIN_INTERVAL} s and {MAX_INTERVAL:.0f} s"
-        raise InvalidArgument("min_interval_duration", f"{seconds} s is not between {limits}")
+        limits = f"{human_seconds(MIN_INTERVAL)} and {human_seconds(MAX_INTERVAL)}"
+        raise InvalidArgument("min_interval_duration", f"{human_number(seconds)} s is not between {limits}")
     return seconds
 
 
@@ -115,7 +116,7 @@ def encode_verify(verify: Verify) -> cluster_pb.VerifyClusterRequest:
         if count is not None and not 1 <= count < 2**31:
             raise InvalidArgument(field, f"{count} is not 1 or more")
     return cluster_pb.VerifyClusterRequest(
-        text=None if verify.text is None else encodable(verify.text, "text"),
+        text=None if verify.text is None else as_text(verify.text, "text"),
         seed=verify.seed,
         prompt_token_count=verify.num_tokens,
         max_token_count=verify.max_tokens,

@@ -23,6 +23,7 @@ from longleaf.messages import (
     Precision,
     RankShare,
 )
+from longleaf.units import human_number
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
@@ -167,7 +168,7 @@ def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, Context
     """The context's id and what to change. Raises InvalidArgument naming the field."""
     paths = message.update_mask.paths
     if len(paths) > MAX_PATHS:
-        raise InvalidArgument("update_mask", f"has {len(paths)} paths, at most {MAX_PATHS} are taken")
+        raise InvalidArgument("update_mask", f"has {len(paths):,} paths, at most {MAX_PATHS} are taken")
     wanted = list(paths) or _given(message.context)
     unknown = next((path for path in wanted if path not in (*_PATHS, "*")), None)
     if unknown is not None:
@@ -189,7 +190,7 @@ def _decode_settings(
     message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
 ) -> ContextSettings:
     if len(message.display_name) > MAX_DISPLAY_NAME:
-        told = f"has {len(message.display_name)} characters, at most {MAX_DISPLAY_NAME} are allowed"
+        told = f"has {len(message.display_name):,} characters, at most {MAX_DISPLAY_NAME} are allowed"
         raise InvalidArgument(f"{parent}.display_name", told)
     if {"ttl", "expire_time"} <= set(paths):
         raise InvalidArgument(f"{parent}.ttl", "cannot be given together with expire_time")
@@ -216,7 +217,7 @@ def _decode_expiry(
 def _decode_ttl(ttl: Duration, field: str) -> float:
     seconds = _seconds(ttl)
     if not 0 < seconds <= MAX_TIME or abs(ttl.nanos) >= 10**9:
-        raise InvalidArgument(field, f"{seconds:g} seconds are not a positive time, or too long")
+        raise InvalidArgument(field, f"{human_number(seconds)} s is not a positive time, or too long")
     return seconds
 
 
@@ -262,7 +263,7 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
         raise InvalidArgument(f"config.{given[0]}", "is for new contexts: UpdateContext changes those that exist")
     if len(config.upload_id) > MAX_UPLOAD_ID:
         raise InvalidArgument(
-            "config.upload_id", f"has {len(config.upload_id)} characters, at most {MAX_UPLOAD_ID} are allowed"
+            "config.upload_id", f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
         )
     priority, client = decode_claim(config, "config.")
     if capacity is not UNSET and capacity < 1:

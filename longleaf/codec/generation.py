@@ -8,7 +8,17 @@ from typing import get_args
 from google.protobuf.duration_pb2 import Duration
 
 from longleaf.codec.claims import decode_claim, encode_claim
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value, within
+from longleaf.codec.names import (
+    BytesLike,
+    as_text,
+    context_id,
+    context_name,
+    decode_ids,
+    encode_ids,
+    enum_value,
+    is_series,
+    within,
+)
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
@@ -36,7 +46,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def encode_generate(
-    input: str | Iterable[int],
+    input: str | BytesLike | Iterable[int],
     *,
     context: str | None,
     use_chat_template: bool | None,
@@ -53,10 +63,12 @@ def encode_generate(
     message.sampling.CopyFrom(encode_sampling(sampling))
     if use_chat_template is not None:
         message.use_chat_template = use_chat_template
-    if isinstance(input, str):
-        message.text = encodable(input, "text")
-    else:
+    if isinstance(input, str | BytesLike):
+        message.text = as_text(input, "text")
+    elif is_series(input):
         message.token_ids.CopyFrom(encode_ids(input))
+    else:
+        raise InvalidArgument("input", f"{type(input).__name__} is neither text nor a sequence of token ids")
     message.return_token_bytes = with_token_bytes
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""

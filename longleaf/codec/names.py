@@ -1,15 +1,21 @@
 """Resource names, texts, numbers and token ids: what every message is made of."""
 
+import operator
 import re
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AnySet
+from typing import TypeVar, cast
 
 from longleaf.errors import InvalidArgument
+from longleaf.units import human_number
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)
 Value = TypeVar("Value")
+BytesLike = bytes | bytearray | memoryview
+"""Bytes of a text in UTF-8, never token ids."""
+MAX_TOKEN_ID = 2**31 - 1
 STEP_IDS = 1 << 16
 """Token ids that are converted at once."""
 _CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
@@ -43,7 +49,7 @@ def encodable(text: str, field: str) -> str:
 def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
     """`value`. Raises InvalidArgument naming `field` when it is not from `low` to `high`."""
     if not low <= value <= high:
-        raise InvalidArgument(field, f"must be between {low:g} and {high:g}{unit}")
+        raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
     return value
 
 
@@ -52,11 +58,55 @@ def enum_value(values: Sequence[Value], number: int) -> Value:
     return values[number] if 0 <= number < len(values) else values[0]
 
 
+def as_text(value: str | BytesLike, field: str) -> str:
+    """A text, or what bytes say in UTF-8. Raises InvalidArgument naming `field` for anything else."""
+    match value:
+        case str():
+            return encodable(value, field)
+        case bytes() | bytearray() | memoryview():
+            try:
+                return as_bytes(value, field).tobytes().decode()
+            except UnicodeDecodeError as error:
+                raise InvalidArgument(field, f"is not UTF-8 at byte {error.start}") from None
+        case _:
+            raise InvalidArgument(field, f"{type(value).__name__} is neither text nor UTF-8 bytes")
+
+
+def as_bytes(value: BytesLike, field: str) -> memoryview:
+    """The bytes, uncopied. Raises InvalidArgument naming `field` for a view of larger items or many dimensions."""
+    view = memoryview(value)
+    if view.itemsize != 1 or view.ndim != 1:
+        told = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
+        raise InvalidArgument(field, told)
+    return view
+
+
+def is_series(value: object) -> bool:
+    """Whether it yields things in an order of its own, and is no text: mappings and sets do not."""
+    return isinstance(value, Iterable) and not isinstance(value, str | BytesLike | Mapping | AnySet)
+
+
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
+    """Raises InvalidArgument for what is no sequence of ids, and naming the first that is none."""
+    if not is_series(token_ids):
+        raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is no sequence of token ids")
+    given = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
     try:
-        return generation_pb.TokenIds(ids=token_ids)
+        return generation_pb.TokenIds(ids=given)
     except (ValueError, TypeError) as error:
-        raise InvalidArgument("token_ids", str(error)) from None
+        place = next((i for i, token_id in enumerate(given) if not _is_id(token_id)), None)
+        if place is None:
+            raise InvalidArgument("token_ids", str(error)) from None
+        wrong = given[place]
+        told = str(wrong) if type(wrong) is int else type(wrong).__name__
+        raise InvalidArgument(f"token_ids.ids[{place}]", f"{told} is no token id") from None
+
+
+def _is_id(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and 0 <= operator.index(cast(int, value)) <= MAX_TOKEN_ID
+    except TypeError:
+        return False
 
 
 def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "array[int]":
@@ -65,7 +115,7 @@ def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "
     Raises InvalidArgument for more than `max_ids`, and naming the first that is negative.
     """
     if max_ids is not None and len(message.ids) > max_ids:
-        raise InvalidArgument("token_ids", f"are {len(message.ids)}, at most {max_ids} are taken at once")
+        raise InvalidArgument("token_ids", f"are {len(message.ids):,}, at most {max_ids:,} are taken at once")
     token_ids = array("I")
     try:
         for start in range(0, len(message.ids), STEP_IDS):

@@ -24,6 +24,7 @@ from longleaf.comm.base import ReduceOp, Transport
 from longleaf.comm.leftovers import FOLDER, Maker, sweep
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.machine import num_processors
+from longleaf.units import human_seconds
 
 SOURCE = Path(__file__).with_name("meet.c")
 CAPACITY = 1 << 20
@@ -62,7 +63,7 @@ class Kind(IntEnum):
     def told(deed: int) -> str:
         """A message's size and kind, for people."""
         name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
-        return f"{deed >> KIND_BITS} bytes to {name.replace('_of_', ' of ')}"
+        return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
 
 
 class Place(ctypes.Structure):
@@ -248,7 +249,7 @@ class SharedMemoryComm:
         gone = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
         if gone >= 0 or not is_late:
             return gone, "died or left the group"
-        return self._library.missing(self._place), f"did not come to an exchange in {self._timeout:g} seconds"
+        return self._library.missing(self._place), f"did not come to an exchange in {human_seconds(self._timeout)}"
 
     def _worker_lost(self, rank: int, reason: str) -> WorkerLost:
         """The error that all ranks raise for the rank that the first of them missed."""

@@ -9,9 +9,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from longleaf.commands.options import AsJson, Server, connect, dtypes_told, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.step import UNLIMITED_TOKENS
+from longleaf.units import human_bytes
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]

@@ -12,10 +12,11 @@ from rich.table import Table
 
 from longleaf.client.callbacks import OnProgress
 from longleaf.commands.ingest import progress_bar
-from longleaf.commands.options import AsJson, human_bytes, print_json
+from longleaf.commands.options import AsJson, print_json
 from longleaf.config import Launcher
 from longleaf.demo.run import DEFAULT_TOKENS, DemoSettings, Question, Report, run
 from longleaf.messages import IngestProgress
+from longleaf.units import human_bytes
 
 
 def demo(
@@ -126,5 +127,5 @@ def _print_report(report: Report) -> None:
     right = sum(question.correct for question in report.questions)
     console.print(f"{right} of {len(report.questions)} answers right")
     console.print(f"time to the first token  {report.ttft_s:8.2f} s (median)")
-    console.print(f"answering                {report.decode_tokens_per_s:8.1f} tokens/s")
-    console.print(f"ingesting                {report.ingest_tokens_per_s:8.1f} tokens/s")
+    console.print(f"answering                {report.decode_tokens_per_s:8,.1f} tokens/s")
+    console.print(f"ingesting                {report.ingest_tokens_per_s:8,.1f} tokens/s")

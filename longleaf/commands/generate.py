@@ -11,6 +11,7 @@ from longleaf.commands.flags import Flags, takes_flags
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.errors import Unavailable
 from longleaf.messages import Delta, Event, Finished, Started
+from longleaf.units import human_seconds
 
 
 @takes_flags
@@ -120,12 +121,12 @@ def footnote(event: Finished) -> str:
     """What an answer took."""
     usage, timings = event.usage, event.timings
     speed = decode_speed(event)
-    rate = f", {speed:.1f} tokens/s" if speed else ""
+    rate = f", {speed:,.1f} tokens/s" if speed else ""
     prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
-    first = f"first after {timings.first_token_seconds:.2f} s"
+    first = f"first after {human_seconds(timings.first_token_seconds)}"
     kind = "exact" if event.is_exact else "not exact"
     reason = "for a reason that this client does not know" if event.reason == "unspecified" else event.reason
-    return f"[{usage.completion_tokens} tokens ({reason}); {first}{rate}; {prompt}; {kind}]"
+    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}; {prompt}; {kind}]"
 
 
 def decode_speed(event: Finished) -> float | None:

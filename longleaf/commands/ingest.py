@@ -12,11 +12,12 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
-from longleaf.commands.options import AsJson, Server, connect, human_bytes, print_json
+from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.token_files import TokenFormat, read_ids
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, IngestOptions, IngestProgress
 from longleaf.topology import count_ranks
+from longleaf.units import human_bytes
 
 PATIENT = 8
 """Retries of an upload, which may have taken long, while it gets no further."""

@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, human_bytes, print_json
+from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster
-from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Room, TextReport
+from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
 from longleaf.topology import count_ranks
+from longleaf.units import human_bytes
 
 REFUSED = 2
 """Exit code for a checkpoint that is not supported: it must change."""
@@ -41,6 +42,14 @@ def check(
             show_default="40 % of what is free here beside the weights, over the ranks",
         ),
     ] = None,
+    window_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="With --window-keys replicated: the part of --kv-bytes for windowed layers.",
+            show_default="what --max-sequences generations need, at most half",
+        ),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(help="Generations that run at once.")] = _DEFAULTS.max_sequences,
     block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
     dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
     kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
@@ -63,6 +72,9 @@ def check(
         model=str(folder),
         world_size=world_size,
         kv_bytes=kv_bytes,
+        window_keys="replicated" if window_bytes is not None else "sharded",
+        window_bytes=window_bytes,
+        max_sequences=max_sequences,
         block_size=block_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -92,17 +104,15 @@ def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) ->
     text = _ask("coordinator.check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
-        given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else [])]
+        pools = [str(worker.max_kv_bytes) for worker in fleet.workers] if fleet is not None else []
+        given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else []), *pools]
         attention = _ask("workers.check", given, AttentionReport)
     is_supported = not text.reason and not attention.reason
-    rooms = _rooms(config, attention, fleet) if is_supported else ()
     return ModelReport(
         model=Path(config.model).resolve().name,
         is_supported=is_supported,
         text=text,
         attention=attention,
-        rooms=rooms,
-        tokens=sum(room.tokens for room in rooms),
     )
 
 
@@ -118,15 +128,6 @@ def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
         return msgspec.json.decode("".join(done.stdout.strip().splitlines()[-1:]), type=kind)
     except msgspec.DecodeError as error:
         raise LongleafError(f"{module} did not answer with a report: {error}") from None
-
-
-def _rooms(config: EngineConfig, attention: AttentionReport, fleet: Cluster | None) -> tuple[Room, ...]:
-    pools = [attention.kv_bytes] * config.world_size if fleet is None else [w.max_kv_bytes for w in fleet.workers]
-    block_size = config.block_size
-    bytes_per_block = block_size * attention.bytes_per_token
-    return tuple(
-        Room(rank=rank, kv_bytes=size, tokens=size // bytes_per_block * block_size) for rank, size in enumerate(pools)
-    )
 
 
 def show(found: ModelReport, *, is_running: bool) -> None:
@@ -146,11 +147,12 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     if attention.replicated is not None:
         per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
         told = f"{per_token} per token, and {per_window} on each rank for each end of a context"
-        sizes.add_row("", f"{told}, with serve --window-keys replicated")
+        sizes.add_row("", f"{told}, with --window-keys replicated")
     read = "" if attention.has_weights else "; not read, --load does"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
-    sharded = ", with --window-keys sharded" if attention.replicated is not None else ""
-    sizes.add_row("fits", _told(found, is_running) + sharded)
+    for number, plan in enumerate(found.plans):
+        mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
+        sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
     console.print(sizes)
 
 
@@ -169,17 +171,22 @@ def sight(kind: AttentionKind) -> str:
     return "everything before" if kind.window is None else f"{kind.window:,} tokens"
 
 
-def _told(found: ModelReport, is_running: bool) -> str:
-    ranks = count_ranks(len(found.rooms))
+def _told(plan: Plan, is_running: bool) -> str:
+    if plan.reason:
+        return f"nothing: {plan.reason}"
+    ranks = count_ranks(len(plan.rooms))
     where = f"on the running {ranks}" if is_running else f"on {ranks}"
-    pools = {(room.kv_bytes, room.tokens) for room in found.rooms}
-    if len(pools) > 1:
-        each = ", ".join(f"{room.tokens:,} on rank {room.rank}" for room in found.rooms)
-        return f"{found.tokens:,} tokens {where}: {each}"
-    [(size, tokens)] = pools
-    if len(found.rooms) == 1:
-        return f"{tokens:,} tokens {where}, in {human_bytes(size)}"
-    return f"{found.tokens:,} tokens {where}: {tokens:,} in {human_bytes(size)} each"
+    ends = f"; {plan.ends:,} ends of contexts, {plan.window_tokens:,} tokens on each rank" if plan.ends else ""
+    if plan.is_unlimited:
+        return f"any number of tokens {where}{ends}"
+    sizes = {(room.kv_bytes, room.tokens) for room in plan.rooms}
+    if len(sizes) > 1:
+        each = ", ".join(f"{room.tokens:,} on rank {room.rank}" for room in plan.rooms)
+        return f"{plan.tokens:,} tokens {where}: {each}{ends}"
+    [(size, tokens)] = sizes
+    if len(plan.rooms) == 1:
+        return f"{tokens:,} tokens {where}, in {human_bytes(size)}{ends}"
+    return f"{plan.tokens:,} tokens {where}: {tokens:,} in {human_bytes(size)} each{ends}"
 
 
 def spans(layers: tuple[int, ...]) -> str:

@@ -11,6 +11,7 @@ from longleaf.config import default_server
 from longleaf.errors import InvalidArgument
 from longleaf.messages import ModelInfo
 from longleaf.model_report import AttentionReport
+from longleaf.units import human_seconds
 
 Server = Annotated[
     str,
@@ -41,7 +42,7 @@ def connect(server: str, retries: int = IMPATIENT) -> Client:
 
 
 def _say_retry(retry: Retry) -> None:
-    print(f"trying again in {retry.delay:.1f} s: {retry.error}", file=sys.stderr, flush=True)
+    print(f"trying again in {human_seconds(retry.delay)}: {retry.error}", file=sys.stderr, flush=True)
 
 
 def read_input(given: str, field: str) -> str:
@@ -62,12 +63,3 @@ def print_json(value: object) -> None:
 def dtypes_told(model: ModelInfo | AttentionReport) -> str:
     """The numeric type of the weights, and that of keys and values where it is another."""
     return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
-
-
-def human_bytes(size: float) -> str:
-    """A size for people: 1.5 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -9,6 +9,7 @@ from rich.table import Table
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.messages import Verification
 from longleaf.topology import count_ranks
+from longleaf.units import human_seconds
 
 FAILED = 3
 """Exit code when the logits are too far apart."""
@@ -66,8 +67,8 @@ def show(found: Verification) -> None:
     table.add_row("farthest apart", f"by {found.max_difference:.3g}, token {found.worst_index} of the answer")
     table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
     held = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
-    table.add_row("prompt", f"{found.prompt_tokens} tokens; {held}")
-    table.add_row("plain attention", f"{found.plain_seconds:.2f} s, in which other streams waited")
+    table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {held}")
+    table.add_row("plain attention", f"{human_seconds(found.plain_seconds)}, in which other streams waited")
     Console(highlight=False).print(table)
 
 

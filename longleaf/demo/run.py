@@ -48,7 +48,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.world_size < 1:
             raise InvalidArgument("world_size", f"{self.world_size} is less than 1")
         if self.tokens is not None and self.tokens < MIN_TOKENS:
-            raise InvalidArgument("tokens", f"{self.tokens} is less than {MIN_TOKENS}")
+            raise InvalidArgument("tokens", f"{self.tokens:,} is less than {MIN_TOKENS:,}")
 
 
 class Question(msgspec.Struct, frozen=True):

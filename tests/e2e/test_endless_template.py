@@ -60,5 +60,5 @@ def test_without_a_signal_it_is_refused(endless: Path) -> None:
     for command in (("serve", "--port", "0", "--launcher", "local", "--model"), ("models", "check")):
         found = subprocess.run([*CLI, *command, str(endless)], capture_output=True, text=True, timeout=120, check=False)
         assert found.returncode == 2
-        told = "the chat template takes more than 5 seconds of processor time"
+        told = "the chat template takes more than 5 s of processor time"
         assert told in " ".join((found.stdout + found.stderr).split())

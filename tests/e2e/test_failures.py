@@ -58,7 +58,7 @@ def test_a_rank_that_hangs_past_the_deadline_ends_the_fleet(checkpoint: Path, st
     os.kill(service.rank_pids()[1], signal.SIGSTOP)
     _, errors = stream.communicate(timeout=90)
     assert stream.returncode == 1
-    assert "took longer than its 3 seconds" in errors
+    assert "took longer than its 3" in errors
     assert service.process.wait(timeout=60) not in (0, 2)
     assert psutil.wait_procs(processes, timeout=20)[1] == []
 

@@ -64,9 +64,9 @@ async def test_token_ids_are_ingested_as_they_are(service: Served) -> None:
         (b"abc\xe4\xb8", "text", "byte 3"),
         (iter([b"ab\xe4", b"\xb8", b"x"]), "text", "byte 2"),
         ((1, 10**6), "token_ids.ids[1]", "vocabulary"),
-        (tuple([1] * 5000), "token_ids", "4096"),
-        (b"a" * 200_000, "config.total_size_bytes", "4096"),
-        (iter([b"a" * 100_000] * 2), "text", "4096"),
+        (tuple([1] * 5000), "token_ids", "4,096"),
+        (b"a" * 200_000, "config.total_size_bytes", "4,096"),
+        (iter([b"a" * 100_000] * 2), "text", "4,096"),
         (Path("/nowhere/to/be/found"), "file", "/nowhere"),
     ],
 )

@@ -124,7 +124,7 @@ async def test_a_request_that_is_too_large_must_change(
         monkeypatch.setattr("longleaf.client.calls.OPTIONS", (("grpc.max_send_message_length", max_sent),))
     async with AsyncClient(service.address) as client:
         with pytest.raises(
-            InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5} bytes, at most {4 << 20} fit"
+            InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes, at most {4 << 20:,} fit"
         ):
             await client.count_tokens("x" * MAX_REQUEST_BYTES)
     assert await service.client.count_tokens("x") == 1

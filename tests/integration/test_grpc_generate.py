@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from array import array
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from tokenizers import decoders
 
@@ -207,6 +209,22 @@ async def test_wrong_sampling_names_its_field(service: Served, options: Any, fie
     assert not service.engine.prompts
 
 
+@pytest.mark.parametrize("prompt", [b"one", bytearray(b"one"), memoryview(b"one")], ids=lambda p: type(p).__name__)
+async def test_bytes_are_text(service: Served, prompt: Any) -> None:
+    await collect(service.client.generate("one"))
+    await collect(service.client.generate(prompt))
+    text, raw = service.engine.prompts
+    assert raw.token_ids == text.token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt", [array("I", [5, 6]), np.array([5, 6]), range(5, 7), iter([5, 6])], ids=lambda p: type(p).__name__
+)
+async def test_a_prompt_may_be_any_kind_of_ids(service: Served, prompt: Any) -> None:
+    await collect(service.client.generate(prompt))
+    assert list(service.engine.prompts[0].token_ids) == [5, 6]
+
+
 @pytest.mark.parametrize(
     ("prompt", "context", "field"),
     [
@@ -215,7 +233,17 @@ async def test_wrong_sampling_names_its_field(service: Served, options: Any, fie
         ([], None, "token_ids"),
         ([1, 10**6], None, "token_ids.ids[1]"),
         ([-1], None, "token_ids.ids[0]"),
-        ([2**40], None, "token_ids"),
+        ([2**40], None, "token_ids.ids[0]"),
+        ([5, 6.0], None, "token_ids.ids[1]"),
+        ([True], None, "token_ids.ids[0]"),
+        (iter([5, "x"]), None, "token_ids.ids[1]"),
+        (b"\xff", None, "text"),
+        (memoryview(array("I", [5])), None, "text"),
+        (None, None, "input"),
+        (7, None, "input"),
+        ({5: 6}, None, "input"),
+        ({5, 6}, None, "input"),
+        (Path("prompt.txt"), None, "input"),
         ("x", "Not A Name", "context"),
         ("\ud800", None, "text"),
         ("x", "\ud800", "context"),

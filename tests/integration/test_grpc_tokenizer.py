@@ -1,9 +1,13 @@
 """Texts to ids and back, over real sockets."""
 
+from pathlib import Path
+from typing import Any, cast
+
 import grpc
 import pytest
 
 from longleaf import codec
+from longleaf.errors import InvalidArgument
 from longleaf.messages import Tokenized
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceStub
@@ -61,15 +65,43 @@ async def test_a_long_text_is_counted(service: Served) -> None:
     assert await service.client.count_tokens(text) == len(text.encode())
 
 
+async def test_bytes_are_text_and_never_ids(service: Served) -> None:
+    client = service.client
+    for text in (b"\xc3\xbc", bytearray(b"\xc3\xbc"), memoryview(b"\xc3\xbc")):
+        assert await client.count_tokens(text) == 2
+        assert (await client.tokenize(text)).token_ids == ids("ü")
+        with pytest.raises(InvalidArgument, match=f"token_ids: {type(text).__name__} is no sequence of token ids"):
+            await client.detokenize(cast(Any, text))
+
+
+@pytest.mark.parametrize("text", [7, None, Path("a.txt"), [5], b"\xff"], ids=str)
+async def test_what_is_no_text_is_told_as_such(service: Served, text: Any) -> None:
+    for call in (service.client.count_tokens, service.client.tokenize):
+        with pytest.raises(InvalidArgument) as caught:
+            await call(text)
+        assert caught.value.field == "text"
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "field"),
+    [("ab", "token_ids"), (7, "token_ids"), ({5: 6}, "token_ids"), ([5, True], "token_ids.ids[1]")],
+    ids=str,
+)
+async def test_what_are_no_ids_is_told_as_such(service: Served, token_ids: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await service.client.detokenize(token_ids)
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize(
     ("method", "request_", "told"),
     [
-        ("Tokenize", tokenizer_pb.TokenizeRequest(text="a" * (1 << 20) + "b"), "text: has 1048577 bytes"),
+        ("Tokenize", tokenizer_pb.TokenizeRequest(text="a" * (1 << 20) + "b"), "text: has 1,048,577 bytes"),
         ("Detokenize", tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1, 999]}), r"token_ids\.ids\[1\]: 999"),
         (
             "Detokenize",
             tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1] * ((1 << 20) + 1)}),
-            "token_ids: are 1048577",
+            "token_ids: are 1,048,577",
         ),
     ],
 )

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from coordinator.uploads import MAX_UPLOADS, SHARE
-from longleaf.client import AsyncClient, Retries
+from longleaf.client import AsyncClient, Client, Retries
 from longleaf.client.calls import MAX_REQUEST_BYTES
 from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.client.upload import header_of
@@ -282,7 +283,7 @@ async def test_a_file_that_changes_while_it_is_sent_is_not_acknowledged(
     def change(progress: IngestProgress) -> None:
         second.write_bytes(bytes(size))
 
-    with pytest.raises(InvalidArgument, match=rf"{2 * PIECE + 4} bytes are declared, .* {2 * PIECE + size}") as caught:
+    with pytest.raises(InvalidArgument, match=rf"{2 * PIECE + 4:,} bytes are declared, .* {2 * PIECE + size:,}") as caught:
         await roomy.client.ingest("moby", [first, second], on_progress=change)
     assert caught.value.field == SIZE
     assert not roomy.engine.contexts
@@ -336,8 +337,15 @@ def file_of(folder: Path, name: str, content: bytes) -> Path:
         lambda folder: file_of(folder, "a", b"one two").open("rb"),
         lambda folder: file_of(folder, "a", b"one two").open("r"),
         lambda folder: [io.BytesIO(b"one "), file_of(folder, "b", b"two")],
+        lambda folder: bytearray(b"one two"),
+        lambda folder: memoryview(b"one two"),
+        lambda folder: memoryview(b"o.n.e. .t.w.o.")[::2],
+        lambda folder: iter([bytearray(b"one "), memoryview(b"two")]),
     ],
-    ids=["paths", "text and bytes", "iterator", "async iterator", "binary file", "text file", "file and path"],
+    ids=(
+        "paths,text and bytes,iterator,async iterator,binary file,text file,file and path,"
+        "bytearray,memoryview,memoryview with steps,mutable parts"
+    ).split(","),
 )
 async def test_a_text_may_have_several_parts_of_any_kind(
     service: Served, tmp_path: Path, shape: Callable[[Path], Document]
@@ -348,8 +356,20 @@ async def test_a_text_may_have_several_parts_of_any_kind(
 
 @pytest.mark.parametrize(
     "document",
-    [[5, 6, 7], (5, 6, 7), array("I", [5, 6, 7]), range(5, 8), [[5], (6, 7)], iter([(5, 6), [7]])],
-    ids=["list", "tuple", "array", "range", "lists", "iterator"],
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        array("I", [5, 6, 7]),
+        range(5, 8),
+        [[5], (6, 7)],
+        iter([(5, 6), [7]]),
+        np.array([5, 6, 7]),
+        np.array([5, 6, 7], dtype=np.uint8),
+        np.array([[5, 6, 7]] * 2, dtype=">i4")[0],
+        list(np.array([5, 6, 7])),
+        [np.array([5, 6]), np.array([7])],
+    ],
+    ids="list,tuple,array,range,lists,iterator,numpy,numpy bytes,big endian,list of numpy ids,numpy parts".split(","),
 )
 async def test_token_ids_may_be_any_sequence(service: Served, document: Document) -> None:
     assert (await service.client.ingest("moby", document)).tokens == 3
@@ -368,9 +388,21 @@ async def test_a_part_may_be_larger_than_a_message() -> None:
         (7, "document: int is neither"),
         (None, "document: NoneType is neither"),
         ([b"text", 4.5], "document: float is neither"),
-        ([5, 1 << 40], "token_ids: "),
-        ([5, -1], "token_ids"),
-        ([5, "x"], "token_ids: "),
+        ([5, 1 << 40], r"token_ids\.ids\[1\]: 1099511627776 is no token id"),
+        ([5, -1], r"token_ids\.ids\[1\]: -1 is negative"),
+        ([5, "x"], r"token_ids\.ids\[1\]: str is no token id"),
+        ([5, 6.0], r"token_ids\.ids\[1\]: float is no token id"),
+        ([5, True], r"token_ids\.ids\[1\]: bool is no token id"),
+        ([5, None], r"token_ids\.ids\[1\]: NoneType is no token id"),
+        ([True, 5], r"token_ids\.ids\[0\]: bool is no token id"),
+        (np.array([5.0, 6.0]), r"token_ids\.ids\[0\]: float is no token id"),
+        (np.array([True]), r"token_ids\.ids\[0\]: bool is no token id"),
+        (np.array([[5, 6], [7, 8]]), r"token_ids\.ids\[0\]: list is no token id"),
+        (array("d", [5.0]), r"token_ids\.ids\[0\]: float is no token id"),
+        (iter([5, 6]), "document: int is neither"),
+        (memoryview(array("I", [5, 6])), r"text: memoryview of shape \(2,\) with items of 4 bytes is no text"),
+        ({"text": "one"}, "document: dict is neither"),
+        ({"one", "two"}, "document: set is neither"),
         (["text", [5]], "token_ids: cannot be mixed with text"),
         ([[5], "text"], "text: cannot be mixed with token_ids"),
         (["a\ud800"], "text: is not Unicode"),
@@ -381,6 +413,29 @@ async def test_what_is_no_document_is_told_as_such(service: Served, document: An
     with pytest.raises(InvalidArgument, match=told):
         await service.client.ingest("moby", document)
     assert not service.engine.contexts
+
+
+@pytest.mark.parametrize(
+    "document",
+    [b"one two", bytearray(b"one two"), memoryview(b"one two"), np.array(ids("one two")), array("I", ids("one two"))],
+    ids=lambda document: type(document).__name__,
+)
+async def test_the_plain_client_takes_the_same_documents(service: Served, document: Any) -> None:
+    def ingest() -> None:
+        with Client(service.address) as client:
+            client.ingest("moby", document)
+
+    await asyncio.to_thread(ingest)
+    assert service.engine.contexts["moby"][-7:] == list(ids("one two"))
+
+
+async def test_what_is_kept_of_a_document_does_not_change_with_it() -> None:
+    text, token_ids = bytearray(b"one"), np.array([5, 6, 7])
+    pieces = [piece async for piece in pieces_of(iter([text, memoryview(text)]))]
+    numbers = [list(piece) async for piece in pieces_of(token_ids)]
+    text[:], token_ids[:] = b"ten", 0
+    assert pieces == [b"one", b"one"]
+    assert numbers == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_come_is_named_by_all():
     errors.append(processes[1].result())
     assert [error.rank for error in errors] == [1, 1, 1]
     reasons = {error.reason for error in errors}
-    assert reasons == {"did not come to an exchange in 2.5 seconds", "others waited for it in vain"}
+    assert reasons == {"did not come to an exchange in 2.5 s", "others waited for it in vain"}
     assert [process.end() for process in processes] == [0, 0, 0]
 
 

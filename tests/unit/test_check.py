@@ -146,15 +146,21 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert code == 0
     assert "small is supported (Gemma2ForCausalLM, float32)" in out
     assert "; not read, --load does" in out
-    replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with serve --window-keys"
+    replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
     assert replicated in " ".join(out.split())
+    assert "nothing: kv_bytes: a context and a generation take" in " ".join(out.split())
     assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
     assert "with --window-keys sharded" in " ".join(out.split())
     code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)
     pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128
     assert (code, found["is_supported"], found["attention"]["bytes_per_token"]) == (0, True, per_token)
-    assert found["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
+    sharded = found["attention"]["plans"][0]
+    assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
+    pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
+    code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
+    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 5 ends of contexts, 2,048 tokens on each rank, with"
+    assert (code, told in " ".join(out.split())) == (0, True)
     (folder / "tokenizer.json").unlink()
     code, out, _ = await terminal.plain("models", "check", str(folder))
     assert (code, "small is not supported: " in out, "tokenizer.json" in out) == (2, True, True)

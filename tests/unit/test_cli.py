@@ -171,8 +171,8 @@ async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Termina
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--max-tokens", "0"), "--max-tokens: must be between 1 and 1048576"),
-        (("--max-tokens", str(10**14)), "--max-tokens: must be between 1 and 1048576"),
+        (("--max-tokens", "0"), "--max-tokens: must be between 1 and 1,048,576"),
+        (("--max-tokens", str(10**14)), "--max-tokens: must be between 1 and 1,048,576"),
         (("--seed", "-1"), "--seed: must be between 0 and 2^64 - 1"),
         (("--temperature", "-1"), "--temperature: must be between 0 and 100"),
     ],

@@ -45,4 +45,4 @@ async def test_what_cannot_be_compared_says_why(terminal: Terminal) -> None:
 
 async def test_a_prompt_that_is_too_long_names_the_option(terminal: Terminal) -> None:
     code, _, err = await terminal.run("verify", "--prompt-tokens", "4000")
-    assert (code, err) == (2, "error: --prompt-tokens: 4000 is not between 1 and 1024\n")
+    assert (code, err) == (2, "error: --prompt-tokens: 4,000 is not between 1 and 1,024\n")

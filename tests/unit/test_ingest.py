@@ -73,7 +73,7 @@ async def made(tmp_path: Path) -> AsyncIterator[Made]:
 async def test_a_stream_that_sends_nothing_is_ended_and_leaves_nothing(
     made: Made, pieces: tuple[IngestPiece, ...]
 ) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"sent nothing for 0\.05 seconds"):
+    with pytest.raises(DeadlineExceeded, match=r"sent nothing for 50 ms"):
         await made.run(*pieces, ends=False)
     assert made.uploads.num_bytes == 0
     assert not made.engine.contexts
@@ -131,7 +131,7 @@ async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest
     monkeypatch.setattr(Document, "add_ids", take)
     monkeypatch.setattr(Document, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
-        with pytest.raises(ResourceExhausted, match="at most 40000 are for a client"):
+        with pytest.raises(ResourceExhausted, match="at most 40,000 are for a client"):
             await made.run(header(), piece)
     assert made.uploads.num_bytes == 0
 
@@ -143,7 +143,7 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
         if made.uploads.num_bytes >= 32_000:
             break
         await asyncio.sleep(0.001)
-    with pytest.raises(ResourceExhausted, match=r"hold 400\d\d bytes, at most 40000") as caught:
+    with pytest.raises(ResourceExhausted, match=r"hold 40,0\d\d bytes, at most 40,000") as caught:
         await made.run(header("mine"), (1,) * 1000, (1,) * 1001)
     assert caught.value.retry_seconds
     other.cancel()

@@ -81,7 +81,7 @@ def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, 
     settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}
     with pytest.raises(StartError) as refused:
         pool_of("gemma3", kv_bytes=8 << 20, window_bytes=1, **settings)
-    least = int(str(refused.value).split(" take ")[1].split()[0])
+    least = int(str(refused.value).split(" take ")[1].split()[0].replace(",", ""))
     _, windows = pool_of("gemma3", kv_bytes=8 << 20, window_bytes=least, **settings)
     bench = Asker(windows=windows, blocks=(5000 // block_size,) * 2, chunk_size=512, max_positions=8000, **settings)
     bench.ingest("book", 1001)
@@ -109,12 +109,12 @@ def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_o
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2097152 bytes are more than the 1048576"),
-        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655360 bytes .* get 1000"),
-        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655360 bytes .* get 131072"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes are more than the 1,048,576"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655,360 bytes .* get 1,000"),
+        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655,360 bytes .* get 131,072"),
         (
             {"kv_bytes": 1 << 20, "window_bytes": 1 << 20},
-            "kv_bytes: 1048576 bytes do not hold one block of 32768 bytes beside 1048576 for windows",
+            "kv_bytes: 1,048,576 bytes do not hold one block of 32,768 bytes beside 1,048,576 for windows",
         ),
     ],
 )
@@ -134,13 +134,13 @@ def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypa
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1000, 500))
     config = EngineConfig(model="/no/such/folder", kv_bytes=251, world_size=4, device="cpu")
     reason = (
-        "^kv_bytes: 251 for each of 4 ranks here is more than the 1000 bytes of memory that this machine has for them$"
+        "^kv_bytes: 251 for each of 4 ranks here is more than the 1,000 bytes of memory that this machine has for them$"
     )
     with pytest.raises(StartError, match=reason):
         Rank(make_spec(0, config)).load()
     with pytest.raises(ModelRefused):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=250))).load()
-    with pytest.raises(StartError, match="^kv_bytes: 1001 for each of 1 rank here is more than the 1000 bytes"):
+    with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here is more than the 1,000 bytes"):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=1001, world_size=1))).load()
 
 

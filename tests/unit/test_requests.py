@@ -53,9 +53,9 @@ async def refused(method: str, data: bytes) -> str:
 
 async def test_each_method_has_its_limit() -> None:
     told = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
-    assert told == f"has {MAX_SMALL_BYTES + 1} bytes, GetContext takes at most {MAX_SMALL_BYTES}"
-    assert f"Generate takes at most {MAX_REQUEST_BYTES}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
-    assert f"IngestContext takes at most {MAX_PIECE_BYTES}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
+    assert told == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
+    assert f"Generate takes at most {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+    assert f"IngestContext takes at most {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ async def test_each_method_has_its_limit() -> None:
     ids=["strings", "unknown numbers", "unknown bytes", "32 bits", "64 bits", "groups", "messages", "ids"],
 )
 async def test_many_fields_are_refused(field: bytes) -> None:
-    assert f"more than {MAX_FIELDS} fields" in await refused(GENERATE, field * (MAX_SMALL_BYTES // len(field) + 1))
+    assert f"more than {MAX_FIELDS:,} fields" in await refused(GENERATE, field * (MAX_SMALL_BYTES // len(field) + 1))
 
 
 @pytest.mark.parametrize("field", [b"\x32\x00", b"\x62\x00", b"\x62\x02\x08\x05"], ids=["stops", "biases", "keys"])
@@ -122,7 +122,9 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
     requests = Requests(max_held_bytes=len(LARGE))
     with requests.of(GENERATE, Parser()) as first, requests.of(GENERATE, Parser()) as second:
         await first.one(call(LARGE))
-        with pytest.raises(ResourceExhausted, match=f"{len(LARGE)} more are over {len(LARGE)}") as caught:
+        with pytest.raises(
+            ResourceExhausted, match=f"{len(LARGE):,} bytes, {len(LARGE):,} more are over {len(LARGE):,}"
+        ) as caught:
             await second.one(call(LARGE))
         assert caught.value.retry_seconds
         assert await second.one(call(b"small")) == b"small"

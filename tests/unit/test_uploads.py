@@ -239,12 +239,12 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
     assert kept(uploads, "old") == [False], "it gave way to another of its client"
     third = make("third", 1, "a")
     uploads.add(third)
-    with pytest.raises(ResourceExhausted, match="those of client 'a' hold 8004 bytes, at most 8000") as caught:
+    with pytest.raises(ResourceExhausted, match="those of client 'a' hold 8,004 bytes, at most 8,000") as caught:
         uploads.count(third)
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
-    with pytest.raises(ResourceExhausted, match="all hold 16008 bytes, at most 16000"):
+    with pytest.raises(ResourceExhausted, match="all hold 16,008 bytes, at most 16,000"):
         uploads.count(other)
     uploads.check()
 
@@ -253,7 +253,7 @@ def test_a_document_that_is_too_large_for_itself_is_not_tried_again(make: Callab
     uploads = uploads_on(Clock(), max_bytes=16_000)
     upload = make("a", 2001)
     uploads.add(upload)
-    with pytest.raises(ResourceExhausted, match="one holds 8004 bytes, at most 8000") as caught:
+    with pytest.raises(ResourceExhausted, match="one holds 8,004 bytes, at most 8,000") as caught:
         uploads.count(upload)
     assert caught.value.retry_seconds is None
 

@@ -1,0 +1,36 @@
+"""Numbers as people read them: with units, thousands apart, no exponents. What machines read stays a bare number."""
+
+from itertools import pairwise
+from math import isfinite
+
+_PERIODS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def human_seconds(seconds: float) -> str:
+    """A time: 692 ms, 1.87 s, 31 min 10 s, 2 h 5 min."""
+    if not isfinite(seconds):
+        return f"{seconds} s"
+    if round(seconds * 1e6) < 1000:
+        return f"{seconds * 1e6:.0f} µs" if round(seconds * 1e6) else "0 s"
+    if round(seconds * 1e3) < 1000:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    size, unit, lesser, lesser_unit = next((*more, *less) for more, less in pairwise(_PERIODS) if whole >= more[0])
+    rest = whole % size // lesser
+    return f"{whole // size:,} {unit}" + (f" {rest} {lesser_unit}" if rest else "")
+
+
+def human_bytes(size: float) -> str:
+    """A size, rounded: 1.5 MiB. A limit that must be met to the byte is told as `human_number` of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_number(value: float) -> str:
+    """The number itself, to six decimals: 1,870 or 0.05."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,73 @@
+"""Numbers for people have units, and never exponents."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import longleaf
+from longleaf.units import human_bytes, human_number, human_seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0, "0 s"),
+        (1e-7, "0 s"),
+        (0.00052, "520 µs"),
+        (0.0009999, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.692, "692 ms"),
+        (0.99999, "1 s"),
+        (1.8712, "1.87 s"),
+        (5, "5 s"),
+        (59.96, "60 s"),
+        (60, "1 min"),
+        (119.7, "2 min"),
+        (1870, "31 min 10 s"),
+        (3600, "1 h"),
+        (7507, "2 h 5 min"),
+        (86_400 * 1.5, "1 d 12 h"),
+        (86_400 * 36_500.0, "36,500 d"),
+    ],
+)
+def test_times_are_told_in_units_that_fit(seconds: float, told: str) -> None:
+    assert human_seconds(seconds) == told
+
+
+@pytest.mark.parametrize("power", range(-9, 16))
+def test_no_time_has_an_exponent(power: int) -> None:
+    assert all("e" not in human_seconds(digit * 10.0**power) for digit in (1.0, 1.234567, 9.99999))
+
+
+@pytest.mark.parametrize(("size", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
+def test_sizes_are_told_in_units_that_fit(size: float, told: str) -> None:
+    assert human_bytes(size) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0, "0"),
+        (1870, "1,870"),
+        (2**63 - 1, "9,223,372,036,854,775,807"),
+        (0.05, "0.05"),
+        (1870.0, "1,870"),
+        (-2.5, "-2.5"),
+    ],
+)
+def test_numbers_are_told_in_full(value: float, told: str) -> None:
+    assert human_number(value) == told
+
+
+ROOT = Path(longleaf.__file__).parent.parent
+SMALL_ERRORS = {"verify.py", "cluster.py", "contexts.py"}
+"""Of these commands: differences of logits and phases, whose exponents say more than their zeros."""
+
+
+@pytest.mark.parametrize("package", ["longleaf", "coordinator", "workers"])
+def test_no_message_tells_a_time_or_a_large_number_by_itself(package: str) -> None:
+    bare = re.compile(r"\} seconds|:[.\d]*[eg]\}")
+    files = [path for path in (ROOT / package).rglob("*.py") if path.name != "units.py" and "_pb2" not in path.name]
+    found = {path.name for path in files if bare.search(path.read_text(encoding="utf-8"))}
+    assert found <= SMALL_ERRORS
