@@ -97,8 +97,8 @@ class QuantizedLayer:
     ) -> Partial:
         """The partial over all reads: of few rows by the compiled kernel, else by `kernel`, which is for floating keys;
         they are brought to it tile by tile."""
-        if self._native is not None and self._native.can_run_int8(q_THD, len(self.keys_KSD)):
-            stored = (self.keys_KSD, self.values_KSD, self.exponents_KBD, self.scales_KS)
+        stored = (self.keys_KSD, self.values_KSD, self.exponents_KBD, self.scales_KS)
+        if self._native is not None and self._native.can_run_int8(q_THD, stored):
             return self._native.over_int8(q_THD, stored, self.block_size, reads, scale, softcap)
         total = Partial.identity(*q_THD.shape, device=str(q_THD.device))
         for read in tiles(reads):
