@@ -1,5 +1,5 @@
-/* Attention of the query rows of a decode step over one rank's keys, float32 or int8: all reads of a layer in one call,
-   online softmax.
+/* Attention of the query rows of a decode step over one rank's keys, of 32, 16 or 8 bits: all reads of a layer in one
+   call, online softmax. All arithmetic is float32, and so are queries and results.
 
    Torch's flash kernel splits this into thousands of tiny matrix products, whose overhead costs more than reading the
    keys, and each read costs a call and a merge. Here a block of keys and values is brought into the first-level cache
@@ -18,19 +18,29 @@
 #include <float.h>
 #include <math.h>
 #include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 /* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
 #define BLOCK 32
-/* floats of a block that fewer rows than a vector read: with so little to compute, memory is what takes time, and it is
-   fastest when keys and values come by turns, a page of each */
-#define PAGE 1024
+/* bytes of a block's keys that fewer rows than a vector read: with so little to compute, memory is what takes time, and
+   it is fastest when keys and values come by turns, a page of each */
+#define PAGE 4096
 #define LANES 8
+/* numbers that fewer rows than a vector take at once, and how many of these rows take them together */
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH LANES
+#endif
+#define FEW 4
 /* rows that are computed together, one per lane of two vectors; fewer than one vector are computed one by one */
 #define TILE (2 * LANES)
 /* products that are added one after the other: in long sums each rounds off more */
 #define CHUNK 32
-/* floats that memory brings at once */
-#define LINE 16
+/* bytes that memory brings at once */
+#define LINE 64
 /* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
    Left alone they would become denormal numbers, a hundred times slower than others. */
 #define NEGLIGIBLE -60.0f
@@ -38,6 +48,7 @@
 #define HIDDEN -1e38f
 
 #define INLINE static inline __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wpsabi" /* on vectors that functions hand on: these are all inlined */
 /* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do; processors
    without AVX have no register that holds a vector */
 #ifdef __AVX__
@@ -47,6 +58,14 @@
 #endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float wide __attribute__((vector_size(4 * WIDTH)));
+typedef int ints __attribute__((vector_size(4 * WIDTH)));
+typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
+typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
+
+/* What a number is kept as; longleaf/attention/native.py names the first three. */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
+static const long BYTES[] = {4, 2, 2, 1};
 
 /* Rows [first_row, end_row) of tokens against keys in slots [first_slot, end_slot); query i sees key j iff
    0 <= offset + i - j < window. */
@@ -54,15 +73,15 @@ struct read {
     long first_row, end_row, first_slot, end_slot, offset, window;
 };
 
-/* The keys and values of one key head: float32, or int8 with an exponent per block of slots and column of the keys and a
-   scale per slot of the values, as longleaf/attention/quantized.py writes them. */
+/* The keys and values of one key head. int8 has an exponent per block of slots and column of the keys and a scale per
+   slot of the values, as longleaf/attention/quantized.py writes them. */
 struct store {
-    const float *keys, *values;                   /* [slots, dim] */
-    const signed char *small_keys, *small_values; /* [slots, dim] */
-    const signed char *exponents;                 /* [slots / block_size, dim]; NULL for float32 */
-    const float *scales;                          /* [slots] */
-    float *room;                                  /* a block of keys, one of values, and the steps of the columns */
+    const char *keys, *values;    /* [slots, dim] */
+    const signed char *exponents; /* [slots / block_size, dim] */
+    const float *scales;          /* [slots] */
+    float *room;                  /* a block of keys, one of values, and the steps of the columns */
     long block_size, dim;
+    enum kind kind;
 };
 
 /* The rows of one key head, a token and a head of its group each, and what they have seen so far. */
@@ -79,10 +98,12 @@ struct rows {
 /* A block of a read's keys and values, and the rows it is added to. */
 struct block {
     const struct read *read;
-    const float *keys, *values;
-    long key, num_keys; /* the first key, counted from the read's first, and their number */
-    long row, num_rows; /* the first row, counted from the read's first, and their number */
-    long ahead;         /* distance of the block that comes next, 0 if it need not be asked for */
+    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than a vector */
+    enum kind kind;
+    long key, num_keys;                   /* the first key, counted from the read's first, and their number */
+    long row, num_rows;                   /* the first row, counted from the read's first, and their number */
+    const char *next_keys, *next_values;  /* what comes next in memory, NULL if it need not be asked for */
+    long key_bytes;                       /* there */
     int is_masked;
 };
 
@@ -112,19 +133,134 @@ INLINE int sees(const struct read *read, long group, long row, long key)
     return 0 <= distance && distance < read->window;
 }
 
-INLINE void add_few(const struct block *block, const float *restrict q, const float *restrict keys,
-                    const float *restrict values, float *restrict out, float *restrict peak, float *restrict sum,
-                    float *restrict witness, long group, float cap, long dim)
+INLINE wide from_bfloat16(halves half)
+{
+#ifdef __AVX512F__ /* gcc makes four instructions of the other way, here two */
+    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+#else
+    return (wide)(__builtin_convertvector(half, words) << 16);
+#endif
+}
+
+/* Where no instruction does it, on integers: fast-math knows no infinities, and what is small there is a denormal. */
+INLINE wide from_float16(halves half)
+{
+#if defined(__AVX512F__)
+    return (wide)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
+    return (wide)_mm256_cvtph_ps((__m128i)half);
+#else
+    const words bits = __builtin_convertvector(half, words), rest = bits & 0x7fff;
+    const wide small = __builtin_convertvector((ints)rest, wide) * 0x1p-24f;
+    const words is_small = (words)(rest < 0x0400), is_finite = (words)(rest < 0x7c00);
+    const words large = (rest << 13) + (is_finite & (127 - 15) << 23) + (~is_finite & (255 - 31) << 23);
+    return (wide)((is_small & (words)small) | (~is_small & large) | (bits & 0x8000) << 16);
+#endif
+}
+
+/* Numbers from the i-th on as float32, which holds them exactly: WIDTH of them, or LANES and then zeros. */
+INLINE wide load(const void *numbers, long i, const enum kind kind, const int count)
+{
+    wide found = {0};
+    halves half = {0};
+    if (kind == FLOAT32) {
+        memcpy(&found, (const float *)numbers + i, sizeof(float) * count);
+        return found;
+    }
+    memcpy(&half, (const unsigned short *)numbers + i, sizeof(short) * count);
+    return kind == BFLOAT16 ? from_bfloat16(half) : from_float16(half);
+}
+
+/* of a part of one key with the same part of some queries */
+INLINE void add_products(wide sum[FEW], const float *q, const void *keys, long i, long dim, const int num_rows,
+                         const enum kind kind, const int count)
+{
+    const wide part = load(keys, i, kind, count);
+#pragma GCC unroll 4
+    for (int r = 0; r < num_rows; r++)
+        sum[r] += load(q, r * dim, FLOAT32, count) * part;
+}
+
+/* scores of at most FEW rows against all keys of a block */
+INLINE void score_few(const void *keys, long num_keys, const float *q, float score[][BLOCK], long dim,
+                      const enum kind kind, const int num_rows)
+{
+    for (long j = 0; j < num_keys; j++) {
+        wide sum[FEW] = {{0}};
+        long d = 0;
+        for (; d + WIDTH <= dim; d += WIDTH)
+            add_products(sum, q + d, keys, j * dim + d, dim, num_rows, kind, WIDTH);
+        if (d < dim)
+            add_products(sum, q + d, keys, j * dim + d, dim, num_rows, kind, LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; r++) {
+            float total = 0.0f;
+            for (int i = 0; i < WIDTH; i++)
+                total += sum[r][i];
+            score[r][j] = total;
+        }
+    }
+}
+
+/* out times fade, plus the values by their weights, for some rows and `num_parts` times `count` columns. What a block
+   gives is added up first: one key after the other, each would round what came of all keys before it. */
+INLINE void add_columns(const float *weight, const float *fade, const void *values, long num_keys, float *out, long dim,
+                        long d, const enum kind kind, const int num_rows, const int num_parts, const int count)
+{
+    wide sum[2 * FEW] = {{0}};
+    for (long j = 0; j < num_keys; j++)
+#pragma GCC unroll 8
+        for (int i = 0; i < num_parts; i++) {
+            const wide part = load(values, j * dim + d + i * WIDTH, kind, count);
+#pragma GCC unroll 4
+            for (int r = 0; r < num_rows; r++)
+                sum[r * num_parts + i] += weight[r * BLOCK + j] * part;
+        }
+#pragma GCC unroll 8
+    for (int i = 0; i < num_rows * num_parts; i++) {
+        float *place = out + i / num_parts * dim + d + i % num_parts * WIDTH;
+        const wide all = fade[i / num_parts] * load(place, 0, FLOAT32, count) + sum[i];
+        memcpy(place, &all, sizeof(float) * count);
+    }
+}
+
+/* all values of a block, by their weights, to at most FEW rows */
+INLINE void value_few(const void *values, long num_keys, const float *weight, const float *fade, float *out, long dim,
+                      const enum kind kind, const int num_rows)
+{
+    const int most = num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2; /* as many as there are registers for */
+    long d = 0;
+    for (; d + most * WIDTH <= dim; d += most * WIDTH)
+        add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, most, WIDTH);
+    for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH)
+        add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, 2, WIDTH);
+    for (; d + WIDTH <= dim; d += WIDTH)
+        add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, 1, WIDTH);
+    if (d < dim)
+        add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, 1, LANES);
+}
+
+/* a call for each FEW rows, with their number known to the compiler */
+#define BY_ROWS(CALL) \
+    for (long r = 0; r < num_rows; r += FEW) \
+        switch (num_rows - r) { \
+            case 1: CALL(1); break; \
+            case 2: CALL(2); break; \
+            case 3: CALL(3); break; \
+            default: CALL(FEW); \
+        }
+#define SCORE(NUM) score_few(keys, num_keys, q + r * dim, score + r, dim, kind, NUM)
+#define VALUE(NUM) value_few(values, num_keys, score[r], fade + r, out + r * dim, dim, kind, NUM)
+
+/* Adds a block to fewer rows than LANES. */
+INLINE void add_few(const struct block *block, const float *restrict q, float *restrict out, float *restrict peak,
+                    float *restrict sum, float *restrict witness, long group, float cap, long dim,
+                    const enum kind kind)
 {
     const long num_rows = block->num_rows, num_keys = block->num_keys;
-    float score[LANES][BLOCK];
-    for (long j = 0; j < num_keys; j++)
-        for (long r = 0; r < num_rows; r++) {
-            float dot = 0.0f;
-            for (long d = 0; d < dim; d++)
-                dot += q[r * dim + d] * keys[j * dim + d];
-            score[r][j] = dot;
-        }
+    float score[LANES][BLOCK], fade[LANES];
+    const void *keys = block->keys, *values = block->values;
+    BY_ROWS(SCORE)
     for (long r = 0; r < num_rows; r++) {
         float top = peak[r], total = 0.0f, seen = 0.0f;
         for (long j = 0; j < num_keys; j++)
@@ -147,33 +283,26 @@ INLINE void add_few(const struct block *block, const float *restrict q, const fl
                 score[r][j] = sees(block->read, group, block->row + r, block->key + j) ? score[r][j] : 0.0f;
         for (long j = 0; j < num_keys; j++)
             total += score[r][j];
-        const float fade = expf(peak[r] - top);
-        sum[r] = sum[r] * fade + total;
+        fade[r] = expf(peak[r] - top);
+        sum[r] = sum[r] * fade[r] + total;
         peak[r] = top;
-        for (long d = 0; d < dim; d++)
-            out[r * dim + d] *= fade;
     }
-    for (long r = 0; r < num_rows; r++)
-        for (long j = 0; j < num_keys; j++)
-            for (long d = 0; d < dim; d++)
-                out[r * dim + d] += score[r][j] * values[j * dim + d];
+    BY_ROWS(VALUE)
 }
 
-/* dims that models use get loops of known length, which the compiler unrolls into registers */
-#define CASE(DIM) \
-    case DIM: add_few(block, q, keys, values, out, peak, sum, witness, rows->group, rows->cap, DIM); break
+#define CASE(KIND) case KIND: add_few(block, q, out, peak, sum, witness, rows->group, rows->cap, dim, KIND); break
 
-static void add_few_of_dim(const struct rows *rows, const struct block *block)
+static void add_few_of_kind(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, dim = rows->dim;
-    const float *q = rows->q + row * dim, *keys = block->keys, *values = block->values;
-    float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row, *witness = rows->witness + row;
-    switch (dim) {
-        CASE(32);
-        CASE(64);
-        CASE(96);
-        CASE(128);
-        default: add_few(block, q, keys, values, out, peak, sum, witness, rows->group, rows->cap, dim);
+    const float *q = rows->q + row * dim;
+    float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row;
+    float *witness = rows->witness + row;
+    switch (block->kind) {
+        CASE(FLOAT32);
+        CASE(BFLOAT16);
+        CASE(FLOAT16);
+        case INT8: break; /* brought to float32 before */
     }
 }
 
@@ -211,16 +340,18 @@ INLINE void score_many(const struct block *block, const float *q_by_dim, long st
                        long dim, const int vecs)
 {
     const int step = LANES / vecs;
+    const float *keys = block->keys;
+    const long bytes = block->key_bytes;
     long j = 0;
     for (; j + step <= block->num_keys; j += step) {
-        for (long i = block->ahead + j * dim; block->ahead && i < block->ahead + (j + step) * dim; i += LINE) {
-            __builtin_prefetch(block->keys + i, 0, 2);
-            __builtin_prefetch(block->values + i, 0, 2);
+        for (long i = j * bytes; block->next_keys && i < (j + step) * bytes; i += LINE) {
+            __builtin_prefetch(block->next_keys + i, 0, 2);
+            __builtin_prefetch(block->next_values + i, 0, 2);
         }
-        score_tile(q_by_dim, stride, block->keys + j * dim, score + j, dim, step, vecs);
+        score_tile(q_by_dim, stride, keys + j * dim, score + j, dim, step, vecs);
     }
     for (; j < block->num_keys; j++)
-        score_tile(q_by_dim, stride, block->keys + j * dim, score + j, dim, 1, vecs);
+        score_tile(q_by_dim, stride, keys + j * dim, score + j, dim, 1, vecs);
 }
 
 static void hide(const struct block *block, long group, float score[BLOCK][TILE], float value)
@@ -268,7 +399,7 @@ INLINE void value_tile(float weight[BLOCK][TILE], long row, const float *fade, c
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 2
         for (int i = 0; i < vecs; i++)
-            total[r * vecs + i] = fade[row + r] * *(vec *)(out + (row + r) * dim + i * LANES);
+            total[r * vecs + i] = (vec){0};
     for (long j = 0; j < num_keys; j++) {
         const vec *v = (const vec *)(values + j * dim);
         vec part[2] = {v[0], v[vecs - 1]};
@@ -283,7 +414,8 @@ INLINE void value_tile(float weight[BLOCK][TILE], long row, const float *fade, c
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 2
         for (int i = 0; i < vecs; i++)
-            *(vec *)(out + (row + r) * dim + i * LANES) = total[r * vecs + i];
+            *(vec *)(out + (row + r) * dim + i * LANES) =
+                fade[row + r] * *(vec *)(out + (row + r) * dim + i * LANES) + total[r * vecs + i];
 }
 
 INLINE void add_values(float weight[BLOCK][TILE], long row, const float *fade, const float *values, float *out,
@@ -327,7 +459,7 @@ static void expand(const struct store *store, long slot, struct block *block)
 {
     const long dim = store->dim;
     const signed char *exponents = store->exponents + slot / store->block_size * dim;
-    const signed char *small_keys = store->small_keys + slot * dim, *small_values = store->small_values + slot * dim;
+    const signed char *small_keys = block->keys, *small_values = block->values;
     float *restrict keys = store->room, *restrict values = keys + BLOCK * dim, *restrict steps = values + BLOCK * dim;
     for (long d = 0; d < dim; d++) {
         const int bits = (exponents[d] + 127) << 23; /* of a float32: no sign, the exponent, no fraction */
@@ -342,32 +474,81 @@ static void expand(const struct store *store, long slot, struct block *block)
     }
     block->keys = keys;
     block->values = values;
+    block->kind = FLOAT32;
+}
+
+INLINE void widen(const void *numbers, float *room, long size, const enum kind kind)
+{
+    for (long i = 0; i < size - size % WIDTH; i += WIDTH) {
+        const wide part = load(numbers, i, kind, WIDTH);
+        memcpy(room + i, &part, sizeof part);
+    }
+    if (size % WIDTH) {
+        const wide part = load(numbers, size - LANES, kind, LANES);
+        memcpy(room + size - LANES, &part, sizeof(float) * LANES);
+    }
+}
+
+/* Brings some keys and values of 16 bits to float32. */
+static void widen_block(const struct store *store, struct block *block)
+{
+    const long size = block->num_keys * store->dim;
+    float *keys = store->room, *values = keys + BLOCK * store->dim;
+    if (block->kind == BFLOAT16) {
+        widen(block->keys, keys, size, BFLOAT16);
+        widen(block->values, values, size, BFLOAT16);
+    } else {
+        widen(block->keys, keys, size, FLOAT16);
+        widen(block->values, values, size, FLOAT16);
+    }
+    block->keys = keys;
+    block->values = values;
+    block->kind = FLOAT32;
+}
+
+/* The keys and values of a block whose first key lies in `slot`, where and as they are read: few rows read 16 bits as
+   they are, and values are asked for while scores are computed. */
+static void fetch(const struct store *store, long slot, int are_few, struct block *block)
+{
+    const long bytes = block->num_keys * block->key_bytes;
+    const char *values = store->values + slot * block->key_bytes;
+    block->kind = store->kind;
+    block->keys = store->keys + slot * block->key_bytes;
+    block->values = values;
+    if (store->kind == INT8)
+        expand(store, slot, block);
+    else if (are_few)
+        for (long i = 0; i < bytes; i += LINE)
+            __builtin_prefetch(values + i, 0, 3);
+    else if (store->kind != FLOAT32)
+        widen_block(store, block);
 }
 
 static void add_read(const struct rows *rows, const struct read *read, const struct store *store)
 {
     const long num_keys = read->end_slot - read->first_slot, group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
-    const long most = num_rows < LANES && PAGE < BLOCK * rows->dim ? (PAGE + rows->dim - 1) / rows->dim : BLOCK;
-    struct block block = {.read = read};
+    struct block block = {.read = read, .key_bytes = rows->dim * BYTES[store->kind]};
+    const long bytes = store->kind == INT8 ? rows->dim * BYTES[FLOAT32] : block.key_bytes; /* where they are read */
+    const long page = (PAGE + bytes - 1) / bytes;
+    const long most = num_rows < LANES && page < BLOCK ? page : BLOCK;
     for (long key = 0; key < num_keys; key += block.num_keys) {
         const long slot = read->first_slot + key, rest = num_keys - key;
         block.key = key;
         block.num_keys = rest < most ? rest : most;
-        if (store->exponents) {
+        if (store->kind == INT8) {
             const long same_scales = store->block_size - slot % store->block_size;
             block.num_keys = block.num_keys < same_scales ? block.num_keys : same_scales;
-            expand(store, slot, &block);
-        } else {
-            block.keys = store->keys + slot * rows->dim;
-            block.values = store->values + slot * rows->dim;
         }
+        fetch(store, slot, num_rows < LANES, &block);
         block.is_masked = !sees(read, group, 0, key + block.num_keys - 1) || !sees(read, group, num_rows - 1, key);
         for (block.row = 0; block.row < num_rows; block.row += TILE) {
+            const int has_next = store->kind != INT8 && block.row == 0 && rest >= 2 * BLOCK;
             block.num_rows = num_rows - block.row < TILE ? num_rows - block.row : TILE;
-            block.ahead = !store->exponents && block.row == 0 && rest >= 2 * BLOCK ? BLOCK * rows->dim : 0;
+            block.next_keys = has_next ? store->keys + (slot + BLOCK) * block.key_bytes : NULL;
+            block.next_values = has_next ? store->values + (slot + BLOCK) * block.key_bytes : NULL;
             if (block.num_rows < LANES)
-                add_few_of_dim(rows, &block);
+                add_few_of_kind(rows, &block);
             else
                 add_many(rows, &block);
         }
@@ -422,14 +603,11 @@ long longleaf_scratch_size(long num_rows, long dim)
 
 static void go_to_next_head(struct store *store, long stride)
 {
-    if (store->exponents) {
-        store->small_keys += stride;
-        store->small_values += stride;
+    store->keys += stride * BYTES[store->kind];
+    store->values += stride * BYTES[store->kind];
+    if (store->kind == INT8) {
         store->exponents += stride / store->block_size;
         store->scales += stride / store->dim;
-    } else {
-        store->keys += stride;
-        store->values += stride;
     }
 }
 
@@ -455,23 +633,23 @@ static void decode(const float *q, struct store store, float *out, float *lse, f
     }
 }
 
-void longleaf_decode(const float *q, const float *keys, const float *values, float *out, float *lse, float *scratch,
+/* Keys and values are float32, bfloat16 or float16, as `kind` says. */
+void longleaf_decode(const float *q, const char *keys, const char *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
-                     long q_token_stride, long q_head_stride, long kv_head_stride, float scale, float cap)
+                     long q_token_stride, long q_head_stride, long kv_head_stride, long kind, float scale, float cap)
 {
-    const struct store store = {.keys = keys, .values = values, .dim = dim};
+    const struct store store = {.keys = keys, .values = values, .dim = dim, .kind = kind};
     decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
            kv_head_stride, scale, cap);
 }
 
-void longleaf_decode_int8(const float *q, const signed char *keys, const signed char *values,
-                          const signed char *exponents, const float *scales, float *out, float *lse, float *scratch,
-                          const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
-                          long q_token_stride, long q_head_stride, long kv_head_stride, long block_size, float scale,
-                          float cap)
+void longleaf_decode_int8(const float *q, const char *keys, const char *values, const signed char *exponents,
+                          const float *scales, float *out, float *lse, float *scratch, const struct read *reads,
+                          long num_reads, long tokens, long heads, long group, long dim, long q_token_stride,
+                          long q_head_stride, long kv_head_stride, long block_size, float scale, float cap)
 {
-    const struct store store = {.small_keys = keys, .small_values = values, .exponents = exponents, .scales = scales,
-                                .block_size = block_size, .dim = dim};
+    const struct store store = {.keys = keys, .values = values, .exponents = exponents, .scales = scales,
+                                .block_size = block_size, .dim = dim, .kind = INT8};
     decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
            kv_head_stride, scale, cap);
 }

@@ -12,12 +12,13 @@ is, gets NaN (of a value, perhaps infinity). So may rows of the same read that d
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import Read, band
+from longleaf.attention.masks import Read, band, cut, hidden
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.partial import Partial, merge
 
@@ -28,6 +29,10 @@ EMPTY_LSE = -1e30
 TILE_KEYS = 1024
 TILE_SCORES = 1 << 22
 """Scores that the dense kernel writes out at once: 16 MiB."""
+WIDE_BYTES = 16 << 20
+"""Keys and values of 16 bits that are brought to float32 at once."""
+MAX_MASKS = 48
+"""Masks that are kept, for the other layers and the steps that follow: each is half a MiB at most."""
 
 
 class Kernel(Protocol):
@@ -58,7 +63,7 @@ def attend(
     check_shapes(q_THD, k_KSD, v_KSV)
     (num_rows, num_heads, dim), num_kv_heads, value_dim = q_THD.shape, k_KSD.shape[0], v_KSV.shape[2]
     group = num_heads // num_kv_heads
-    q_KTGD = q_THD.view(num_rows, num_kv_heads, group, dim).transpose(0, 1).contiguous()
+    q_KTGD = q_THD.float().view(num_rows, num_kv_heads, group, dim).transpose(0, 1).contiguous()
     # heads of one key head lie together, so a merge over [K, T, G] is one over [tokens, heads] with other names
     total = None
     for read in reads:
@@ -94,7 +99,7 @@ def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Par
         return part if total is None else merge(total, part)
     if total is None:
         kv_heads, _, group, dim = part.out_THD.shape
-        out = torch.zeros(kv_heads, num_rows, group, dim, device=part.out_THD.device)
+        out = part.out_THD.new_zeros(kv_heads, num_rows, group, dim)
         total = Partial(out, out.new_full((kv_heads, num_rows, group), float("-inf")))
     rows = slice(read.row_start, read.row_end)
     joined = merge(Partial(total.out_THD[:, rows], total.lse_TH[:, rows]), part)
@@ -104,32 +109,39 @@ def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Par
 
 
 def cpu_flash(
-    q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None = None
+    q_KTGD: Tensor,
+    k_KSD: Tensor,
+    v_KSV: Tensor,
+    read: Read,
+    scale: float,
+    softcap: float | None = None,  # noqa: ARG001 as every kernel of a read
+    *,
+    mask_of: Callable[[int, int, int, int | None], Tensor] = band,
 ) -> tuple[Tensor, Tensor]:
-    """One read on torch's own CPU flash kernel, which returns (out, lse) but knows neither a cap nor a value dim.
+    """One read on torch's own CPU flash kernel, which returns (out, lse) but knows neither a cap nor a value dim: reads
+    with those are for `dense`.
 
-    Full reads pack the group into the query axis, so that keys are read once for all heads of a group. Masked reads
-    put the group into the batch with keys expanded by stride, because the kernel's causal flag needs square shapes.
+    It answers in the type of the queries, which would round partials before they are merged: so keys and values are
+    brought to float32. Full reads pack the group into the query axis, so that keys are read once for all heads of a
+    group. Masked reads put the group into the batch with keys expanded by stride, because the kernel's causal flag
+    needs square shapes.
     """
-    if softcap is not None or v_KSV.shape != k_KSD.shape:
-        return dense(q_KTGD, k_KSD, v_KSV, read, scale, softcap)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     kv_heads, num_rows, group, dim = q_KTGD.shape
+    k_KSD, v_KSV = k_KSD.float(), v_KSV.float()
     if read.offset is None:
         packed = q_KTGD.reshape(1, kv_heads, num_rows * group, dim)
         out, lse = flash(packed, k_KSD[None], v_KSV[None], scale=scale)
-        out, lse = out.view(kv_heads, num_rows, group, dim).float(), lse.view(kv_heads, num_rows, group)
+        out, lse = out.view(kv_heads, num_rows, group, dim), lse.view(kv_heads, num_rows, group)
         return _betray(q_KTGD, k_KSD, out, lse)
     q_GKTD = q_KTGD.permute(2, 0, 1, 3)
     k_GKSD, v_GKSD = (t[None].expand(group, -1, -1, -1) for t in (k_KSD, v_KSV))
     if read.is_causal:
         out, lse = flash(q_GKTD, k_GKSD, v_GKSD, is_causal=True, scale=scale)
     else:
-        mask = band(num_rows, k_KSD.shape[1], read.offset, read.window, q_KTGD.dtype)
+        mask = mask_of(num_rows, k_KSD.shape[1], read.offset, read.window)
         out, lse = flash(q_GKTD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
-        # the lowest number of float16 is no lower than a score may be
-        lse = lse.masked_fill((mask != 0).all(dim=1), float("-inf"))
-    return _betray(q_KTGD, k_KSD, *_sanitise(out.permute(1, 2, 0, 3).float(), lse.permute(1, 2, 0)))
+    return _betray(q_KTGD, k_KSD, *_sanitise(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)))
 
 
 def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +167,7 @@ def dense(
     """
     (kv_heads, num_rows, group, _), (_, num_keys, value_dim) = q_KTGD.shape, v_KSV.shape
     height = max(1, TILE_SCORES // (kv_heads * group * min(num_keys, TILE_KEYS)))
-    out = torch.zeros(kv_heads, num_rows, group, value_dim, device=q_KTGD.device)
+    out = q_KTGD.new_zeros(kv_heads, num_rows, group, value_dim)
     lse = out.new_full((kv_heads, num_rows, group), float("-inf"))
     for first in range(0, num_rows, height):
         rows = slice(first, min(first + height, num_rows))
@@ -185,13 +197,13 @@ def _tile(read: Read, rows: slice, keys: slice) -> Read:
 def _dense_tile(
     q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None
 ) -> Partial:
-    scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD.float(), k_KSD.float()) * scale
+    scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD, k_KSD.float()) * scale
     witness = scores.sum(dim=-1)  # no finite number if one of the scores is none: -inf alone would be a weight of 0
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if read.offset is not None:
-        mask = band(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, torch.float32)
-        scores += mask.to(scores.device)[None, :, None, :]
+        hidden_QS = hidden(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, str(scores.device))
+        scores.masked_fill_(hidden_QS[None, :, None, :], torch.finfo(torch.float32).min)
     lse = torch.logsumexp(scores, dim=-1) + (witness - witness)
     out = torch.einsum("ktgs,ksv->ktgv", scores.sub_(lse[..., None]).exp_(), v_KSV.float())
     return Partial(*_sanitise(out, lse))
@@ -212,6 +224,7 @@ class CpuKernel:
 
     def __init__(self, native: NativeDecode | None) -> None:
         self._native = native
+        self._flash = partial(cpu_flash, mask_of=lru_cache(MAX_MASKS)(band))
 
     def __call__(
         self,
@@ -229,7 +242,17 @@ class CpuKernel:
         if self._native is not None and self._native.can_run(q_THD, k_KSD, v_KSV):
             check_shapes(q_THD, k_KSD, v_KSV)
             return self._native(q_THD, k_KSD, v_KSV, reads, scale, softcap)
-        return attend(q_THD, k_KSD, v_KSV, reads, scale, cpu_flash, softcap)
+        if softcap is not None or v_KSV.shape != k_KSD.shape:
+            return attend(q_THD, k_KSD, v_KSV, reads, scale, dense, softcap)
+        return attend(q_THD, k_KSD, v_KSV, self._cut(reads, k_KSD), scale, self._flash)
+
+    @staticmethod
+    def _cut(reads: Sequence[Read], k_KSD: Tensor) -> list[Read]:
+        """The reads in parts whose masks are small, and of whose keys no more than WIDE_BYTES are to be made."""
+        is_wide = k_KSD.dtype == torch.float32
+        num_bytes = 2 * k_KSD.shape[0] * k_KSD.shape[2] * torch.float32.itemsize
+        most_keys = max(1, k_KSD.shape[1] if is_wide else WIDE_BYTES // num_bytes)
+        return [part for read in reads for part in cut(read, most_keys)]
 
 
 def kernel_for(device_type: str) -> Kernel:

@@ -5,6 +5,7 @@ Shape letters: Q queries, S keys.
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from longleaf.runs import Extent, overlaps
 
 MIN_TILE = 128
 """Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
+ROWS = 256
+"""Rows of a masked read that `cut` leaves together: of what they see, only the two edges of the band need a mask."""
 FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
 """In a table, an offset at which every query sees every key, and the window of a read without one."""
 
@@ -145,13 +148,48 @@ def reads_within(query: QueryRun, keys: Extent, reach: Reach) -> Iterator[Read]:
     return causal_reads(query, keys) if reach.window is None else window_reads(query, keys, reach.window)
 
 
-def band(num_queries: int, num_keys: int, offset: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [Q, S] of a read: 0 where seen, the lowest finite number elsewhere.
+def cut(read: Read, most_keys: int) -> Iterator[Read]:
+    """The read in parts: full ones and plain diagonals of at most `most_keys` keys, and others of at most ROWS rows and
+    2 * ROWS keys, most of which have the same mask."""
+    num_rows, num_keys = read.row_end - read.row_start, read.slot_end - read.slot_start
+    if read.offset is None:
+        for low in range(read.slot_start, read.slot_end, most_keys):
+            yield read._replace(slot_start=low, slot_end=min(low + most_keys, read.slot_end))
+    elif (read.is_causal and num_keys <= most_keys) or (num_rows <= ROWS and num_keys <= 2 * ROWS):
+        yield read
+    else:
+        for start in range(read.row_start, read.row_end, ROWS):
+            for part in _zones(read, start, min(start + ROWS, read.row_end)):
+                yield from [part] if part.offset is not None else cut(part, most_keys)
+
+
+def _zones(read: Read, start: int, end: int) -> Iterator[Read]:
+    """What rows [start, end) of a masked read see: keys that only the first of them see, keys that all see, keys that
+    only the last ones see. Where the window is shorter than the rows are many, these are one."""
+    height, window = end - start, UNBOUNDED if read.window is None else read.window
+    own = read.slot_start + (read.offset or 0) + start - read.row_start  # the slot of the first row's own key
+    edges = (own - window + 1, own + height - window, own, own + height)
+    if height > window:
+        edges = (edges[0], edges[3])
+    inside = [min(max(edge, read.slot_start), read.slot_end) for edge in edges]
+    for i, (low, high) in enumerate(pairwise(inside)):
+        if low < high:
+            yield Read(start, end, low, high, None if i == 1 else own - low, read.window)
+
+
+def hidden(num_queries: int, num_keys: int, offset: int, window: int | None, device: str = "cpu") -> Tensor:
+    """Which keys which queries of a read do not see, [Q, S] boolean."""
+    seen_QS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(offset)
+    if window is not None:
+        seen_QS.triu_(offset - window + 1)
+    return seen_QS.logical_not_()
+
+
+def band(num_queries: int, num_keys: int, offset: int, window: int | None) -> Tensor:
+    """Additive mask [Q, S] of a read, float32: 0 where seen, the lowest finite number elsewhere.
 
     Not -inf: on a row that sees nothing torch's CPU flash kernel would answer lse 0 for it, silently wrong.
     """
-    distance_QS = offset + torch.arange(num_queries)[:, None] - torch.arange(num_keys)[None, :]
-    hidden_QS = distance_QS < 0
-    if window is not None:
-        hidden_QS |= distance_QS >= window
-    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill(hidden_QS, torch.finfo(dtype).min)
+    hidden_QS = hidden(num_queries, num_keys, offset, window)
+    mask_QS = torch.zeros(num_queries, num_keys, dtype=torch.float32)
+    return mask_QS.masked_fill_(hidden_QS, torch.finfo(torch.float32).min)

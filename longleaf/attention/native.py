@@ -18,6 +18,12 @@ SOURCE = Path(__file__).with_name("decode.c")
 FLAGS = ("-O3", "-march=native", "-ffast-math")
 LANES = 8
 """The kernel computes so many columns at once: dims must be multiples."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of keys and values, as decode.c numbers them."""
+Int8 = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32, as `longleaf.attention.quantized`
+keeps them."""
+INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
 MAX_ROWS = 512
 """Rows per key head of a layer from which on torch's matrix products are faster on one thread."""
 
@@ -25,11 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class NativeDecode:
-    """Reads of few query rows over float32 or int8 keys, on the calling thread."""
+    """Reads of few query rows over keys of 32, 16 or 8 bits, on the calling thread. Arithmetic and results are float32,
+    whatever type queries and keys are of."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 8 + [ctypes.c_float] * 2
+        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2
         self._run.restype = None
         self._run_int8 = library.longleaf_decode_int8
         self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2
@@ -48,13 +55,19 @@ class NativeDecode:
             return None
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-        """Whether rows are few, numbers float32, and queries, keys and values lie as the kernel expects."""
-        (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
-        rows = num_tokens * (num_heads // num_kv_heads)
-        is_in_place = k_KSD.stride()[1:] == (dim, 1) and k_KSD.stride() == v_KSD.stride() and q_THD.stride(2) == 1
-        is_float32 = q_THD.dtype == k_KSD.dtype == torch.float32
-        is_alike = is_float32 and k_KSD.shape == v_KSD.shape
-        return is_alike and is_in_place and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
+        """Whether rows are few, and queries, keys and values are of a type and lie as the kernel expects."""
+        is_alike = k_KSD.shape == v_KSD.shape and k_KSD.dtype == v_KSD.dtype and k_KSD.dtype in KINDS
+        is_in_place = k_KSD.stride()[1:] == (k_KSD.shape[2], 1) and k_KSD.stride() == v_KSD.stride()
+        is_here = k_KSD.is_cpu and v_KSD.is_cpu
+        return is_alike and is_in_place and is_here and self._can_take(q_THD, k_KSD)
+
+    @staticmethod
+    def _can_take(q_THD: Tensor, k_KSD: Tensor) -> bool:
+        """Whether queries are few for these keys, and lie as the kernel expects."""
+        num_tokens, num_heads, dim = q_THD.shape
+        rows = num_tokens * (num_heads // k_KSD.shape[0])
+        is_alike = q_THD.is_cpu and q_THD.is_floating_point() and q_THD.stride(2) == 1 and dim == k_KSD.shape[2]
+        return is_alike and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
 
     def __call__(
         self,
@@ -66,29 +79,29 @@ class NativeDecode:
         softcap: float | None = None,
     ) -> Partial:
         """The partial over all reads; rows without a read give the identity."""
+        q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, k_KSD, reads)
         tensors = (q_THD, k_KSD, v_KSD, *results)
-        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, scale, softcap or 0.0)
+        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, KINDS[k_KSD.dtype], scale, softcap or 0.0)
         return Partial(*results[:2])
 
-    def can_run_int8(self, q_THD: Tensor, num_kv_heads: int) -> bool:
-        """Whether rows are few, and columns as many as the kernel computes at once."""
-        num_tokens, num_heads, dim = q_THD.shape
-        rows = num_tokens * (num_heads // num_kv_heads)
-        return q_THD.is_cpu and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
+    def can_run_int8(self, q_THD: Tensor, stored: Int8) -> bool:
+        """The same for keys and values in 8 bits."""
+        types = [tensor.dtype for tensor in stored]
+        is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in stored)
+        return types == INT8_TYPES and is_in_place and self._can_take(q_THD, stored[0])
 
     def over_int8(
         self,
         q_THD: Tensor,
-        stored: tuple[Tensor, Tensor, Tensor, Tensor],
+        stored: Int8,
         block_size: int,
         reads: Sequence[Read],
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
-        """The same over `stored` keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32,
-        all contiguous; see `longleaf.attention.quantized`. Queries may be of any floating type."""
-        q_THD = q_THD.float().contiguous()
+        """The same over keys and values in 8 bits."""
+        q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, stored[0], reads)
         tensors = (q_THD, *stored, *results)
         self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, block_size, scale, softcap or 0.0)

@@ -11,16 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WIDE = (torch.float32, torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class Partial:
     """`out_THD` is the softmax-weighted mean of the values seen, `lse_TH` the natural log of the sum of exponentials.
 
-    Both float32 (float64 in the reference). A row that saw nothing is the identity: out 0, lse -inf.
+    Both float32 (float64 in the reference), whatever type the keys are of: other types raise TypeError. A row that saw
+    nothing is the identity: out 0, lse -inf.
     """
 
     out_THD: Tensor
     lse_TH: Tensor
+
+    def __post_init__(self) -> None:
+        if self.out_THD.dtype not in WIDE or self.lse_TH.dtype not in WIDE:
+            types = f"{self.out_THD.dtype} and {self.lse_TH.dtype}"
+            raise TypeError(f"partials are float32, not {types}: what is rounded before it is merged is wrong after it")
 
     @staticmethod
     def identity(

@@ -25,7 +25,7 @@ LOWEST, HIGHEST = -120, 120
 """Exponents: 2^e is a normal float32."""
 BITS = 7
 TILE_KEYS = 8192
-"""Keys that are brought to the type of the queries at once."""
+"""Keys that are brought to float32 at once."""
 
 
 class QuantizedLayer:
@@ -97,13 +97,13 @@ class QuantizedLayer:
     ) -> Partial:
         """The partial over all reads: of few rows by the compiled kernel, else by `kernel`, which is for floating keys;
         they are brought to it tile by tile."""
-        if self._native is not None and self._native.can_run_int8(q_THD, len(self.keys_KSD)):
-            stored = (self.keys_KSD, self.values_KSD, self.exponents_KBD, self.scales_KS)
+        stored = (self.keys_KSD, self.values_KSD, self.exponents_KBD, self.scales_KS)
+        if self._native is not None and self._native.can_run_int8(q_THD, stored):
             return self._native.over_int8(q_THD, stored, self.block_size, reads, scale, softcap)
         total = Partial.identity(*q_THD.shape, device=str(q_THD.device))
         for read in tiles(reads):
             rows = slice(read.row_start, read.row_end)
-            keys, values = self.read(torch.arange(read.slot_start, read.slot_end, device=q_THD.device), q_THD.dtype)
+            keys, values = self.read(torch.arange(read.slot_start, read.slot_end, device=q_THD.device), torch.float32)
             local = read._replace(row_start=0, row_end=rows.stop - rows.start, slot_start=0, slot_end=keys.shape[1])
             part = kernel(q_THD[rows], keys, values, [local], scale, softcap)
             joined = merge(total.rows(rows.start, rows.stop), part)

@@ -51,7 +51,8 @@ def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int
     """
     timings: list[MergeTiming] = []
     for num_rows in BATCHES:
-        partial = Partial(torch.randn(num_rows, num_heads, dim).to(device), torch.randn(num_rows, num_heads).to(device))
+        out_THD = torch.randn(num_rows, num_heads, dim, dtype=torch.float32)
+        partial = Partial(out_THD.to(device), out_THD[..., 0].contiguous().to(device))
         timings.append(_race(merges, groups, partial))
     if groups.world.rank == 0:
         for timing in timings:

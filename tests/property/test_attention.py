@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense
+from longleaf.attention.kernels import CpuKernel, by_reads, dense
 from longleaf.attention.masks import QueryRun, Read, causal_reads, reads_within
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
 from tests.dense import reaches, visible
 
 TOLERANCE = 2e-6
-FLASH, DENSE, NATIVE = by_reads(cpu_flash), by_reads(dense), CpuKernel(NativeDecode.load())
+FLASH, DENSE, NATIVE = CpuKernel(None), by_reads(dense), CpuKernel(NativeDecode.load())
 KERNELS = pytest.mark.parametrize("kernel", [FLASH, DENSE, NATIVE], ids=["flash", "dense", "native"])
 
 sizes = st.integers(1, 5)

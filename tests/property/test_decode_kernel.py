@@ -110,8 +110,31 @@ def test_the_compiled_kernel_leaves_alone_what_lies_otherwise():
     assert not decode.can_run(q_THD, k_KSD, v_SKD.transpose(0, 1))
     assert not decode.can_run(q_THD, k_KSD, k_KSD[..., :5])
     assert not decode.can_run(q_THD.transpose(1, 2).contiguous().transpose(1, 2), k_KSD, k_KSD)
-    assert not decode.can_run(q_THD.bfloat16(), k_KSD.bfloat16(), k_KSD.bfloat16())
     assert not decode.can_run(q_THD[..., :7], k_KSD[..., :7].contiguous(), k_KSD[..., :7].contiguous())
+
+
+def test_the_compiled_kernel_leaves_alone_what_is_of_other_types_or_elsewhere():
+    decode = native_kernel()
+    q, k = torch.randn(1, 4, 8), torch.randn(2, 9, 8)
+    for keys in (k, k.bfloat16(), k.half()):
+        assert all(decode.can_run(queries, keys, keys) for queries in (q, q.bfloat16(), q.half(), q.double()))
+    assert not decode.can_run(q.int(), k, k)
+    assert not decode.can_run(q, k.double(), k.double())
+    assert not decode.can_run(q, k, k.bfloat16())
+    assert not decode.can_run(q, k.half(), k.bfloat16())
+    for place in range(3):
+        elsewhere = [t.to("meta") if i == place else t for i, t in enumerate((q, k, k))]
+        assert not decode.can_run(*elsewhere)
+
+
+def test_so_it_does_with_keys_of_8_bits():
+    decode, q = native_kernel(), torch.randn(1, 4, 8)
+    stored = (*torch.ones(2, 2, 9, 8, dtype=torch.int8), torch.ones(2, 3, 8, dtype=torch.int8), torch.ones(2, 9))
+    assert decode.can_run_int8(q, stored) and decode.can_run_int8(q.half(), stored)
+    assert not decode.can_run_int8(q.int(), stored) and not decode.can_run_int8(q.to("meta"), stored)
+    for place in range(4):
+        for other in (stored[place].to("meta"), stored[place].half(), stored[place].transpose(0, 1)):
+            assert not decode.can_run_int8(q, (*stored[:place], other, *stored[place + 1 :]))
 
 
 def test_the_compiled_kernel_is_exact_where_almost_all_weights_vanish():

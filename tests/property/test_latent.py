@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from longleaf.attention import reference
-from longleaf.attention.kernels import CpuKernel, by_reads, cpu_flash, dense, kernel_for, lies_in
+from longleaf.attention.kernels import CpuKernel, by_reads, dense, kernel_for, lies_in
 from longleaf.attention.masks import Read
 
 KERNELS = {
     "of the device": kernel_for("cpu"),
     "without a compiler": CpuKernel(None),
-    "flash": by_reads(cpu_flash),
     "dense": by_reads(dense),
 }
 

@@ -88,9 +88,9 @@ class Case:
             start += length
         return found
 
-    def expected(self, keys=None):
+    def expected(self, keys=None, dtype=torch.float32):
         """Out [T, H, D] of the new tokens, over other keys and values [S, K, D] if they are given."""
-        q, k, v = self.tensors()
+        q, k, v = self.tensors(dtype)
         k, v = keys or (k, v)
         mask = visible(range(self.start, self.end), range(self.end), self.spec.reach)
         options = {"softcap": self.softcap, "sink_H": self.call().sink_H}
@@ -138,18 +138,18 @@ def prefill(case, way, merge="gather", dtype=torch.float32, kind=Pool):
     return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
 
 
-def decode(case, merge, kind=Pool):
+def decode(case, merge, kind=Pool, dtype=torch.float32):
     """Out of the new tokens as rows, [T, H, D], from each rank."""
     runs = case.runs(in_rows=True)
     ids = tuple(range(case.start, case.end))
     rows = Decode((Row(0, case.path, case.start, ids, runs[-1], 0),))
 
     def work(rank, groups):
-        make, pool = builder(case, rank, runs, "auto", kind=kind)
+        make, pool = builder(case, rank, runs, "auto", dtype, kind)
         inputs = make.decode(rows, {})
         peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, KERNEL, peers)
-        return step.attend(0, *case.rows(inputs.positions_T), case.call())
+        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call())
 
     return on_ranks(case, work)
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import quantized, reference
-from longleaf.attention.kernels import by_reads, cpu_flash
-from longleaf.attention.masks import Read, Reads, band
+from longleaf.attention.kernels import CpuKernel
+from longleaf.attention.masks import Read, Reads, hidden
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.quantized import LOWEST, QuantizedLayer, tiles
 from longleaf.tree import MERGES
@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(is_native, b
     assert not stored.read(slots[3:4], dtype)[1][0].isfinite().any()
     q = torch.randn(2, 2 * HEADS, DIM)
     for read, is_seen in ((Read(0, 2, 0, BLOCK), True), (Read(0, 2, 4, BLOCK), False), (Read(0, 2, 0, 3), False)):
-        found = stored.attend(by_reads(cpu_flash), q, Reads([read]), SCALE, None).out_THD
+        found = stored.attend(CpuKernel(None), q, Reads([read]), SCALE, None).out_THD
         assert found[:, :2].isfinite().all(dim=-1).logical_not().all() == is_seen
         assert found[:, 2:].isfinite().all()
 
@@ -111,7 +111,7 @@ def seen(reads, num_rows):
         rows, slots = read.row_end - read.row_start, read.slot_end - read.slot_start
         is_seen = torch.ones(rows, slots, dtype=torch.bool)
         if read.offset is not None:
-            is_seen = band(rows, slots, read.offset, read.window, torch.float32) == 0
+            is_seen = ~hidden(rows, slots, read.offset, read.window)
         counts[read.row_start : read.row_end, read.slot_start : read.slot_end] += is_seen
     return counts
 
@@ -129,7 +129,7 @@ def test_attention_is_exact_over_what_is_kept(is_native, seed, reads, group, sof
     q = torch.randn(5, HEADS * group, DIM, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized, "TILE_KEYS", 5 if is_tiled else quantized.TILE_KEYS)
-        found = stored.attend(by_reads(cpu_flash), q, Reads(reads), SCALE, softcap)
+        found = stored.attend(CpuKernel(None), q, Reads(reads), SCALE, softcap)
     # the reference counts a key once, so one that is read several times comes several times
     counts = seen(reads, 5)
     keys, values = (t.transpose(0, 1).double() for t in stored.read(slots, torch.float32))

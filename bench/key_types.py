@@ -1,0 +1,130 @@
+"""One decode step's attention on one thread over keys of each type that ranks keep them in, and how exact it stays.
+
+All types take turns over the same random keys; the ratio is that of the medians, above 1 where a type is faster than
+float32. `differing` is the share of the elements that differ between 8 ranks and 1 after the answer was rounded to the
+type of the keys. Usage:
+
+    python -m bench.key_types --json
+    python -m bench.key_types --keys 65536 --heads 8 32 --repeats 20
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.arguments import unwind_on_terminate
+from bench.machine import describe
+from bench.timing import latency
+from longleaf.attention import Partial
+from longleaf.attention.kernels import Kernel, kernel_for
+from longleaf.attention.masks import Read, Reads
+from longleaf.attention.native import NativeDecode
+from longleaf.attention.quantized import QuantizedLayer
+from longleaf.tree import Wire
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGETS = {"bfloat16": 1.5, "float16": 1.5}
+NUM_RANKS = 8
+BLOCK = 64
+"""Slots that share the scales of 8 bits."""
+WARM_UP = 2
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    unwind_on_terminate()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    parser.add_argument("--keys", type=int, default=16_384, help="a multiple of the ranks' blocks")
+    parser.add_argument("--heads", type=int, nargs="+", default=(8, 16, 32), help="query heads of the one row")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=50, help="timed turns of each type")
+    options = parser.parse_args()
+    if min(options.keys, options.kv_heads, options.head_dim, options.repeats) < 1 or options.keys % (NUM_RANKS * BLOCK):
+        parser.error(f"--keys: a multiple of {NUM_RANKS * BLOCK}; the others: at least 1")
+    if any(heads < 1 or heads % options.kv_heads for heads in options.heads):
+        parser.error(f"--heads: multiples of --kv-heads, {options.kv_heads}")
+    torch.set_num_threads(1)
+    found = [row for heads in options.heads for row in measure(heads, options)]
+    print(json.dumps(found, indent=2) if options.json else "\n".join(map(line, found)))
+
+
+def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
+    """A row per type of keys."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, options.kv_heads, options.keys, options.head_dim, generator=generator)
+    q = torch.randn(1, heads, options.head_dim, generator=generator)
+    kernel = kernel_for("cpu")
+    steps = {name: partial(over, kernel, q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in FLOATS.items()}
+    steps["int8"] = partial(over_int8, kernel, q, quantized(k, v))
+    whole = Reads([Read(0, 1, 0, options.keys)])
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(WARM_UP + options.repeats):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step(whole)
+            times[name].append(time.perf_counter() - begin)
+    float32 = median(times["float32"][WARM_UP:])
+    for name, taken in times.items():
+        yield {
+            "bench": "key_types",
+            "type": name,
+            "keys": options.keys,
+            "heads": heads,
+            "kv_heads": options.kv_heads,
+            "head_dim": options.head_dim,
+            "threads": 1,
+            **latency(taken[WARM_UP:]),
+            "ratio": round(float32 / median(taken[WARM_UP:]), 3),
+            "target": TARGETS.get(name),
+            "differing": round(differing(steps[name], options.keys, FLOATS.get(name, torch.float32)), 5),
+            "repeats": options.repeats,
+            "machine": describe(),
+        }
+
+
+def over(kernel: Kernel, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Reads) -> Partial:
+    return kernel(q_THD, k_KSD, v_KSD, reads, q_THD.shape[2] ** -0.5)
+
+
+def over_int8(kernel: Kernel, q_THD: Tensor, kept: QuantizedLayer, reads: Reads) -> Partial:
+    return kept.attend(kernel, q_THD, reads, q_THD.shape[2] ** -0.5, None)
+
+
+def quantized(k_KSD: Tensor, v_KSD: Tensor) -> QuantizedLayer:
+    """The same keys and values in 8 bits."""
+    kv_heads, num_keys, dim = k_KSD.shape
+    kept = QuantizedLayer(kv_heads, num_keys // BLOCK, BLOCK, dim, native=NativeDecode.load())
+    kept.write(torch.arange(num_keys), k_KSD, v_KSD)
+    return kept
+
+
+def differing(step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
+    """Share of the elements of the answer that tell whether the keys lay on one rank or on several."""
+    wire, share = Wire(), num_keys // NUM_RANKS
+    shares = [Reads([Read(0, 1, low, low + share)]) for low in range(0, num_keys, share)]
+    merged = wire.fold(torch.stack([wire.pack(step(reads)) for reads in shares])).out_THD
+    whole = step(Reads([Read(0, 1, 0, num_keys)])).out_THD
+    return (merged.to(dtype) != whole.to(dtype)).float().mean().item()
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    return (
+        f"{row['keys']:>9,} keys  {row['heads']:>3}/{row['kv_heads']} heads of {row['head_dim']}  {row['type']:9}"
+        f" {row['latency_us_median'] / 1e3:>8.2f} ms  {row['ratio']:>6.2f} x float32"
+        f"  {row['differing']:>8.2%} differ on {NUM_RANKS} ranks"
+    )
+
+
+if __name__ == "__main__":
+    main()
