@@ -283,7 +283,9 @@ async def test_a_file_that_changes_while_it_is_sent_is_not_acknowledged(
     def change(progress: IngestProgress) -> None:
         second.write_bytes(bytes(size))
 
-    with pytest.raises(InvalidArgument, match=rf"{2 * PIECE + 4:,} bytes are declared, .* {2 * PIECE + size:,}") as caught:
+    with pytest.raises(
+        InvalidArgument, match=rf"{2 * PIECE + 4:,} bytes are declared, .* {2 * PIECE + size:,}"
+    ) as caught:
         await roomy.client.ingest("moby", [first, second], on_progress=change)
     assert caught.value.field == SIZE
     assert not roomy.engine.contexts
