@@ -162,8 +162,8 @@ def test_the_choice_of_the_merge_and_its_reason_are_told(served: Served):
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("generate", "--prompt", ""), "prompt is empty"),
         (("ask", "", "Who?"), "contexts/"),
-        (("generate", "--prompt", "x", "--max-tokens", "9000"), "8192"),
-        (("generate", "--prompt", "x" * 40_000), "8192"),
+        (("generate", "--prompt", "x", "--max-tokens", "9000"), "8,192"),
+        (("generate", "--prompt", "x" * 40_000), "8,192"),
         (("ingest", "/nowhere/at/all", "--name", "x"), "/nowhere/at/all"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_document_beyond_the_limit_is_refused_with_the_limit(served: Served, t
     file.write_text("word " * 60_000)
     found = served.run("ingest", str(file), "--name", "long")
     assert found.returncode == 2
-    assert "8192" in found.stderr
+    assert "8,192" in found.stderr
 
 
 @pytest.mark.parametrize(
