@@ -140,7 +140,7 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         short, long = (engine.get_context(name).positions for name in ("short", "long"))
         assert (short.capacity, short.scaled_for, long.capacity, long.scaled_for) == (512, 0, 2000, 513)
         assert (short.rope, short.precision) == ("longrope", "float32")
-        with pytest.raises(InvalidArgument, match="make 1000; the context was created for 512 positions"):
+        with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
             engine.ingest("short", prompt[400:1000], append=True)
         with pytest.raises(InvalidArgument, match="make 513; the context was created for 512 positions"):
             await ask(engine, prompt[400 : 513 - NEW_TOKENS], "short")
