@@ -1,5 +1,6 @@
 """Numbers as people read them: with units, thousands apart, no exponents. What machines read stays a bare number."""
 
+from decimal import Decimal
 from itertools import pairwise
 from math import isfinite
 
@@ -29,6 +30,20 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def human_angle(radians: float) -> str:
+    """An angle, rounded: 60 nrad or 0.12 rad."""
+    for unit in ("rad", "mrad", "µrad", "nrad", "prad"):
+        if radians >= 0.1 or not radians:
+            return f"{human_rounded(radians, 2)} {unit}"
+        radians *= 1000
+    return f"{human_rounded(radians, 2)} frad"
+
+
+def human_rounded(value: float, digits: int = 3) -> str:
+    """The number to so many significant digits, its zeros written out: 0.0000318 or 12,300."""
+    return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def human_number(value: float) -> str:

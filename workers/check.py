@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, ReplicatedReport, Room
-from longleaf.step import UNLIMITED_TOKENS
+from longleaf.step import UNLIMITED_TOKENS, Windows
 from workers import hook
 from workers import model as models
 from workers.model import LayerSpec, Model
@@ -87,8 +87,15 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
         tokens=sum(room.tokens for room in rooms),
         is_unlimited=any(room.tokens >= UNLIMITED_TOKENS for room in rooms),
         window_tokens=windows.num_blocks * size if windows else 0,
-        ends=windows.num_blocks // (-(-windows.span // size) + 1) if windows else 0,  # it may begin within a block
+        ends=num_ends(windows, size) if windows else 0,
     )
+
+
+def num_ends(windows: Windows, block_size: int) -> int:
+    """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
+    read it takes as much again, for what its chunks see."""
+    span_blocks = -(-windows.span // block_size)
+    return (windows.num_blocks - span_blocks) // (span_blocks + 1)
 
 
 def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:

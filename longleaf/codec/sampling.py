@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longleaf.codec.names import encodable
+from longleaf.codec.names import BytesLike, encodable
 from longleaf.errors import InvalidArgument
 from longleaf.messages import SamplingOptions
 from longleaf.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
@@ -27,6 +27,9 @@ def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
 
 def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
     field = _WIRE_NAMES.get(name, name)
+    if name in ("stop", "stop_tokens") and _is_text(value):  # neither its letters nor its bytes are meant
+        kind = "strings" if name == "stop" else "token ids"
+        raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is no sequence of {kind}")
     try:
         if name == "stop":
             message.stop.extend(encodable(stop, "sampling.stop") for stop in value)
@@ -42,6 +45,10 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
         if isinstance(error, ValueError):
             Sampling(**{name: value}).check()  # tells the limit
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | BytesLike)
 
 
 def _check_counts(message: generation_pb.SamplingParams) -> None:

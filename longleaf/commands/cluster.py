@@ -12,7 +12,7 @@ from rich.text import Text
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.messages import Cluster, ModelInfo
 from longleaf.step import UNLIMITED_TOKENS
-from longleaf.units import human_bytes
+from longleaf.units import human_angle, human_bytes
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
@@ -71,7 +71,7 @@ def position_lines(model: ModelInfo) -> list[str]:
     """Which rotary positions the model has, and how exact they are."""
     if not model.rope:
         return []
-    errors = f"{model.float32_phase_error:.2g} rad in float32, {model.float64_phase_error:.2g} in float64"
+    errors = f"{human_angle(model.float32_phase_error)} in float32, {human_angle(model.float64_phase_error)} in float64"
     return [f"{model.rope} rotary positions, phases off by at most {errors}"]
 
 

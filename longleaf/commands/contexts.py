@@ -11,7 +11,7 @@ from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, ContextOptions, PositionInfo
-from longleaf.units import human_bytes
+from longleaf.units import human_angle, human_bytes
 
 app = typer.Typer(no_args_is_help=True, help="List, show, fork, change and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
@@ -126,7 +126,7 @@ def positions(info: PositionInfo) -> str:
     scaling = f" scaled for {info.scaled_for:,}" if info.scaled_for else ""
     rope = f"{info.rope} rotary positions{scaling}" if info.rope else "no rotary positions"
     precision = "another numeric type" if info.precision == "unspecified" else info.precision
-    error = f", phases in {precision}, off by at most {info.phase_error:.2g} rad" if info.rope else ""
+    error = f", phases in {precision}, off by at most {human_angle(info.phase_error)}" if info.rope else ""
     beyond = "; beyond the length that the model was trained for" if info.is_beyond_trained else ""
     return f"up to {info.capacity:,} tokens, {rope}{error}{beyond}"
 

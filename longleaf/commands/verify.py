@@ -9,7 +9,7 @@ from rich.table import Table
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.messages import Verification
 from longleaf.topology import count_ranks
-from longleaf.units import human_seconds
+from longleaf.units import human_rounded, human_seconds
 
 FAILED = 3
 """Exit code when the logits are too far apart."""
@@ -63,8 +63,10 @@ def show(found: Verification) -> None:
     if found.failure:
         return
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("numeric type", f"{found.dtype}; the largest logit is {found.max_logit:.4g}")
-    table.add_row("farthest apart", f"by {found.max_difference:.3g}, token {found.worst_index} of the answer")
+    table.add_row("numeric type", f"{found.dtype}; the largest logit is {human_rounded(found.max_logit, 4)}")
+    table.add_row(
+        "farthest apart", f"by {human_rounded(found.max_difference)}, token {found.worst_index} of the answer"
+    )
     table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
     held = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
     table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {held}")
@@ -75,7 +77,8 @@ def show(found: Verification) -> None:
 def measured(found: Verification) -> str:
     """What was judged, and what is allowed."""
     if not found.plain_distance:  # nothing is rounded, and every logit counts
-        return f"the logits differ by at most {found.max_difference:.3g}, {found.tolerance:.3g} is allowed"
+        furthest, allowed = human_rounded(found.max_difference), human_rounded(found.tolerance)
+        return f"the logits differ by at most {furthest}, {allowed} is allowed"
     told = (
         f"the logits are {found.distance:.2%} of their spread off float32, {found.tolerance:.2%} is allowed, "
         f"as plain attention in {found.plain_dtype} is {found.plain_distance:.2%} off"

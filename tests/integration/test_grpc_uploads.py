@@ -431,6 +431,17 @@ async def test_the_plain_client_takes_the_same_documents(service: Served, docume
     assert service.engine.contexts["moby"][-7:] == list(ids("one two"))
 
 
+@pytest.mark.parametrize("document", [{"text": "one"}, {"one"}, frozenset({b"one"})], ids=["dict", "set", "frozenset"])
+async def test_the_plain_client_refuses_what_has_no_order_as_well(service: Served, document: Any) -> None:
+    def ingest() -> None:
+        with Client(service.address) as client:
+            client.ingest("moby", document)
+
+    with pytest.raises(InvalidArgument, match=f"document: {type(document).__name__} is neither"):
+        await asyncio.to_thread(ingest)
+    assert not service.engine.contexts
+
+
 async def test_what_is_kept_of_a_document_does_not_change_with_it() -> None:
     text, token_ids = bytearray(b"one"), np.array([5, 6, 7])
     pieces = [piece async for piece in pieces_of(iter([text, memoryview(text)]))]

@@ -12,8 +12,10 @@ from longleaf.config import EngineConfig, WindowKeys
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster
 from longleaf.model_report import Plan
+from longleaf.step import Windows
 from tests.golden.states import running
-from workers.check import check
+from tests.scheduling import Bench
+from workers.check import check, num_ends
 
 KV_BYTES = 3 << 20
 
@@ -66,6 +68,19 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
     plan = plan_of(config, report(config, None, has_weights=False).plans)
     assert planned(plan) == told(fleet)
     assert plan.window_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("span", "block_size", "num_blocks"), [(32, 4, 100), (16, 4, 60), (512, 16, 1200), (30, 8, 60)]
+)
+@pytest.mark.parametrize("rest", [0, 3])
+def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int, num_blocks: int, rest: int) -> None:
+    windows = Windows(windows=(span,), num_blocks=num_blocks)
+    sizes = {"block_size": block_size, "chunk_size": span, "max_positions": 10**6, "check_every": 1000}
+    bench = Bench(windows=windows, blocks=(10**5, 10**5), **sizes)
+    for number in range(num_ends(windows, block_size)):
+        bench.ingest(f"doc-{number}", 5 * span + rest)
+        bench.run()
 
 
 def test_what_cannot_be_served_so_is_told_with_the_reason(tmp_path: Path) -> None:

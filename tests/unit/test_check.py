@@ -159,7 +159,7 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
     pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
     code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
-    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 5 ends of contexts, 2,048 tokens on each rank, with"
+    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
     assert (code, told in " ".join(out.split())) == (0, True)
     (folder / "tokenizer.json").unlink()
     code, out, _ = await terminal.plain("models", "check", str(folder))

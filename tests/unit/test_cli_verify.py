@@ -18,6 +18,14 @@ async def test_what_passes_ends_with_0(terminal: Terminal) -> None:
     assert len(terminal.engine.prompts[0].token_ids) == 80
 
 
+async def test_small_differences_are_written_out(terminal: Terminal) -> None:
+    found = {"max_difference": 7.629e-6, "max_logit": 0.04, "num_tokens": 8, "num_equal": 8, "num_ranks": 1}
+    terminal.engine.comparison = Comparison(**found, dtype="float32")
+    _, out, _ = await terminal.run("verify")
+    assert out.splitlines()[0] == "FAILED: the logits differ by at most 0.00000763, 0.000004 is allowed"
+    assert "by 0.00000763, token" in out
+
+
 async def test_what_fails_ends_with_3(terminal: Terminal) -> None:
     terminal.engine.comparison = BAD
     code, out, _ = await terminal.run("verify")
