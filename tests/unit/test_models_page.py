@@ -19,6 +19,7 @@ def test_the_page_shows_the_rows_that_are_kept():
     assert models.PAGE.read_text() == "\n".join(models.page(rows)) + "\n"
     assert [row["family"] for row in rows] == [*FAMILIES, *REFUSED]
     assert {row["family"] for row in rows if row["exact"]} == set(FAMILIES)
+    assert all(row["bfloat16"] and row["float16"] for row in rows if row["exact"])
     assert all(row["refused"] for row in rows if not row["exact"])
 
 
