@@ -258,7 +258,8 @@ class Sequence(Job):
 
     def _tokens_of(self, work: Prefill | Decode) -> str:
         if isinstance(work, Prefill):
-            return super()._tokens_of(work)
+            is_read_again = work.start + len(work.token_ids) > self.num_prompt
+            return super()._tokens_of(work) + (" and the answer" if is_read_again else "")
         answer = f"answer {self.sample}" if self.prompt.num_samples > 1 else "the answer"
         return f"token {self.num_generated} of {answer}"
 

@@ -109,6 +109,8 @@ def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) 
     reached_L = shares_N.new_zeros(LEVELS).scatter_add_(0, levels_N, shares_N).cumsum(0).cpu().numpy()
     level = min(int(np.searchsorted(reached_L, top_p)), LEVELS - 1)
     ids = places(levels_N, operator.eq, level)
+    if not len(ids):  # all shares together, rounded, stay below top-p
+        return False
     order = np.argsort(scores_N[ids].cpu().numpy(), kind="stable")[::-1]  # of equal ones that of larger id first
     shares = shares_N[ids].cpu().numpy()[order]
     limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()  # before the first of them too, if any is

@@ -128,11 +128,6 @@ def uniform(seed: int, token_index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=token_index)).random())
 
 
-def _kind(chooser: Chooser) -> int:
-    """Rows of one kind are computed on together: greedy ones, or those of one top-k."""
-    return -1 if chooser.sampling.is_greedy else chooser.sampling.top_k
-
-
 def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:
     """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
     most = max(1, MAX_LOGITS // num_tokens)

@@ -111,6 +111,15 @@ def test_all_tokens_that_are_as_likely_as_the_last_of_top_k_are_kept():
     assert drawn == set(range(450, 500))
 
 
+@pytest.mark.parametrize("size", [63, 200, 1000])
+def test_a_top_p_that_rounded_shares_may_never_reach_keeps_a_token(size):
+    sampling = Sampling(temperature=1.0, top_p=1 - 2**-53)
+    for seed in range(60):
+        scores_RV = logits(1, size, seed=seed).double()
+        [drawn] = draws.draw(scores_RV.clone(), [sampling], [0.5])
+        assert drawn in (None, distribution.draw(scores_RV[0], sampling, 0.5))
+
+
 @pytest.mark.parametrize("num_steps", [20, pytest.param(210, marks=pytest.mark.slow, id="ten thousand draws")])
 def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
     """Among them some in which rounding might decide, or from which nobody can draw."""

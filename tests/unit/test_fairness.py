@@ -140,6 +140,19 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     assert row.token_index == told
 
 
+def test_a_chunk_that_reads_an_answer_again_is_not_named_as_the_prompt_alone() -> None:
+    bench = Bench(blocks=(10,))
+    low = bench.ask(20, max_tokens=20)
+    for _ in range(6):
+        bench.step()
+    told = len(bench.tokens(low))
+    job = bench.scheduler._running[low]
+    bench.ask(20, max_tokens=10, first=500, priority=1)
+    plans = bench.run()
+    again = [plan.work for plan in plans if isinstance(plan.work, Prefill)][-1]
+    assert job._tokens_of(again) == f"tokens 0 to {20 + told - 2} of the prompt and the answer"
+
+
 def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
     bench = Bench(max_sequences=1)
     low = bench.ask(20, max_tokens=20)
