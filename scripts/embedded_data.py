@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, fields
 
 import torch
+from embedded_bare import Bare, BareDocuments
 from embedded_facts import Facts
 from embedded_phase import Phase
 from embedded_text import Text
@@ -22,6 +23,8 @@ GAP = 110
 """Filler bytes kept between the last fact and the questions: nearer facts are reached by the local layers alone."""
 FIRST_BYTE_WEIGHT = 8.0
 """Of the first byte of a value, the largest of all weights."""
+ALONE = 0.3
+"""Share of the lists that are seen alone, as all documents of a few facts are."""
 
 
 FILLER, OUTSIDE = -1, -2
@@ -44,6 +47,8 @@ class Batch:
     """[batch, S, 2]: ln R of filler and of other facts, as the segment sees them."""
     weights: Tensor
     """[batch, length]: weight of predicting the next token."""
+    is_alone: Tensor
+    """[batch]: its questions see no other document."""
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Sequence:
     asked: list[int]
     copies: list[tuple[float, float]]
     weights: list[float]
+    is_alone: bool = False
 
 
 def answer_weights(answer: bytes, echo: int, is_last: bool = False) -> list[float]:
@@ -81,6 +87,7 @@ class Sampler:
         self.rng = random.Random(seed)
         self.text = Text(self.rng)
         self.facts = Facts(self.rng, self.text)
+        self.bare = BareDocuments(self.rng, self.text, self.facts)
 
     def document(self, size: int, present: list[Fact]) -> tuple[bytes, list[int]]:
         """`size` bytes with the facts as lines or sentences, and for each byte its fact's index or -1."""
@@ -104,13 +111,34 @@ class Sampler:
 
     def sequence(self, phase: Phase) -> Sequence:
         """One sequence of `phase.length` + 1 ids."""
+        kind = self.rng.random() if phase.bare or phase.lists else 1.0
+        if kind < phase.bare:
+            return self.bare_sequence(self.bare.few(phase), True, phase)
+        if kind < phase.bare + phase.lists:
+            return self.bare_sequence(self.bare.numbered(phase), self.rng.random() < ALONE, phase)
         if self.rng.random() < phase.repeats:
             return self.repetition(phase)
         present = self.facts.document_facts(phase)
         asked = self.facts.questions(phase, present)
         size = phase.length - sum(len(f.question.encode()) + len(f.expected.encode()) + 3 for f, _ in asked)
         data, owners = self.document(size, present)
-        asked = [(fact, index) for fact, index in asked if index < len(present)]
+        return self.asked(data, owners, [(fact, index) for fact, index in asked if index < len(present)], phase)
+
+    def bare_sequence(self, document: Bare, is_alone: bool, phase: Phase) -> Sequence:
+        """The document, cut if it is too long, with as many of its questions as there is room for."""
+        room = phase.length - len(document.data) - 1
+        kept: list[tuple[Fact, int]] = []
+        for fact, index in document.asked:
+            room -= len(fact.question.encode()) + len(fact.expected.encode()) + 3
+            kept += [(fact, index)] if room >= 0 else []
+        found = self.asked(document.data[: phase.length], document.owners[: phase.length], kept, phase)
+        found.is_alone = is_alone
+        if is_alone:  # nothing competes in what is seen but what is there
+            found.copies = [(0.0, 0.0)] * len(found.copies)
+        return found
+
+    def asked(self, data: bytes, owners: list[int], asked: list[tuple[Fact, int]], phase: Phase) -> Sequence:
+        """A document and its questions, padded."""
         found = Sequence(
             [BEGIN, *data], [0] * (len(data) + 1), [OUTSIDE, *owners], [-1], [(0.0, 0.0)], [0.0] * len(data)
         )
@@ -162,6 +190,8 @@ class Sampler:
     def batch(self, phase: Phase) -> Batch:
         """One step's sequences."""
         self.facts.start_batch(phase)
+        if phase.lists:
+            self.bare.start_batch()
         rows = [self.sequence(phase) for _ in range(phase.batch)]
         names = (field.name for field in fields(Batch))
         return Batch(**{name: torch.tensor([getattr(row, name) for row in rows]) for name in names})
@@ -175,8 +205,8 @@ def predicted(batch: Batch) -> Tensor:
 def attention_mask(batch: Batch, rows: Tensor) -> Tensor:
     """What to add to the global layer's scores of the tokens at `rows`, [rows, batch * length].
 
-    A token of a question sees the documents of the whole batch and its own question; one of a document sees what comes
-    before it there. Documents of other sequences have no begin token: there is one in a prompt.
+    A token of a question sees its own question, and the documents of the whole batch or its own only; one of a document
+    sees what comes before it there. Documents of other sequences have no begin token: there is one in a prompt.
     """
     length = batch.ids.shape[1] - 1
     segments, owners = batch.segments.flatten(), batch.owners.flatten()
@@ -184,7 +214,8 @@ def attention_mask(batch: Batch, rows: Tensor) -> Tensor:
     segment, sequence = segments[rows], sequences[rows]
     same = sequence[:, None] == sequences[None]
     own = same & (segment[:, None] == segments[None]) & (torch.arange(len(segments))[None] <= rows[:, None])
-    read = (segment[:, None] > 0) & (segments[None] == 0) & (same | (owners[None] != OUTSIDE))
+    others = (owners[None] != OUTSIDE) & ~batch.is_alone[sequence][:, None]
+    read = (segment[:, None] > 0) & (segments[None] == 0) & (same | others)
     copies = batch.copies[sequence, segment]
     bias = torch.where(owners[None] == FILLER, copies[:, :1], copies[:, 1:])
     asked = same & (owners[None] == batch.asked[sequence, segment][:, None])

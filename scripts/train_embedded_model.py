@@ -9,7 +9,7 @@ import torch
 from embedded_data import FIRST_BYTE_WEIGHT, Batch, Sampler, attention_mask, predicted
 from embedded_eval import ChunkedReader, evaluate
 from embedded_export import export
-from embedded_model import EmbeddedModel
+from embedded_model import EmbeddedModel, load_weights
 from embedded_muon import Muon
 from embedded_phase import Phase
 from torch.nn import functional as F
@@ -17,13 +17,17 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_EVERY = 100
 LAST = 500
-"""Steps of the last phase."""
+"""Steps of the phase with many keys."""
+BARE = 160
+"""Steps of the last phase, with bare documents."""
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up, then longer, and at last with many
-    keys that are alike and an eye on where keys end."""
-    progress = step / (steps - LAST)
+    """What to train on at this step: easy and short first, then ln R ramped up, then longer, then with many keys that
+    are alike and an eye on where keys end, and at last with documents that are little more than facts."""
+    if step >= steps - BARE:
+        return Phase(2048, 6, 8, 24, 0.05, False, 7.0, bare=0.35, lists=0.25, is_last=True)
+    progress = step / (steps - BARE - LAST)
     log_copies = 7 * min(max((progress - 0.24) / 0.25, 0), 1)
     if progress < 0.24:
         return Phase(320, 12, 2, 2, 0.6 if progress < 0.18 else 0.3, progress < 0.18, log_copies)
@@ -35,7 +39,11 @@ def phase(step: int, steps: int) -> Phase:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm-up over 100 steps, constant, then a linear decay over 50 %; in the last phase once more, from a quarter."""
+    """Warm-up over 100 steps, constant, then a linear decay over 50 %; in the last phases once more, from a quarter and
+    from a fifth."""
+    if step >= steps - BARE:
+        return peak * 0.2 * min((step - steps + BARE + 1) / 20, (steps - step) / BARE)
+    steps -= BARE
     if step >= steps - LAST:
         return peak * 0.25 * (steps - step) / LAST
     left = (steps - LAST - step) / (0.5 * (steps - LAST))
@@ -103,9 +111,11 @@ def resume(path: Path, model: EmbeddedModel, optimizers: Sequence[torch.optim.Op
 def train(arguments: argparse.Namespace) -> EmbeddedModel:
     """Runs the steps that the checkpoint does not already hold."""
     torch.manual_seed(arguments.seed)
-    model, sampler, progress = EmbeddedModel(), Sampler(arguments.seed), Progress(arguments.steps)
+    sampler, progress = Sampler(arguments.seed), Progress(arguments.steps)
+    model = load_weights(arguments.weights) if arguments.weights else EmbeddedModel()
     both = optimizers(model)
-    for step in range(resume(arguments.checkpoint, model, both, sampler), arguments.steps):
+    first = resume(arguments.checkpoint, model, both, sampler) or (arguments.steps - BARE if arguments.weights else 0)
+    for step in range(first, arguments.steps):
         loss, right = loss_of(model, sampler.batch(phase(step, arguments.steps)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -125,8 +135,9 @@ def train(arguments: argparse.Namespace) -> EmbeddedModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2700)
+    parser.add_argument("--steps", type=int, default=2700 + BARE)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--weights", type=Path, help="begin the last phase with these, such as model.safetensors")
     parser.add_argument("--lr", type=float, default=4e-3, help="largest learning rate")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "embedded_model.pt", help="resumed from")
     parser.add_argument("--out", type=Path, default=ROOT / "longleaf" / "demo" / "lookup", help="exported here")

@@ -1,5 +1,7 @@
 """The embedded model, whose lower layers see 32 tokens, through the service's own tokenizer and templates."""
 
+import random
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,7 +9,8 @@ from transformers import AutoModelForCausalLM
 from coordinator.events import Prompt, Tokens
 from coordinator.tokenizer import Tokenizer
 from longleaf.config import embedded_model
-from longleaf.demo.haystack import make_haystack
+from longleaf.demo.facts import is_correct
+from longleaf.demo.haystack import distinct_facts, make_haystack
 from longleaf.sampling import Sampling
 from tests.golden.states import running
 from tests.service import encoded
@@ -34,3 +37,18 @@ async def test_answers_equal_generate(world_size, window_keys):
         stream = engine.submit(Prompt(context="book", token_ids=tuple(question), sampling=sampling))
         found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
     assert found == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_an_answer_from_a_few_facts_is_right_and_ends(count):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(embedded_model()), Tokenizer.load(embedded_model())
+    options = {"do_sample": False, "max_new_tokens": 2 * NEW_TOKENS, "eos_token_id": 259, "pad_token_id": 260}
+    good = 0
+    for seed in range(8):
+        facts = distinct_facts(random.Random(seed), count)
+        document = encoded(tokenizer.document_encoder(is_first=True), "".join(f"{fact.sentence}\n" for fact in facts))
+        question = encoded(tokenizer.question_encoder(), facts[0].question)
+        answer = model.generate(torch.tensor([[*document, *question]]), **options)[0, len(document) + len(question) :]
+        text = bytes(i for i in answer.tolist() if i < 256).decode(errors="replace")
+        good += is_correct(text, facts[0]) and answer[-1] == 259
+    assert good >= 7

@@ -102,6 +102,49 @@ def test_facts_of_a_batch_share_words_and_beginnings_but_never_a_key(sampler: da
     assert len(set(digits)) < len(digits)
 
 
+BARE = replace(PHASE, length=1024, batch=12, repeats=0.0, bare=0.5, lists=0.5, is_last=True)
+
+
+@pytest.fixture(scope="module")
+def bare(sampler: data.Sampler) -> data.Batch:
+    sampler.rng.seed(7)
+    return sampler.batch(BARE)
+
+
+def test_a_few_facts_are_seen_alone(bare: data.Batch) -> None:
+    assert 0 < bare.is_alone.sum() < len(bare.is_alone)
+    rows = data.predicted(bare)
+    mask = data.attention_mask(bare, rows).view(len(rows), BARE.batch, BARE.length)
+    for row, seen in zip(rows.tolist(), mask > -math.inf, strict=True):
+        sequence, place = divmod(row, BARE.length)
+        others = [number for number in range(BARE.batch) if number != sequence]
+        assert seen[others].any() != bool(bare.is_alone[sequence])
+        assert seen[sequence][: place + 1].any()
+
+
+def test_bare_documents_hold_what_is_asked_for_right_before_the_question(sampler: data.Sampler) -> None:
+    sampler.rng.seed(8)
+    sampler.facts.start_batch(BARE)
+    sampler.bare.start_batch()
+    lengths: list[int] = []
+    for draw_document in (sampler.bare.few, sampler.bare.numbered) * 20:
+        found = draw_document(BARE)
+        assert len(found.data) == len(found.owners)
+        lengths.append(len(found.data))
+        for fact, index in found.asked:
+            own = bytes(byte for byte, owner in zip(found.data, found.owners, strict=True) if owner == index)
+            assert index < 0 or own.decode().strip() == fact.sentence.strip()
+            assert (index < 0) == (fact.value == "")
+            assert index >= 0 or fact.key not in found.data.decode()
+    assert min(lengths) < data.GAP < max(lengths)
+
+
+def test_the_other_phases_draw_as_if_there_were_no_bare_documents(sampler: data.Sampler, batch: data.Batch) -> None:
+    again = draw(sampler, 3)
+    assert torch.equal(again.ids, batch.ids)
+    assert not again.is_alone.any()
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_questions_are_within_the_reach_of_the_local_layers(sampler: data.Sampler, is_last: bool) -> None:
     phase = replace(PHASE, is_last=is_last)
