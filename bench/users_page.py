@@ -120,6 +120,29 @@ def sampling(rows: Sequence[Row]) -> list[str]:
     return [told, "", *_table(heads, table)]
 
 
+def key_types(rows: Sequence[Row]) -> list[str]:
+    """Attention of a decode step over keys of each type."""
+    heads = ["keys", "query heads", "time, ms", "against float32", "wanted", "differing on 8 ranks"]
+    table = [
+        [
+            row["type"],
+            row["heads"],
+            f"{row['latency_us_median'] / 1e3:.2f}",
+            f"{row['ratio']:.2f}",
+            row["target"] or "",
+            f"{row['differing']:.2%}",
+        ]
+        for row in rows
+    ]
+    first = rows[0]
+    told = (
+        f"Attention of one row over {first['keys']:,} keys, {first['kv_heads']} key heads of {first['head_dim']}, on "
+        "one thread, all types by turns; and how many numbers of the answer, rounded to the type of the keys, tell "
+        "whether they lay on one rank or on eight (of float32, and of 8 bits, whose answers are float32, the last bits)."
+    )
+    return [told, "", *_table(heads, table)]
+
+
 def bare(rows: Sequence[Row]) -> list[str]:
     """Documents that are facts alone."""
     table = [
@@ -187,6 +210,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "prefill": prefill,
     "windows": windows,
     "sampling": sampling,
+    "key_types": key_types,
     "hostile": hostile,
     "bare": bare,
 }
