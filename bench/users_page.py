@@ -138,7 +138,7 @@ def key_types(rows: Sequence[Row]) -> list[str]:
     told = (
         f"Attention of one row over {first['keys']:,} keys, {first['kv_heads']} key heads of {first['head_dim']}, on "
         "one thread, all types by turns; and how many numbers of the answer, rounded to the type of the keys, tell "
-        "whether they lay on one rank or on eight (of float32, and of 8 bits, whose answers are float32, the last bits)."
+        "whether they lay on one rank or on eight (of float32, and of 8 bits, which answer in float32, the last bits)."
     )
     return [told, "", *_table(heads, table)]
 
