@@ -48,8 +48,8 @@ async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Cha
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    limit = "more than 4096 fields" if name in TEXTS else f"{name} takes at most {MAX_SMALL_BYTES}"
-    assert f"request: has {len(padding)} bytes" in caught.value.details() and limit in caught.value.details()
+    limit = "more than 4,096 fields" if name in TEXTS else f"{name} takes at most {MAX_SMALL_BYTES:,}"
+    assert f"request: has {len(padding):,} bytes" in caught.value.details() and limit in caught.value.details()
 
 
 async def test_many_ids_are_converted_in_a_thread(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
 
 
 async def test_a_piece_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_PIECE_BYTES)) as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match=f"{MAX_PIECE_BYTES:,}") as caught:
         await send_at_once(hollow.address, bytes(MAX_PIECE_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
