@@ -1,7 +1,6 @@
 """Chooses tokens from logits. Random numbers depend on (seed, token index) alone, never on the batch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -21,15 +20,10 @@ class Chooser:
     """How the tokens of one sequence are chosen: its terms, and what its penalties remember."""
 
     def __init__(self, terms: Terms, vocabulary_size: int) -> None:
-        self.sampling = terms.sampling
+        self.sampling = sampling = terms.sampling
         self.penalties = Penalties(terms, vocabulary_size)
-
-    @property
-    def kind(self) -> int:
+        self.kind = -2 if sampling.is_argmax else -1 if sampling.is_greedy else sampling.top_k
         """Rows of one kind are computed on together: those of one top-k, greedy ones, and greedy ones as they are."""
-        if self.sampling.is_argmax:
-            return -2
-        return -1 if self.sampling.is_greedy else self.sampling.top_k
 
 
 class Sampler:
@@ -41,19 +35,19 @@ class Sampler:
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
         """The next token id of each row, from its logits [V], and by sequence the logprobs that are asked for."""
         choosers = [self._chooser(row, logits_RV.shape[-1]) for row in rows]
-        chosen: dict[int, int] = {}
+        chosen = [0] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
-            of_some = [choosers[i] for i in some]
-            found = choose(take(logits_RV, some), of_some, [rows[i].token_index for i in some])
-            chosen.update(zip(some, found, strict=True))
-            for chooser, token_id in zip(of_some, found, strict=True):
-                chooser.penalties.add(token_id)
+            indices = [rows[i].token_index for i in some]
+            found = choose(take(logits_RV, some), [choosers[i] for i in some], indices)
+            for i, token_id in zip(some, found, strict=True):
+                chosen[i] = token_id
+                choosers[i].penalties.add(token_id)
         told: dict[int, Logprobs] = {}
         for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = choosers[some[0]].sampling.num_logprobs
             found = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
             told.update(zip([rows[i].sequence for i in some], found, strict=True))
-        return [chosen[i] for i in range(len(rows))], told
+        return chosen, told
 
     def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
         """That of the row's sequence, begun anew where the row tells its terms."""
@@ -131,7 +125,9 @@ def uniform(seed: int, token_index: int) -> float:
 def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:
     """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
     most = max(1, MAX_LOGITS // num_tokens)
-    kinds = {i: found for i, chooser in enumerate(choosers) if (found := kind(chooser)) is not None}
-    for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
-        rows = [*alike]
+    alike: dict[int, list[int]] = {}
+    for i, chooser in enumerate(choosers):
+        if (found := kind(chooser)) is not None:
+            alike.setdefault(found, []).append(i)
+    for rows in alike.values():
         yield from (rows[start : start + most] for start in range(0, len(rows), most))
