@@ -216,11 +216,10 @@ class Contexts:
     def check(self) -> None:
         assert self._ids == sorted(self._by_id)
         self._expiries.check()
-        assert set(self._expiries) <= set(self._ids)
-        for context in self._by_id.values():
+        contexts = self._by_id.values()
+        assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
+        for context in contexts:
             context.check(self._segments.windows)
-            is_dated = context.expires is not None and not context.is_pinned
-            assert is_dated == (context.id in set(self._expiries))
 
 
 def _one_of(positions: tuple[int, ...]) -> str:
