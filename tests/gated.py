@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,9 +14,11 @@ from coordinator.fakes import FakeRanks
 from coordinator.server import Server
 from coordinator.template import split_template
 from coordinator.tokenizer import Tokenizer
+from coordinator.wire import cluster_of
 from longleaf.config import EngineConfig
+from longleaf.messages import Cluster, ModelInfo
 from longleaf.step import StepPlan, StepResult
-from tests.service import FakeEngine, write_model
+from tests.service import write_model
 
 VOCAB = 128
 """Single bytes of ASCII: each token is a character of its own."""
@@ -43,15 +46,19 @@ class GatedRanks(FakeRanks):
 
 @asynccontextmanager
 async def serving(
-    ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: float
+    ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> AsyncIterator[tuple[Engine, str]]:
     """The engine, whose clock may be the test's, and the address of its service."""
-    config = EngineConfig(model="none", block_size=4, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(model="none", block_size=4, **settings)
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
-    await engine.start()
+    ready, *_ = await engine.start()
+
+    def describe() -> Cluster:
+        return cluster_of(engine.cluster(), ModelInfo(name="m"), config, "local", ready)
+
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(write_model(folder), split_template)
-    server = Server(engine, tokenizer, FakeEngine().describe, config.unread_timeout)
+    server = Server(engine, tokenizer, describe, config.unread_timeout)
     try:
         yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     finally:

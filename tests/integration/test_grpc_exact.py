@@ -1,43 +1,28 @@
 """Every response says whether it is exact, over real sockets, on ranks that answer by arithmetic."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.engine import Engine
 from coordinator.fakes import FakeRanks
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig
-from longleaf.messages import Cluster, Delta, Finished, ModelInfo, Started
-from tests.service import write_model
+from longleaf.messages import Delta, Finished, Started
+from tests import gated
 
 
 async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
     """One of each kind that tells, from a service of these settings."""
-    config = EngineConfig(model="none", chunk_size=32, block_size=4, replicate_below=8, **settings)
-    engine = Engine(FakeRanks(config.world_size, 100, vocab=200), config, max_positions=3000)
-    readies = await engine.start()
-
-    def describe() -> Cluster:
-        return cluster_of(engine.cluster(), ModelInfo(name="m"), config, "local", readies[0])
-
-    loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder)), describe)
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    async with AsyncClient(address) as client:
+    ranks = FakeRanks(settings["world_size"], 100, vocab=200)
+    async with (
+        gated.serving(ranks, folder, chunk_size=32, replicate_below=8, **settings) as (_, address),
+        AsyncClient(address) as client,
+    ):
         made = [await client.ingest("moby", tuple(range(40))), await client.fork_context("moby", "ahab", num_tokens=20)]
         asked = [event async for event in client.ask("moby", "who?", max_tokens=9)]
         text = "".join(event.text for event in asked if isinstance(event, Delta))
         stopped = [event async for event in client.ask("moby", "who?", max_tokens=9, stop=[text[0]])]
         made += [await client.get_context("ahab"), *await client.list_contexts(), await client.cluster()]
-    await server.stop(None)
-    await engine.close()
-    await asyncio.wait([loop])
     assert [event.reason for event in stopped if isinstance(event, Finished)] == ["stop"]
     return made + [event for event in (*asked, *stopped) if isinstance(event, Started | Finished)]
 

@@ -1,6 +1,5 @@
 """What the ranks could not compute ends with a typed error, over real sockets, and nothing else ends with it."""
 
-import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,40 +7,26 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.engine import Engine
 from coordinator.fakes import FakeRanks
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig
 from longleaf.errors import NotFinite, NotFound
-from longleaf.messages import Cluster, Delta, Finished, ModelInfo
+from longleaf.messages import Delta, Finished
 from longleaf.v1 import generation_service_pb2, generation_service_pb2_grpc
-from tests.service import write_model
+from tests import gated
 
-CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 PROMPT = tuple(range(5))
 
 
 @asynccontextmanager
 async def serving(folder: Path, broken: Collection[tuple[int, int | None]]) -> AsyncIterator[tuple[AsyncClient, str]]:
-    engine = Engine(FakeRanks(2, 100, vocab=200, broken=broken), CONFIG, max_positions=3000)
-    readies = await engine.start()
-
-    def describe() -> Cluster:
-        return cluster_of(engine.cluster(), ModelInfo(name="m"), CONFIG, "local", readies[0])
-
-    loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder)), describe)
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    async with AsyncClient(address) as client:
+    ranks = FakeRanks(2, 100, vocab=200, broken=broken)
+    async with (
+        gated.serving(ranks, folder, world_size=2, chunk_size=32, replicate_below=8) as (engine, address),
+        AsyncClient(address) as client,
+    ):
         yield client, address
         assert (await client.cluster()).running == 0
         engine.check()
-    await server.stop(None)
-    await engine.close()
-    await asyncio.wait([loop])
 
 
 async def read(events: AsyncIterator[object]) -> tuple[dict[int, list[int]], list[int], str]:
