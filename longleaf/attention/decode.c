@@ -39,6 +39,8 @@
 #define TILE (2 * LANES)
 /* products that are added one after the other: in long sums each rounds off more */
 #define CHUNK 32
+/* columns from which on keys are wide */
+#define WIDE 128
 /* bytes that memory brings at once */
 #define LINE 64
 /* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
@@ -290,7 +292,7 @@ INLINE void add_few(const struct block *block, const float *restrict q, float *r
     BY_ROWS(VALUE)
 }
 
-#define CASE(KIND) case KIND: add_few(block, q, out, peak, sum, witness, rows->group, rows->cap, dim, KIND); break
+#define ADD(DIM, KIND) add_few(block, q, out, peak, sum, witness, rows->group, rows->cap, DIM, KIND)
 
 static void add_few_of_kind(const struct rows *rows, const struct block *block)
 {
@@ -299,9 +301,16 @@ static void add_few_of_kind(const struct rows *rows, const struct block *block)
     float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row;
     float *witness = rows->witness + row;
     switch (block->kind) {
-        CASE(FLOAT32);
-        CASE(BFLOAT16);
-        CASE(FLOAT16);
+        case FLOAT32: /* short loops of known length stay in registers */
+            if (dim == 32)
+                ADD(32, FLOAT32);
+            else if (dim == 64)
+                ADD(64, FLOAT32);
+            else
+                ADD(dim, FLOAT32);
+            break;
+        case BFLOAT16: ADD(dim, BFLOAT16); break;
+        case FLOAT16: ADD(dim, FLOAT16); break;
         case INT8: break; /* brought to float32 before */
     }
 }
@@ -507,7 +516,7 @@ static void widen_block(const struct store *store, struct block *block)
 }
 
 /* The keys and values of a block whose first key lies in `slot`, where and as they are read: few rows read 16 bits as
-   they are, and values are asked for while scores are computed. */
+   they are, and values of wide keys are asked for while scores are computed; the processor foresees the narrow ones. */
 static void fetch(const struct store *store, long slot, int are_few, struct block *block)
 {
     const long bytes = block->num_keys * block->key_bytes;
@@ -517,10 +526,10 @@ static void fetch(const struct store *store, long slot, int are_few, struct bloc
     block->values = values;
     if (store->kind == INT8)
         expand(store, slot, block);
-    else if (are_few)
-        for (long i = 0; i < bytes; i += LINE)
+    else if (are_few) {
+        for (long i = 0; store->dim >= WIDE && i < bytes; i += LINE)
             __builtin_prefetch(values + i, 0, 3);
-    else if (store->kind != FLOAT32)
+    } else if (store->kind != FLOAT32)
         widen_block(store, block);
 }
 

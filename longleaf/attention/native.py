@@ -56,8 +56,9 @@ class NativeDecode:
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
         """Whether rows are few, and queries, keys and values are of a type and lie as the kernel expects."""
-        is_alike = k_KSD.shape == v_KSD.shape and k_KSD.dtype == v_KSD.dtype and k_KSD.dtype in KINDS
-        is_in_place = k_KSD.stride()[1:] == (k_KSD.shape[2], 1) and k_KSD.stride() == v_KSD.stride()
+        shape, strides, dtype = k_KSD.shape, k_KSD.stride(), k_KSD.dtype
+        is_alike = shape == v_KSD.shape and dtype == v_KSD.dtype and dtype in KINDS
+        is_in_place = strides[1:] == (shape[2], 1) and strides == v_KSD.stride()
         is_here = k_KSD.is_cpu and v_KSD.is_cpu
         return is_alike and is_in_place and is_here and self._can_take(q_THD, k_KSD)
 
