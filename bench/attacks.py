@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from bench import payloads
-from longleaf.status import DETAILS_KEY
+from longleaf.codec.status import DETAILS_KEY
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_pb2
 
 MIB = 1 << 20

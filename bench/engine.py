@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from coordinator.control import Control
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
-from coordinator.local import LocalFleet
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, StepPlan, StepResult
 from workers.__main__ import main as worker_main
 
 MAX_POSITIONS = 1 << 24

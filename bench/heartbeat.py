@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.actor import CoordinatorActor, Outcome
-from coordinator.local import LocalFleet
+from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
 from workers.__main__ import main as worker_main

@@ -29,7 +29,7 @@ from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
 from tests.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
 from tests.golden.states import STATES, Logits, running
 from tests.threads import config_for
-from workers import model
+from workers.model import model
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longleaf.channel.step import Row, Seen
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from longleaf.step import Row, Seen
 
 
 class History:

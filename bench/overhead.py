@@ -23,16 +23,16 @@ from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.step_times import Gap, TimedMain, gaps, read
 from bench.subjects import EMBEDDED, Subject, subject
-from coordinator.control import Control
-from coordinator.engine import Engine
-from coordinator.local import LocalFleet
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.serving.server import Server
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.messages import Delta, ModelInfo
-from longleaf.step import Decode, StepPlan, StepResult
 
 CONTEXT = "overhead"
 WARM_UP_STEPS = 8

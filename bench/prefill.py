@@ -27,23 +27,23 @@ import torch.multiprocessing as mp
 from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.subjects import RANDOM_LLAMA, subject
-from coordinator.blocks import Placer
-from coordinator.pool import ceil_div
+from coordinator.placement.blocks import Placer
+from coordinator.placement.pool import ceil_div
 from longleaf.attention.kernels import kernel_for
+from longleaf.channel.step import Prefill
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
 from longleaf.runs import Run
-from longleaf.step import Prefill
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
-from workers import model as models
-from workers.cache import Pool, Segments
-from workers.forward import Peers, PrefillDone, PrefillStep
-from workers.inputs import InputBuilder
-from workers.past import PastBuilder
+from workers.keys.cache import Pool, Segments
+from workers.model import model as models
+from workers.step.forward import Peers, PrefillDone, PrefillStep
+from workers.step.inputs import InputBuilder
+from workers.step.past import PastBuilder
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 128

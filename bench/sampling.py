@@ -19,9 +19,9 @@ import torch
 from bench import one_by_one
 from bench.arguments import tell
 from bench.machine import describe
+from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
-from longleaf.step import Row, Seen, Terms
-from workers.sampler import Sampler
+from workers.sampling.sampler import Sampler
 
 SPREADS = {"peaked": 8.0, "broad": 3.0, "flat": 1.0}
 """Standard deviations of the logits."""

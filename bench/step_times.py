@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.rank_spec import RankSpec
-from longleaf.step import Join, Ready, StepPlan, StepResult
+from longleaf.channel.lives import Join, Ready
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import StepPlan, StepResult
 from workers.__main__ import live
 from workers.control import Rank
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bench.memory import peak_bytes
 from bench.ranks import Rank
+from bench.ring import QueryRing, Ring, over
 from longleaf.attention import Partial
 from longleaf.attention.kernels import Kernel, kernel_for
-from longleaf.ring import QueryRing, Ring, over
 from longleaf.tree import Chosen, Merge, Wire, choose_merge, make_merge
 
 ONE_DEVICE, TREE, PAPER, RING, QUERY_RING = "one_device", "tree", "paper", "ring", "ring_pass_q"

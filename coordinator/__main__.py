@@ -35,9 +35,9 @@ import msgspec
 from msgspec.structs import fields
 
 from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outcome, describe
-from coordinator.connection import connect
-from coordinator.fleet import RayFleet
-from coordinator.local import LocalFleet
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.ray_connection import connect
+from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.service import ServiceConfig
 from longleaf.config import EngineConfig, join_address
 from longleaf.errors import StartError

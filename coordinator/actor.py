@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from coordinator.ranks.ports import Fleet
 from coordinator.service import Service, ServiceConfig
 from longleaf.errors import LongleafError, WorkerLost
-from longleaf.ports import Fleet
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"

@@ -1,16 +1,33 @@
-"""What goes into the engine and what comes out, in token ids; text is the business of `coordinator.generation`."""
+"""What goes into the engine and what comes out, in token ids; text is the business of `coordinator.calls`."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from longleaf.channel.step import Comparison
 from longleaf.errors import LongleafError, NotFinite
 from longleaf.messages import PositionInfo, RankShare
 from longleaf.sampling import Logprobs, Sampling
-from longleaf.step import Comparison
 
 EndReason = Literal["end_token", "length", "stop_token"]
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job may claim against others: as `Prompt` says."""
+
+    priority: int = 0
+    client: str = ""
+    deadline: float | None = None
+    is_held: bool = False
+
+    @property
+    def end(self) -> float | None:
+        """When the job is ended, wherever it is; None while somebody else sees to that."""
+        return None if self.is_held else self.deadline
+
+
+NO_CLAIM = Claim()
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

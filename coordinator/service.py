@@ -7,19 +7,19 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.control import Control
-from coordinator.engine import Engine
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
 from coordinator.memory import return_large
-from coordinator.positions import UNLIMITED
-from coordinator.renderer import Renderer
-from coordinator.server import Server, check_address
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.placement.positions import UNLIMITED
+from coordinator.ranks.control import Control
+from coordinator.ranks.ports import Fleet
+from coordinator.serving.server import Server, check_address
+from coordinator.text.renderer import Renderer
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.lives import Ready
 from longleaf.config import LOOPBACK, EngineConfig, Launcher, check_model_name
 from longleaf.errors import StartError
 from longleaf.messages import Cluster, ModelInfo
-from longleaf.ports import Fleet
-from longleaf.step import Ready
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005

@@ -14,7 +14,7 @@
     └── StartError           the service cannot start with these settings
         └── ModelRefused     this checkpoint cannot be served exactly
 
-`longleaf.status` alone turns them into gRPC statuses and back.
+`longleaf.codec.status` alone turns them into gRPC statuses and back.
 """
 
 

@@ -10,7 +10,7 @@ RAY_SLOTS = 3
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[int]:
     """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
-    from coordinator.connection import connect
+    from coordinator.ranks.ray_connection import connect
 
     connection = connect(None, RAY_SLOTS)
     yield RAY_SLOTS

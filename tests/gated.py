@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks
-from coordinator.server import Server
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.serving.server import Server
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.messages import Cluster, ModelInfo
-from longleaf.step import StepPlan, StepResult
 from tests.service import write_model
 
 VOCAB = 128

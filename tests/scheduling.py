@@ -1,13 +1,14 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
-from coordinator.blocks import Placer
 from coordinator.events import Acknowledged, Event, Prompt, Tokens
-from coordinator.positions import Positions
-from coordinator.scheduler import Scheduler
+from coordinator.placement.blocks import Placer
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
+from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
-from longleaf.step import Prefill, Rotary, StepPlan, StepResult, Windows
 from tests.window_ledger import WindowLedger
 from workers.fakes import Ledger, echo_token
 

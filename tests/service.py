@@ -11,19 +11,21 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.changes import Changes
-from coordinator.encoder import Encoder
-from coordinator.jobs import NO_CLAIM, Claim
-from coordinator.positions import Positions
-from coordinator.server import Server
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.calls.views import cluster_of
+from coordinator.engine.changes import Changes
+from coordinator.events import NO_CLAIM, Claim
+from coordinator.placement.positions import Positions
+from coordinator.serving.server import Server
+from coordinator.text.encoder import Encoder
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.lives import Ready
+from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, join_address
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
+from longleaf.geometry import Rotary
 from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo, RankShare
-from longleaf.step import Comparison, Ready, Rotary
 
 END = "<|end|>"
 TEMPLATE = (

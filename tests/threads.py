@@ -7,11 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.rank_spec import Invitation, RankSpec
-from longleaf.step import Hello, Join, Ready, StepPlan, StepResult, decode_to_rank, encode
 from longleaf.topology import Topology
 from workers.rank import Rank
 
@@ -25,7 +27,7 @@ def make_spec(rank: int, config: EngineConfig) -> RankSpec:
 
 
 class ThreadRanks:
-    """Implements longleaf.ports.Ranks with one thread per rank over a loopback group.
+    """Implements coordinator.ranks.ports.Ranks with one thread per rank over a loopback group.
 
     `machines` has a letter per rank, the machine that it pretends to run on; by default all are on one.
     """

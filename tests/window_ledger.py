@@ -2,8 +2,9 @@
 
 from hypothesis import strategies as st
 
+from longleaf.channel.step import Prefill, Row, StepPlan
+from longleaf.geometry import EVERY_RANK, Windows
 from longleaf.runs import Run
-from longleaf.step import EVERY_RANK, Prefill, Row, StepPlan, Windows
 
 SIZES = st.lists(st.integers(1, 10), max_size=2).map(tuple)
 

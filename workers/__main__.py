@@ -1,13 +1,13 @@
-"""A rank as a plain process, started by coordinator.local."""
+"""A rank as a plain process, started by coordinator.ranks.local_fleet."""
 
 import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
 
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
-from longleaf.rank_spec import RankSpec
 from workers.control import Rank, serve
 
 

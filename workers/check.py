@@ -19,12 +19,9 @@ from transformers.initialization import no_init_weights
 
 from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
+from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, ReplicatedReport, Room
-from longleaf.step import UNLIMITED_TOKENS, Windows
-from workers import hook
-from workers import model as models
-from workers.model import LayerSpec, Model
-from workers.pools import (
+from workers.keys.pools import (
     FREE_MEMORY_SHARE,
     kv_bytes_per_token,
     kv_dtype,
@@ -36,6 +33,8 @@ from workers.pools import (
     sharing,
     windowed_layers,
 )
+from workers.model import model as models
+from workers.model.model import LayerSpec, Model, hook
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)

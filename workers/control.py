@@ -12,22 +12,11 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
+from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
+from longleaf.channel.lives import Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.step import StepPlan, StepResult
 from longleaf.errors import StartError, WorkerLost
-from longleaf.rank_spec import Invitation, RankSpec
-from longleaf.step import (
-    Failed,
-    FromRank,
-    Heartbeat,
-    Hello,
-    Join,
-    Ready,
-    StepPlan,
-    StepResult,
-    Stop,
-    ToRank,
-    decode_to_rank,
-    encode,
-)
 
 PULSE_SECONDS = 1.0
 LINGER_MILLISECONDS = 2000

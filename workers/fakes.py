@@ -8,10 +8,11 @@ from typing import Literal
 
 import msgspec
 
+from longleaf.channel.lives import Join, Ready
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import Prefill, Row, StepPlan, StepResult
 from longleaf.errors import ModelRefused
-from longleaf.rank_spec import RankSpec
 from longleaf.runs import Run
-from longleaf.step import Join, Prefill, Ready, Row, StepPlan, StepResult
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve

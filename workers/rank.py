@@ -10,20 +10,17 @@ from torch import Tensor
 
 from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
+from longleaf.channel.lives import Join, Ready
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
 from longleaf.errors import StartError
-from longleaf.rank_spec import RankSpec
 from longleaf.sampling import Logprobs
-from longleaf.step import Decode, Join, Prefill, Ready, Row, StepPlan, StepResult
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
-from workers import model as models
-from workers.cache import Segments
-from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
-from workers.inputs import InputBuilder, Inputs
-from workers.past import PastBuilder
-from workers.pools import (
+from workers.keys.cache import Segments
+from workers.keys.pools import (
     check_kv_bytes,
     kv_bytes_per_token,
     kv_dtype,
@@ -32,9 +29,13 @@ from workers.pools import (
     sharded_layers,
     windowed_layers,
 )
-from workers.sampler import Sampler
+from workers.model import model as models
+from workers.sampling.sampler import Sampler
+from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
+from workers.step.inputs import InputBuilder, Inputs
+from workers.step.past import PastBuilder
+from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
-from workers.windows import WindowBuilder
 
 
 class Rank:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from longleaf.channel.step import Comparison, Row
 from longleaf.config import EngineConfig
-from longleaf.step import Comparison, Rope, Row
-from workers import hook
-from workers.cache import Segments
-from workers.model import Model
+from longleaf.geometry import Rope
+from workers.keys.cache import Segments
+from workers.model.model import Model, hook
 
 PLAIN = "eager"
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,9 +9,9 @@ import grpc
 
 from longleaf.client.callbacks import Callback
 from longleaf.client.retries import Attempts, Retries, Retry
+from longleaf.codec.status import decode_error
 from longleaf.config import CLIENT_NAME
 from longleaf.errors import Cancelled, LongleafError, Unavailable
-from longleaf.status import decode_error
 
 T = TypeVar("T")
 MAX_REQUEST_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Domain types to protobuf messages and back: the only package that knows both. Errors are `longleaf.status`'s part.
+"""Domain types to protobuf messages and back, and errors to statuses: the only package that knows both sides.
 
 Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
 """

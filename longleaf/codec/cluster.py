@@ -2,10 +2,10 @@
 
 from google.protobuf.duration_pb2 import Duration
 
+from longleaf.channel.lives import MergeTiming
 from longleaf.codec.names import as_text
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
-from longleaf.step import MergeTiming
 from longleaf.units import human_number, human_seconds
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 

@@ -12,6 +12,7 @@ from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
+    MAX_TIME,
     Context,
     ContextSettings,
     ForkContext,
@@ -32,8 +33,6 @@ MAX_DISPLAY_NAME = 256
 MAX_UPLOAD_ID = 128
 MAX_PATHS = 16
 """Of a field mask."""
-MAX_TIME = 253402300799
-"""The last second of the year 9999: timestamps end there."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
 """By their numbers."""
 _PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}

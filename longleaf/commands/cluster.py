@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
+from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.messages import Cluster, ModelInfo
-from longleaf.step import UNLIMITED_TOKENS
 from longleaf.units import human_angle, human_bytes
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]

@@ -101,7 +101,7 @@ def _fleet(server: str) -> Cluster:
 
 def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
     """Asks both roles, each in a process of its own: the command line loads neither tokenizers nor torch."""
-    text = _ask("coordinator.check", [config.model], TextReport)
+    text = _ask("coordinator.text.check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
         pools = [str(worker.max_kv_bytes) for worker in fleet.workers] if fleet is not None else []

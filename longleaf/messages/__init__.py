@@ -11,6 +11,7 @@ from longleaf.messages.cluster import (
     Worker,
 )
 from longleaf.messages.contexts import (
+    MAX_TIME,
     UNCHANGED,
     Context,
     ContextOptions,
@@ -25,6 +26,7 @@ from longleaf.messages.contexts import (
     Precision,
     RankShare,
     Tokenized,
+    expired,
 )
 from longleaf.messages.generation import (
     Delta,
@@ -42,6 +44,7 @@ from longleaf.messages.generation import (
 )
 
 __all__ = [
+    "MAX_TIME",
     "UNCHANGED",
     "Cluster",
     "Context",
@@ -73,4 +76,5 @@ __all__ = [
     "Verification",
     "Verify",
     "Worker",
+    "expired",
 ]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from longleaf.step import MergeTiming
+from longleaf.channel.lives import MergeTiming
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

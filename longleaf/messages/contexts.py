@@ -6,7 +6,12 @@ from typing import Literal, TypedDict
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from longleaf.errors import InvalidArgument
+from longleaf.units import human_seconds
+
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready"]
+MAX_TIME = 253402300799
+"""The last second of the year 9999."""
 Precision = Literal["unspecified", "float32", "float64"]
 """Of all such: `unspecified` is what a later version of the service may say and this client does not know."""
 
@@ -65,8 +70,27 @@ class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int | UnsetType = UNSET
     """Most tokens that it will have with what is asked and answered; of a new context, and never changed."""
 
+    def check(self, now: float, parent: str) -> None:
+        """Raises InvalidArgument for a time that has passed, or that a date cannot tell; `parent` carries the
+        settings."""
+        if self.expires is not UNSET and self.expires is not None and self.expires <= now:
+            raise InvalidArgument(f"{parent}.expire_time", f"passed {human_seconds(now - self.expires)} ago")
+        if self.ttl is not UNSET and now + self.ttl > MAX_TIME:
+            raise InvalidArgument(f"{parent}.ttl", f"{human_seconds(self.ttl)} from now is after the year 9999")
+
+    @property
+    def ingest_expiry(self) -> float | None:
+        """When a document ends on its way into a context with these settings, for that would be gone: seconds since
+        the epoch. A ttl counts from when the context is there."""
+        return None if self.is_pinned is True or self.expires is UNSET else self.expires
+
 
 UNCHANGED = ContextSettings()
+
+
+def expired() -> InvalidArgument:
+    """What a document ends with whose context would be gone before it is there."""
+    return InvalidArgument("config.expire_time", "has passed before the context was there")
 
 
 class ContextOptions(TypedDict, total=False):

@@ -8,8 +8,8 @@ from statistics import median
 import torch
 
 from longleaf.attention import Partial
+from longleaf.channel.lives import MergeTiming
 from longleaf.comm import Groups
-from longleaf.step import MergeTiming
 from longleaf.tree.base import Merge
 
 BATCHES = (1, 8, 64)

@@ -30,7 +30,7 @@ def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for member in family:
             try:
-                if "coordinator.template" in member.cmdline():
+                if "coordinator.text.template" in member.cmdline():
                     return family
             except psutil.NoSuchProcess:
                 pass

@@ -15,18 +15,18 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
-from coordinator.fakes import FakeRanks, echo_token
-from coordinator.local import LocalFleet
-from coordinator.server import Server
+from coordinator.ranks.fakes import FakeRanks, echo_token
+from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import Description, Service, ServiceConfig
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
+from coordinator.serving.server import Server
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.messages import ModelInfo
 from longleaf.sampling import Sampling
-from longleaf.status import DETAILS_KEY
 from tests.fuzz.messages import HELD
 from tests.service import byte_tokenizer, write_model
 from workers.__main__ import main as worker_main

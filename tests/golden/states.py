@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import torch
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
+from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Logprobs, Sampling
-from longleaf.step import Row
 from tests.golden.conftest import NEW_TOKENS
 from tests.threads import Spoil, ThreadRanks
 from workers.rank import Rank

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coordinator.events import Prompt, Tokens
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import distinct_facts, make_haystack

@@ -16,8 +16,8 @@ from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS, load_plain
 from tests.golden.states import STATES, Logits, answer, running
 from tests.threads import config_for
-from workers import hook
-from workers.hook import LayerCall
+from workers.model import hook
+from workers.model.hook import LayerCall
 
 WAYS = {
     "world_size": (1, 2, 3, 4),

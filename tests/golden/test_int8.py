@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coordinator.events import Prompt, Tokens
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import make_haystack

@@ -11,8 +11,8 @@ from longleaf.errors import ModelRefused
 from tests.golden.conftest import NEW_TOKENS
 from tests.golden.states import answer, ingest, running
 from tests.threads import config_for, make_spec
-from workers import hook, latent, model
-from workers.hook import LayerCall
+from workers.model import hook, latent, model
+from workers.model.hook import LayerCall
 from workers.rank import Rank
 
 FAMILY = "deepseek_v3"

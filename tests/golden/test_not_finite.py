@@ -11,7 +11,7 @@ from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
 from tests.golden.states import answer, ingest, running
 from tests.threads import config_for
-from workers.cache import Pool
+from workers.keys.cache import Pool
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.checkpoints import make_checkpoint
 from coordinator.events import Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
+from longleaf.geometry import FLOAT32_POSITIONS, Rope
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
-from longleaf.step import FLOAT32_POSITIONS, Rope
 from tests.golden.test_generate import running
 from tests.threads import config_for
-from workers.rotary import replace_rotary
+from workers.model.rotary import replace_rotary
 
 NEW_TOKENS = 32
 ORIGINAL = 512

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from coordinator.control import Control
-from coordinator.engine import Engine
-from coordinator.local import LocalFleet
+from coordinator.engine.engine import Engine
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
-from longleaf.rank_spec import RankSpec
 from tests.golden.states import KEPT, answer, ingest
 from tests.threads import config_for
 from workers.__main__ import main

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from coordinator.engine import Engine
-from longleaf.step import Decode
+from coordinator.engine.engine import Engine
+from longleaf.channel.step import Decode
 from tests.golden.states import answer
 from tests.golden.test_generate import LIVELY
 from tests.threads import ThreadRanks, config_for

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from coordinator.calls.verification import MAX_DIFFERENCE, judge
 from coordinator.events import Ended, Prompt
-from coordinator.verification import MAX_DIFFERENCE, judge
 from longleaf.attention import Partial
+from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
-from longleaf.step import OWN_ROPE
 from tests.golden.conftest import load_plain
 from tests.golden.states import running
 from tests.golden.test_generate import LIVELY
 from tests.threads import config_for
-from workers import model
+from workers.model import model
 from workers.verification import computing_in, distance, plain_attention, plain_logits
 
 MAX_TOKENS = 6

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench.families import SECTION, WINDOW
+from coordinator.calls.verification import judge
 from coordinator.events import Prompt, Tokens
-from coordinator.verification import judge
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
@@ -19,7 +19,7 @@ from tests.golden.test_together import BOUNDS, holding
 from tests.golden.test_tree import ask
 from tests.golden.test_verification import MAX_TOKENS, compare
 from tests.threads import ThreadRanks, config_for
-from workers import pools
+from workers.keys import pools
 
 FAMILIES = (
     "gemma3",

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from longleaf.config import embedded_model
 from tests.threads import ThreadRanks, config_for
 from workers.rank import Rank

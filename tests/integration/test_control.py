@@ -14,16 +14,18 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator.control import Control
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
+from coordinator.engine.stream import Stream
 from coordinator.events import Ended, Progress, Prompt, Started, Tokens
-from coordinator.local import LocalFleet
-from coordinator.stream import Stream
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Hello, Join, Prefill, Ready, StepPlan, StepResult, decode_to_rank, encode
 from workers.control import connect, taking_notes
 from workers.fakes import EchoMain, Fault, echo_token
 
@@ -222,8 +224,8 @@ def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
 
 ORPHANS = """
 import asyncio
-from coordinator.control import Control
-from coordinator.local import LocalFleet
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.config import EngineConfig
 from workers.fakes import EchoMain
 

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.contexts import Context
-from coordinator.views import view_context
+from coordinator.engine.views import view_context
+from coordinator.placement.contexts import Context
 from longleaf import codec
 from longleaf.client import AsyncClient
 from longleaf.errors import (
@@ -289,7 +289,7 @@ async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, monkeyp
         await client.ingest("c00", range(10))
         for number in range(1, 30):
             await client.fork_context("c00", f"c{number:02}")
-        monkeypatch.setattr("coordinator.engine.view_context", look)
+        monkeypatch.setattr("coordinator.engine.engine.view_context", look)
         async with grpc.aio.insecure_channel(target.address) as channel:
             page, names = ingest_pb.ListContextsResponse(), list[str]()
             while not names or page.next_page_token:

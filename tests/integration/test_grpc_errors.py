@@ -8,10 +8,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.requests import MAX_REQUEST_BYTES
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
+from coordinator.serving.requests import MAX_REQUEST_BYTES
+from coordinator.serving.server import Server
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
+from longleaf.codec.status import DETAILS_KEY
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
@@ -24,7 +25,6 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.status import DETAILS_KEY
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.service import FakeEngine, Served, collect, write_model

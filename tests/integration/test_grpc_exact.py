@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.fakes import FakeRanks
+from coordinator.ranks.fakes import FakeRanks
 from longleaf.client import AsyncClient
 from longleaf.messages import Delta, Finished, Started
 from tests import gated

@@ -13,10 +13,10 @@ import pytest
 from tokenizers import decoders
 
 from coordinator import events
-from coordinator.encoder import Encoder
-from coordinator.server import Server
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
+from coordinator.serving.server import Server
+from coordinator.text.encoder import Encoder
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import (

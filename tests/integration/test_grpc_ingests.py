@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt
 from longleaf.client import AsyncClient
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.fakes import FakeRanks
+from coordinator.ranks.fakes import FakeRanks
 from longleaf.client import AsyncClient
 from longleaf.errors import NotFinite, NotFound
 from longleaf.messages import Delta, Finished

@@ -8,16 +8,17 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.serving.server import Server
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.step import Decode, Prefill
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
+from longleaf.geometry import Rope, Rotary
 from longleaf.messages import Cluster, ModelInfo, Started
-from longleaf.step import Decode, Prefill, Rope, Rotary
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.service import write_model

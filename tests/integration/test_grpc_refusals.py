@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator import requests
+from coordinator.serving import requests
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import AlreadyExists, InvalidArgument
 from longleaf.v1 import context_service_pb2 as ingest_pb

@@ -9,15 +9,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.engine import Engine
-from coordinator.fakes import echo_token
-from coordinator.tokenizer import Tokenizer
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import echo_token
+from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
+from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.client import AsyncClient, Client, Retries
+from longleaf.codec.status import decode_error
 from longleaf.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
-from longleaf.status import decode_error
-from longleaf.step import Decode, StepPlan, StepResult
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.gated import VOCAB, GatedRanks, comes_to, serving

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.document import Document
-from coordinator.uploads import Uploads
+from coordinator.calls.document import Document
+from coordinator.calls.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.errors import (
     AlreadyExists,

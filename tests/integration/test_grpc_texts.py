@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.server import Server
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
+from coordinator.serving.server import Server
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument
 from tests.service import FakeEngine, Served, collect, write_model

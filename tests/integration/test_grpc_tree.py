@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.serving.server import Server
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.messages import Usage

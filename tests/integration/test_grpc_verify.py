@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.local import LocalFleet
+from coordinator.calls.verification import MAX_PROMPT
+from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import Service, ServiceConfig
-from coordinator.verification import MAX_PROMPT
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, WorkerLost
 from longleaf.messages import Delta
-from longleaf.rank_spec import RankSpec
-from longleaf.step import Comparison
 from tests.service import Served, ids
 from workers.__main__ import live, main
-from workers.cache import Pool
+from workers.keys.cache import Pool
 from workers.rank import Rank
 
 GOOD = Comparison(

@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from longleaf.client import AsyncClient, Retries
+from longleaf.codec.status import DETAILS_KEY
 from longleaf.errors import DeadlineExceeded, LongleafError
-from longleaf.status import DETAILS_KEY
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from tests.fuzz.messages import edges_of, methods, paths, with_value
 
@@ -233,7 +233,7 @@ async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
 @pytest.mark.parametrize("code", [code_pb2.OK, code_pb2.UNKNOWN])
 def test_details_do_not_make_a_success_of_an_error(code: int) -> None:
     """A status says OK inside an error: it is an error still."""
-    from longleaf.status import decode_error
+    from longleaf.codec.status import decode_error
 
     trailers = grpc.aio.Metadata((DETAILS_KEY, packed(code=code)))
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers)

@@ -12,9 +12,9 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from longleaf.client import AsyncClient, Client, Retries
+from longleaf.codec.status import DETAILS_KEY, decode_error
 from longleaf.errors import Cancelled, InvalidArgument, LongleafError, ModelRefused, StartError
 from longleaf.messages import Context, Delta, Event, Finished, IngestProgress, Progress, Started
-from longleaf.status import DETAILS_KEY, decode_error
 from longleaf.v1 import generation_service_pb2 as service_pb
 from tests.fuzz.messages import methods
 from tests.newer import NEWER, VALUE, Newer

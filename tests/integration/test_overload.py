@@ -10,12 +10,12 @@ import grpc
 import psutil
 import pytest
 
-from coordinator.control import Control
-from coordinator.engine import Engine
-from coordinator.local import LocalFleet
-from coordinator.server import Server
-from coordinator.tokenizer import Tokenizer
-from coordinator.wire import cluster_of
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.serving.server import Server
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import ResourceExhausted, Unavailable

@@ -9,10 +9,10 @@ from coordinator.events import ClusterView
 from longleaf.client import Client
 from longleaf.commands.models import report
 from longleaf.config import EngineConfig, WindowKeys
+from longleaf.geometry import Windows
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster
 from longleaf.model_report import Plan
-from longleaf.step import Windows
 from tests.golden.states import running
 from tests.scheduling import Bench
 from workers.check import check, num_ends

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.control import Control
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
-from coordinator.fleet import RayFleet
+from coordinator.ranks.control import Control
+from coordinator.ranks.ray_fleet import RayFleet
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, WorkerLost
 from longleaf.sampling import Sampling

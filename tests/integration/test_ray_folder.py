@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator import ray_folder
-from coordinator.connection import connect
-from coordinator.ray_folder import RayFolder
+from coordinator.ranks import ray_folder
+from coordinator.ranks.ray_connection import connect
+from coordinator.ranks.ray_folder import RayFolder
 from longleaf.errors import StartError
 
 MAKER = """
-from coordinator.ray_folder import RayFolder
+from coordinator.ranks.ray_folder import RayFolder
 folder = RayFolder()
 print(folder.path, flush=True)
 input()

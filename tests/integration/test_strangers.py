@@ -14,24 +14,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator import members
-from coordinator.control import Control
+from coordinator.ranks import members
+from coordinator.ranks.control import Control
+from longleaf.channel.encoding import FromRank, decode_to_rank, encode
+from longleaf.channel.lives import Failed, Heartbeat, Hello, Ready, Stop
+from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.rank_spec import Invitation
-from longleaf.step import (
-    Decode,
-    Failed,
-    FromRank,
-    Heartbeat,
-    Hello,
-    Ready,
-    StepPlan,
-    StepResult,
-    Stop,
-    decode_to_rank,
-    encode,
-)
 from workers.control import connect
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.engine import Engine
-from coordinator.fakes import FakeRanks
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
 from longleaf import codec
 from longleaf.client import AsyncClient
+from longleaf.codec.status import decode_error
 from longleaf.errors import ResourceExhausted
 from longleaf.messages import Delta, GenerateOptions, Resume
-from longleaf.status import decode_error
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.gated import VOCAB, comes_to, serving
 

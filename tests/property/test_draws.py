@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.one_by_one import History, adjusted
+from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
-from longleaf.step import Row, Seen, Terms
-from workers import distribution
-from workers.sampler import Sampler, uniform
+from workers.sampling import distribution
+from workers.sampling.sampler import Sampler, uniform
 
 V = 20
 ids = st.integers(0, V - 1)

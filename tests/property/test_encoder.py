@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.encoder import Encoder
+from coordinator.text.encoder import Encoder
 from longleaf.config import embedded_model
 from longleaf.errors import InvalidArgument
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.blocks import Placer
+from coordinator.placement.blocks import Placer
 from longleaf.runs import Run
-from workers.cache import Segments, stretches
+from workers.keys.cache import Segments, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200

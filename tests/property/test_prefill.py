@@ -9,23 +9,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.blocks import Placer
+from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
 from longleaf.attention.masks import Reach
+from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.runs import Run
-from longleaf.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, make_merge
 from tests.dense import reaches, visible
-from workers.cache import Pool, Segments
-from workers.forward import DecodeStep, Peers, PrefillStep
-from workers.hook import LayerCall
-from workers.inputs import InputBuilder
-from workers.model import LayerSpec
-from workers.past import PastBuilder, before_pieces
+from workers.keys.cache import Pool, Segments
+from workers.model.hook import LayerCall
+from workers.model.model import LayerSpec
+from workers.step.forward import DecodeStep, Peers, PrefillStep
+from workers.step.inputs import InputBuilder
+from workers.step.past import PastBuilder, before_pieces
 
 BLOCK = 4
 NUM_BLOCKS = 40
@@ -208,7 +208,7 @@ def test_beyond_what_may_be_gathered_the_queries_travel(monkeypatch):
     case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL)
     queries, keys = (prefill(case, way)[1] for way in ("queries", "keys"))
     assert min(keys) < min(queries)
-    monkeypatch.setattr("workers.past.MAX_GATHERED", 3 * 12 - 1)
+    monkeypatch.setattr("workers.step.past.MAX_GATHERED", 3 * 12 - 1)
     assert prefill(case, "keys")[1] == prefill(case, "auto")[1] == queries
 
 

@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.paths import Path, Segment
-from coordinator.prefixes import Prefixes
+from coordinator.placement.paths import Path, Segment
+from coordinator.placement.prefixes import Prefixes
 from longleaf.runs import Run
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)

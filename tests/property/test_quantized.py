@@ -15,7 +15,7 @@ from longleaf.attention.quantized import LOWEST, QuantizedLayer, tiles
 from longleaf.tree import MERGES
 from tests.property.test_prefill import BLOCK as POOL_BLOCK
 from tests.property.test_prefill import cases, decode, prefill
-from workers.quantized import QuantizedPool
+from workers.keys.quantized import QuantizedPool
 
 HEADS, BLOCK, NUM_BLOCKS, DIM = 2, 8, 6, 16
 SCALE = 0.4

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.ring import QueryRing, Ring
 from longleaf.attention.kernels import kernel_for
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm
-from longleaf.ring import QueryRing, Ring
 from tests.processes import run_ranks
 
 DIM, SCALE = 16, 0.25

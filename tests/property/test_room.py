@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.events import Prompt
-from coordinator.jobs import Claim, Ingest, Job, Sequence
-from coordinator.paths import Path
-from coordinator.room import Crowd
+from coordinator.events import Claim, Prompt
+from coordinator.placement.paths import Path
+from coordinator.scheduling.jobs import Ingest, Job, Sequence
+from coordinator.scheduling.preemption import Crowd
 from longleaf.sampling import Sampling
 
 

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.blocks import Placer
+from coordinator.placement.blocks import Placer
 from longleaf.attention.masks import Reach, Reads
+from longleaf.channel.step import Decode, Row
 from longleaf.runs import Run
-from longleaf.step import Decode, Row
 from longleaf.tree import Wire
 from tests.dense import reaches, visible
-from workers.cache import Pool, Segments
-from workers.inputs import InputBuilder, Inputs
-from workers.model import LayerSpec
-from workers.past import PastBuilder
-from workers.rows import MIN_SHARED
+from workers.keys.cache import Pool, Segments
+from workers.model.model import LayerSpec
+from workers.step.inputs import InputBuilder, Inputs
+from workers.step.past import PastBuilder
+from workers.step.rows import MIN_SHARED
 
 BLOCK = 4
 NUM_BLOCKS = 2000

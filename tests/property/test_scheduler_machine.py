@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.blocks import Blocks, Placer
-from coordinator.contexts import LAST_ENDS
-from coordinator.events import Acknowledged, Ended, Failed, Outcome, Prompt, Started, Tokens
-from coordinator.jobs import Claim
-from coordinator.positions import Positions
-from coordinator.scheduler import Scheduler
+from coordinator.events import Acknowledged, Claim, Ended, Failed, Outcome, Prompt, Started, Tokens
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.contexts import LAST_ENDS
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import (
     AlreadyExists,
@@ -24,8 +24,8 @@ from longleaf.errors import (
     NotFound,
     ResourceExhausted,
 )
+from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Rotary, StepPlan, StepResult, Windows
 from tests.window_ledger import WindowLedger, windows_of
 from workers.fakes import Ledger, echo_token
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
-from coordinator.text import MAX_OPEN_TOKENS, Alphabet, Piece, TextStream, overlap
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, Alphabet, Piece, TextStream, overlap
 from tests.service import byte_tokenizer
 
 MERGES = [("Ã", "©"), ("Ġ", "a"), ("ä", "¸"), ("ä¸", "ĸ"), ("ð", "Ł"), ("¦", "Ļ"), ("b", "ä¸")]

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.answer import Answer
-from coordinator.text import Alphabet
-from coordinator.tokenizer import Tokenizer
+from coordinator.calls.answer import Answer
+from coordinator.text.detokenizer import Alphabet
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.messages import Delta
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob

@@ -9,24 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.blocks import Placer
+from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
 from longleaf.attention.masks import Reach
+from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
-from longleaf.step import Decode, Prefill, Row, Windows
+from longleaf.geometry import Windows
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.dense import reaches, visible
-from workers.cache import Pool, Segments
-from workers.forward import DecodeStep, Peers, PrefillDone, PrefillStep
-from workers.hook import LayerCall
-from workers.inputs import InputBuilder
-from workers.model import LayerSpec
-from workers.past import PastBuilder
-from workers.quantized import QuantizedPool
-from workers.windows import WindowBuilder
+from workers.keys.cache import Pool, Segments
+from workers.keys.quantized import QuantizedPool
+from workers.model.hook import LayerCall
+from workers.model.model import LayerSpec
+from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
+from workers.step.inputs import InputBuilder
+from workers.step.past import PastBuilder
+from workers.step.windows import WindowBuilder
 
 BLOCK, NUM_BLOCKS = 4, 200
 NUM_HEADS, DIM = 4, 8

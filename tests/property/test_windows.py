@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.blocks import Blocks, Placer, count_blocks
-from coordinator.paths import Path, Segment
+from coordinator.placement.blocks import Blocks, Placer, count_blocks
+from coordinator.placement.paths import Path, Segment
+from longleaf.geometry import Windows
 from longleaf.runs import Run
-from longleaf.step import Windows
 from tests.window_ledger import windows_of
 
 WINDOWS = windows_of(100, 100)

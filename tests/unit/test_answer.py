@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import events
-from coordinator.answer import Answer
-from coordinator.text import Alphabet
+from coordinator.calls.answer import Answer
+from coordinator.text.detokenizer import Alphabet
 from longleaf.messages import Delta, Event, Finished, Started, Usage
 from longleaf.sampling import Logprobs, Sampling
 from tests.service import BYTES, ids

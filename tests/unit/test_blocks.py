@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from coordinator.blocks import Blocks, Placer, Reservation
-from coordinator.pool import BlockPool
+from coordinator.placement.blocks import Blocks, Placer, Reservation
+from coordinator.placement.pool import BlockPool
 from longleaf.errors import ResourceExhausted
 from longleaf.runs import Run
 

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from bench.checkpoints import make_checkpoint
-from coordinator.check import check as check_text
+from coordinator.text.check import check as check_text
 from longleaf.commands.models import spans
 from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
 from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.unit.conftest import Terminal
-from workers import model as models
 from workers.check import check
+from workers.model import model as models
 
 FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from longleaf.channel.lives import MergeTiming
 from longleaf.client import Client
 from longleaf.commands import app
 from longleaf.commands.cluster import headlines, merge_lines, workers_table
@@ -27,9 +28,9 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
+from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
 from longleaf.messages import Cluster, ModelInfo, Worker
-from longleaf.step import UNLIMITED_TOKENS, MergeTiming
 from tests.unit.conftest import Terminal
 
 

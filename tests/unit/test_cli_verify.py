@@ -2,7 +2,7 @@
 
 import json
 
-from longleaf.step import Comparison
+from longleaf.channel.step import Comparison
 from tests.unit.conftest import Terminal
 
 GOOD = Comparison(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_equal=8, num_ranks=1, dtype="float32")

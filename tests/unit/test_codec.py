@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from longleaf import codec
+from longleaf.channel.lives import MergeTiming
 from longleaf.codec.generation import FINISH_REASONS
+from longleaf.codec.status import MAX_TEXT, encode_error
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -45,8 +47,6 @@ from longleaf.messages import (
     Worker,
 )
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from longleaf.status import MAX_TEXT, encode_error
-from longleaf.step import MergeTiming
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb

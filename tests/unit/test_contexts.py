@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.blocks import Blocks, Placer
-from coordinator.contexts import Context, Contexts
-from coordinator.paths import Path, Segment
-from coordinator.segments import Segments
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.contexts import Context, Contexts
+from coordinator.placement.paths import Path, Segment
+from coordinator.placement.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import ContextSettings
 

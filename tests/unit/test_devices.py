@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.fleet import bundle_for
+from coordinator.ranks.ray_fleet import bundle_for
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from workers.rank import choose_device

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import one_by_one
+from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
-from longleaf.step import Row, Seen, Terms
-from workers import distribution, draws
-from workers.sampler import Sampler
+from workers.sampling import distribution, draws
+from workers.sampling.sampler import Sampler
 
 ROWS, V = 16, 20_000
 

@@ -8,15 +8,15 @@ from contextlib import aclosing, asynccontextmanager
 import msgspec
 import pytest
 
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
+from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Ended, Progress, Prompt, Started, Tokens
-from coordinator.fakes import FakeRanks, echo_token
-from coordinator.stream import MAX_UNREAD, Stream
+from coordinator.ranks.fakes import FakeRanks, echo_token
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
+from longleaf.geometry import Windows
 from longleaf.messages import ContextSettings, RankShare
 from longleaf.sampling import Sampling
-from longleaf.step import Windows
 from tests.gated import GatedRanks, comes_to
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)

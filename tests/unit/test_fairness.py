@@ -2,19 +2,20 @@
 
 import pytest
 
-from coordinator.blocks import Placer
-from coordinator.budget import Budget
-from coordinator.events import Ended, Prompt, Started, Tokens
-from coordinator.jobs import Claim, Ingest
-from coordinator.paths import Path
-from coordinator.positions import Positions
-from coordinator.queue import AGEING
-from coordinator.scheduler import Scheduler
-from coordinator.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from coordinator.events import Claim, Ended, Prompt, Started, Tokens
+from coordinator.placement.blocks import Placer
+from coordinator.placement.paths import Path
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.budget import Budget
+from coordinator.scheduling.jobs import Ingest
+from coordinator.scheduling.queue import AGEING
+from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
+from longleaf.geometry import Rotary
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, Rotary, StepPlan, StepResult
 from workers.fakes import Ledger, echo_token
 
 

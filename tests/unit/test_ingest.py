@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from coordinator.document import Document
-from coordinator.ingest import Ingest
-from coordinator.servicers import _pieces
-from coordinator.template import split_template
-from coordinator.text_threads import TextThreads
-from coordinator.tokenizer import Tokenizer
-from coordinator.uploads import Uploads
+from coordinator.calls.document import Document
+from coordinator.calls.ingest import Ingest
+from coordinator.calls.uploads import Uploads
+from coordinator.serving.servicers import _pieces
+from coordinator.text.template import split_template
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.losses import Losses
+from coordinator.ranks.blame import Losses
 from longleaf.errors import WorkerLost
 
 Report = Callable[[Losses], None]

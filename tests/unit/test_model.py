@@ -16,14 +16,14 @@ from transformers import (
 
 from bench.checkpoints import make_checkpoint
 from bench.families import SECTION, WINDOW
-from coordinator.engine import Engine
+from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
 from longleaf.attention.masks import Reach
 from longleaf.errors import InvalidArgument, ModelRefused
 from longleaf.sampling import Sampling
 from tests.threads import ThreadRanks, config_for
-from workers import hook, model
-from workers.model import Probe, reach_of
+from workers.model import hook, model
+from workers.model.model import Probe, reach_of
 
 Q, K = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.actor import CoordinatorActor
-from coordinator.local import LocalFleet
+from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import ServiceConfig
 from longleaf.codec import encode_cluster
 from longleaf.commands import app

@@ -8,11 +8,11 @@ from bench.families import SECTION, WINDOW
 from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
-from longleaf.step import Windows
+from longleaf.geometry import Windows
 from tests.threads import make_spec
 from tests.unit.test_prompts import Asker
 from workers.check import kv_bytes_beside, outline
-from workers.pools import make_pool
+from workers.keys.pools import make_pool
 from workers.rank import Rank
 
 BLOCK = 64

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.positions import UNLIMITED, Positions
+from coordinator.placement.positions import UNLIMITED, Positions
 from longleaf.errors import InvalidArgument
-from longleaf.step import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 
 ERRORS = {"float32_error": 6e-8, "float64_error": 9e-16}
 PLAIN = Rotary(kind="default", trained=1 << 24, **ERRORS)

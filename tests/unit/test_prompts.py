@@ -2,11 +2,11 @@
 
 import pytest
 
-from coordinator.blocks import Blocks
 from coordinator.events import Ended, Prompt, Started, Tokens
+from coordinator.placement.blocks import Blocks
+from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, StepPlan
 from tests.scheduling import Bench, kinds
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.check import check
-from coordinator.renderer import Renderer
 from coordinator.service import Service, ServiceConfig
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.check import check
+from coordinator.text.renderer import Renderer
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
 from tests.service import TEMPLATE, write_model
@@ -42,7 +42,7 @@ def service_of(folder: Path, **settings: float) -> Service:
 
 def renderings() -> list[psutil.Process]:
     """Processes of ours that render."""
-    return [child for child in psutil.Process().children() if "coordinator.template" in _command(child)]
+    return [child for child in psutil.Process().children() if "coordinator.text.template" in _command(child)]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import replay as replays
-from coordinator.generation import Generation
-from coordinator.replay import Replay, Replays
-from coordinator.template import split_template
-from coordinator.text_threads import TextThreads
-from coordinator.tokenizer import Tokenizer
+from coordinator.calls import replay as replays
+from coordinator.calls.generation import Generation
+from coordinator.calls.replay import Replay, Replays
+from coordinator.text.template import split_template
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
 from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob

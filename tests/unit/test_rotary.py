@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from longleaf.errors import ModelRefused
-from longleaf.step import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
-from workers.rotary import LongRotary, Ropes, replace_rotary, row_ropes
+from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from workers.model.rotary import LongRotary, Ropes, replace_rotary, row_ropes
 
 DOUBLE = Rope(is_double=True)
 FAR = (1_000_000, 8_000_000, 20_000_000)

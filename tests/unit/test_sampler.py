@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import MAX_LOGPROBS, Sampling
-from longleaf.step import Row, Seen, Terms
-from workers.distribution import distribution
-from workers.penalties import Penalties
-from workers.sampler import Sampler, logprobs, uniform
+from workers.sampling.distribution import distribution
+from workers.sampling.penalties import Penalties
+from workers.sampling.sampler import Sampler, logprobs, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
 V = len(LOGITS)

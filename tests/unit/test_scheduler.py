@@ -3,8 +3,9 @@
 import pytest
 
 from coordinator.events import Ended, Progress, Prompt, Started
+from longleaf.channel.encoding import encode
+from longleaf.channel.step import Decode, Prefill, Seen
 from longleaf.sampling import Sampling
-from longleaf.step import Decode, Prefill, Seen, encode
 from tests.scheduling import Bench, kinds
 from workers.fakes import echo_token
 

@@ -3,8 +3,8 @@
 import pytest
 
 from coordinator.events import Acknowledged, Progress, Started
+from longleaf.channel.step import Decode
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted
-from longleaf.step import Decode
 from tests.scheduling import Bench
 
 

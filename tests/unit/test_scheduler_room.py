@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import Acknowledged, Ended
-from coordinator.jobs import Job
+from coordinator.scheduling.jobs import Job
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from tests.scheduling import Bench
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.text_threads import STEP_CHARACTERS, TextThreads
+from coordinator.text.threads import STEP_CHARACTERS, TextThreads
 from longleaf.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(60)

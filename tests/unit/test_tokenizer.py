@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from coordinator.template import split_template
-from coordinator.tokenizer import Tokenizer
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ModelRefused
 from tests.service import END, TEMPLATE, byte_tokenizer, encoded, write_model
 

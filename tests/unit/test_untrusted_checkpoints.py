@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from bench.checkpoints import make_checkpoint
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
-from workers import model as models
 from workers.check import outline
+from workers.model import model as models
 
 CLI = str(Path(sys.executable).with_name("longleaf"))
 CODE = """

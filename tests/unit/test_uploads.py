@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.document import Document
-from coordinator.template import split_template
-from coordinator.text_limit import TextLimit
-from coordinator.text_threads import TextThreads
-from coordinator.tokenizer import Tokenizer
-from coordinator.uploads import Prefill, Upload, Uploads
+from coordinator.calls.document import Document
+from coordinator.calls.text_limit import TextLimit
+from coordinator.calls.uploads import Prefill, Upload, Uploads
+from coordinator.text.template import split_template
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestHeader, IngestProgress
 from tests.service import FakeEngine, FakeStream, write_model

@@ -2,11 +2,12 @@
 
 import pytest
 
-from coordinator.blocks import Blocks
-from coordinator.contexts import LAST_ENDS
+from coordinator.placement.blocks import Blocks
+from coordinator.placement.contexts import LAST_ENDS
+from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted
+from longleaf.geometry import EVERY_RANK, Windows
 from longleaf.runs import Run
-from longleaf.step import EVERY_RANK, Decode, Prefill, StepPlan, Windows
 from tests.scheduling import kinds
 from tests.unit.test_prompts import Asker
 

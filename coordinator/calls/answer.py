@@ -1,0 +1,152 @@
+"""From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
+
+from collections.abc import Callable, Iterable
+
+from coordinator import events
+from coordinator.calls.views import finished_of, timings_of
+from coordinator.text.detokenizer import Alphabet, Piece, TextStream
+from coordinator.text.spelling import Speller
+from longleaf.messages import Delta, Event, Finished, Progress, Started, Usage
+from longleaf.sampling import Logprobs, Sampling
+
+
+class Times:
+    """When a request arrived and started, in seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.arrived = clock()
+        self.started: float | None = None
+
+
+class Answer:
+    """All samples of one request. `end_tokens` end each of them unless its sampling ignores them."""
+
+    def __init__(
+        self,
+        request_id: str,
+        alphabet: Alphabet,
+        sampling: Sampling,
+        end_tokens: frozenset[int],
+        num_samples: int,
+        clock: Callable[[], float],
+        is_exact: bool,
+        has_bytes: bool = False,
+    ) -> None:
+        """`has_bytes`: logprobs carry the bytes of their tokens, which the alphabet can spell."""
+        self._request_id = request_id
+        self._is_exact = is_exact
+        self._times = Times(clock)
+        ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
+        spell = alphabet.spell if has_bytes else None
+        self._samples = [
+            Sample(
+                sample,
+                TextStream(alphabet, sampling.stop),
+                ends,
+                self._times,
+                is_exact,
+                Speller(spell, alphabet.silent, ends) if spell else None,
+            )
+            for sample in range(num_samples)
+        ]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.is_finished for sample in self._samples)
+
+    def take(self, event: events.Event) -> list[Event]:
+        """What the client is told of `event`. What comes of a sample after its end is dropped."""
+        match event:
+            case events.Started():
+                if event.queue_position == 0 and self._times.started is None:
+                    self._times.started = self._times.clock()
+                for sample in self._samples:
+                    sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
+                counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
+                return [Started(*counts, self._request_id, event.is_beyond_trained, self._is_exact)]
+            case events.Progress(processed, total):
+                return [Progress(processed, total)]
+            case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:
+                return []
+            case events.Tokens():
+                return self._samples[event.sample].take(event)
+            case events.Ended():
+                return self._samples[event.sample].finish(event)
+
+
+class Sample:
+    """One answer: its text, the logprobs of ids whose text is not out yet, and its end."""
+
+    def __init__(
+        self,
+        index: int,
+        text: TextStream,
+        end_tokens: frozenset[int],
+        times: Times,
+        is_exact: bool,
+        speller: Speller | None,
+    ) -> None:
+        self._index = index
+        self._text = text
+        self._end_tokens = end_tokens
+        self._times = times
+        self._is_exact = is_exact
+        self._speller = speller
+        self._first_token_at: float | None = None
+        self._num_tokens = 0
+        self._logprobs: list[Logprobs] = []
+        self._end_ids: tuple[int, ...] = ()
+        self.usage = Usage()
+        """Of the prompt."""
+        self.is_finished = False
+
+    def take(self, event: events.Tokens) -> list[Event]:
+        if self._first_token_at is None:
+            self._first_token_at = self._times.clock()
+        self._logprobs += self._spelled(event)
+        pieces: list[Piece] = []
+        for token_id in event.token_ids:
+            self._num_tokens += 1
+            if token_id in self._end_tokens:
+                self._end_ids = (token_id,)  # its text, if it has any, is not part of the answer
+                break
+            if (piece := self._text.push(token_id)) is not None:
+                pieces.append(piece)
+            if self._text.matched_stop:
+                return [*self._delta(pieces), self._stop()]
+        return [*self._delta(pieces)]
+
+    def _spelled(self, event: events.Tokens) -> Iterable[Logprobs]:
+        if self._speller is None:
+            return event.logprobs
+        return map(self._speller.take, event.token_ids, event.logprobs)
+
+    def finish(self, event: events.Ended) -> list[Event]:
+        piece = self._text.finish(*self._end_ids)
+        delta = self._delta([piece] if piece else [])
+        if self._text.matched_stop:
+            return [*delta, self._stop()]
+        self.is_finished = True
+        return [*delta, finished_of(event, self._is_exact)]
+
+    def _stop(self) -> Finished:
+        """The end that the engine does not know of, so the times are taken here too."""
+        self.is_finished = True
+        now, times = self._times.clock(), self._times
+        first = now if self._first_token_at is None else self._first_token_at
+        started = first if times.started is None else times.started
+        usage = Usage(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
+        timings = timings_of(started - times.arrived, first - times.arrived, now - first)
+        return Finished("stop", self._text.matched_stop, usage, timings, self._index, self._is_exact)
+
+    def _delta(self, pieces: list[Piece]) -> list[Event]:
+        """The pieces of one event as one delta, with their logprobs; none when there is none."""
+        if not pieces:
+            return []
+        token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
+        logprobs = tuple(self._logprobs[: len(token_ids)])
+        del self._logprobs[: len(token_ids)]
+        text = "".join(piece.text for piece in pieces)
+        return [Delta(pieces[0].index, token_ids, text, logprobs, self._index)]

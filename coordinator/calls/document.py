@@ -1,0 +1,153 @@
+"""A document on its way in: what has arrived, as ids."""
+
+import codecs
+from array import array
+from collections.abc import Sequence
+
+from coordinator.calls.text_limit import TextLimit
+from coordinator.text.encoder import Encoder
+from longleaf.errors import InvalidArgument
+
+STEP_BYTES = 1 << 16
+"""Text taken at once."""
+STEP_CHARACTERS = 1 << 16
+"""Text that is worth a step of work."""
+STEP_TOKENS = 1 << 16
+SIZE = "config.total_size_bytes"
+
+
+class CutShort(InvalidArgument):
+    """Less has come than was declared: the rest may come yet."""
+
+
+class Document:
+    """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
+
+    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
+    of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
+    """
+
+    def __init__(self, encoder: Encoder, limit: TextLimit, vocabulary_size: int) -> None:
+        self._encoder = encoder
+        self._limit = limit
+        self._vocabulary_size = vocabulary_size
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._waiting: list[str] = []
+        self._num_waiting = 0
+        self._ids = array("I")
+        self._num_checked = len(encoder.token_ids)
+        self._is_complete = False
+        self._declared: int | None = None
+        """Bytes of text that there will be."""
+        self.num_bytes = 0
+        """Bytes of text received."""
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The ids received, or those of the text so far."""
+        return self._ids or self._encoder.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_bytes or self._ids else 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough text waits for `digest`."""
+        return self._num_waiting >= STEP_CHARACTERS
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of memory, about."""
+        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting)
+
+    def expect(self, num_bytes: int | None) -> None:
+        """Takes the declared size, if it is. Raises InvalidArgument when it is no size, can never fit, is not what was
+        declared before, or less than what has come."""
+        if num_bytes is None:
+            return
+        if num_bytes < 0:
+            raise InvalidArgument(SIZE, f"{num_bytes} is negative")
+        if self._declared not in (None, num_bytes):
+            raise InvalidArgument(SIZE, f"{num_bytes:,} bytes are declared now, and {self._declared:,} were before")
+        self._limit.check(SIZE, num_bytes)
+        self._check_size(num_bytes, self.num_bytes)
+        self._declared = num_bytes
+
+    def _check_size(self, declared: int | None, num_bytes: int) -> None:
+        if declared is not None and num_bytes > declared:
+            raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
+
+    def check_size(self) -> None:
+        """Nothing more comes. Raises CutShort when that is less than was declared."""
+        if self._declared is not None and self.num_bytes < self._declared:
+            raise CutShort(SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}")
+
+    def receive(self, text: bytes) -> None:
+        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was
+        declared, and after ids."""
+        self._check_open("text")
+        if self._ids:
+            raise InvalidArgument("text", "cannot be mixed with token_ids")
+        self._check_size(self._declared, self.num_bytes + len(text))
+        self._limit.check("text", self.num_bytes + len(text))
+        self._decode(text)
+        self.num_bytes += len(text)
+
+    def add_ids(self, token_ids: Sequence[int], offset: int = 0) -> None:
+        """Takes ids, at most STEP_TOKENS, that came after `offset` others in their message.
+
+        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text, come or declared.
+        """
+        self._check_open("token_ids")
+        if self.num_bytes:
+            raise InvalidArgument("token_ids", "cannot be mixed with text")
+        if self._declared:
+            raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
+        self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
+            wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocabulary_size)
+            raise self._unknown(token_ids[wrong], f"token_ids.ids[{offset + wrong}]")
+        self._ids.extend(token_ids)
+
+    def digest(self) -> None:
+        """Cuts the waiting text into tokens. Raises InvalidArgument for more than can fit."""
+        text, self._waiting, self._num_waiting = "".join(self._waiting), [], 0
+        self._encoder.push(text)
+        self._check_text()
+
+    def finish(self) -> None:
+        """All has arrived. Raises as `digest`, and when nothing arrived or text ends in a character. Idempotent."""
+        self._decode(b"", is_last=True)
+        self.digest()
+        self._encoder.finish()
+        self._check_text()
+        if not self.num_tokens:
+            raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
+        self._is_complete = True
+
+    def _check_open(self, field: str) -> None:
+        if self._is_complete:
+            raise InvalidArgument(field, "the document is complete: nothing can follow")
+
+    def _decode(self, text: bytes, is_last: bool = False) -> None:
+        held = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
+        try:
+            decoded = self._decoder.decode(text, is_last)
+        except UnicodeDecodeError as error:
+            offset = self.num_bytes - held + error.start
+            raise InvalidArgument("text", f"is not UTF-8 at byte {offset}: {error.reason}") from None
+        self._waiting.append(decoded)
+        self._num_waiting += len(decoded)
+
+    def _check_text(self) -> None:
+        """The ids of the text are checked as well: some tokenizers have tokens for which the model has no embedding."""
+        token_ids = self._encoder.token_ids
+        self._limit.check_tokens("text", len(token_ids))
+        new = token_ids[self._num_checked :]
+        self._num_checked = len(token_ids)
+        if new and max(new) >= self._vocabulary_size:
+            raise self._unknown(max(new), "text")
+
+    def _unknown(self, token_id: int, field: str) -> InvalidArgument:
+        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size:,} tokens")

@@ -1,0 +1,271 @@
+"""An ingest from its first piece to its acknowledged context."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from coordinator import events
+from coordinator.calls.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
+from coordinator.calls.generation import EventStream
+from coordinator.calls.text_limit import Capacity, TextLimit
+from coordinator.calls.uploads import Prefill, Upload, Uploads
+from coordinator.calls.views import context_of
+from coordinator.events import Claim
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from longleaf.messages import Context, ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress, expired
+from longleaf.units import human_seconds
+
+IDLE_SECONDS = 120.0
+"""How long an open stream may send nothing while a document arrives."""
+REPORT_BYTES = 1 << 18
+"""Of text, received between two reports."""
+REPORT_TOKENS = 1 << 16
+"""Of token ids."""
+
+
+class Ingester(Capacity, Protocol):
+    """The engine, as ingests see it."""
+
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument when no context may be made for so many positions."""
+        ...
+
+    def ingest(
+        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings, claim: Claim
+    ) -> EventStream:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        ...
+
+
+class Ingest:
+    """Runs ingests on an engine. `clock` is the engine's, in seconds, `wall_clock` counts those since the epoch."""
+
+    def __init__(
+        self,
+        engine: Ingester,
+        tokenizer: Tokenizer,
+        threads: TextThreads,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        uploads: Uploads | None = None,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._threads = threads
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._uploads = uploads or Uploads(clock)
+        self._idle_seconds = idle_seconds
+
+    async def run(
+        self, pieces: AsyncIterator[IngestPiece], seconds: float | None = None
+    ) -> AsyncGenerator[IngestProgress, None]:
+        """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind,
+        unless it has an upload id: then it can be resumed.
+
+        The client waits `seconds`, if given. Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted,
+        DeadlineExceeded, Unavailable or WorkerLost.
+        """
+        arrived = self._clock()
+        header = await self._next(pieces)
+        if not isinstance(header, IngestHeader):
+            raise InvalidArgument("config", "must be in the first request, and only there")
+        upload = self._known(header) or self._new(header, None if seconds is None else arrived + seconds)
+        claim = upload.claim()
+        try:
+            async with aclosing(self._go_on(upload, claim, pieces)) as reports:
+                async for report in reports:
+                    upload.check_owner(claim)
+                    yield report
+                    upload.check_owner(claim)
+        except LongleafError as error:
+            # A document that waits for room, for its client or for its end need not be sent again.
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
+            if claim == upload.num_claims and not can_go_on:
+                self._uploads.forget(upload)
+            raise
+        finally:
+            if not self._uploads.leave(upload, claim) and upload.prefill is not None:
+                await upload.prefill.stop()
+
+    def _known(self, header: IngestHeader) -> Upload | None:
+        """The ingest that is resumed, if it is one and there is something to resume."""
+        upload = self._uploads.find(header) if header.upload_id else None
+        if upload is not None and upload.document is not None:
+            upload.document.expect(header.total_bytes)
+        ready = upload.prefill.latest if upload is not None and upload.prefill is not None else None
+        if upload is None or ready is None or ready.context is None:
+            return upload
+        try:
+            is_there = self._engine.get_context(header.context).created == ready.context.created
+        except NotFound:
+            is_there = False
+        if not is_there:  # deleted since: the name is free, or another's
+            self._uploads.forget(upload)
+        return upload if is_there else None
+
+    def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
+        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
+        header.settings.check(self._wall_clock(), "config")
+        if header.settings.capacity is not UNSET:
+            self._engine.check_capacity(header.settings.capacity)
+        limit = self._limit(header)
+        encoder = self._tokenizer.document_encoder(is_first=not header.append)
+        document = Document(encoder, limit, self._tokenizer.vocabulary_size)
+        document.expect(header.total_bytes)
+        # What can be resumed goes on when its client has waited long enough for now.
+        upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
+        self._uploads.add(upload)
+        return upload
+
+    def _limit(self, header: IngestHeader) -> TextLimit:
+        """What the document may be at most."""
+        try:
+            held = self._engine.get_context(header.context).tokens
+        except NotFound:
+            if header.append:
+                raise
+            held = 0
+        else:
+            if not header.append:
+                raise AlreadyExists(f"contexts/{header.context}")
+        return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+
+    async def _go_on(
+        self, upload: Upload, claim: int, pieces: AsyncIterator[IngestPiece]
+    ) -> AsyncGenerator[IngestProgress, None]:
+        await upload.settle()
+        if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
+            async with aclosing(self._receive(upload, claim, upload.document, pieces)) as reports:
+                async for report in reports:
+                    yield report
+            yield _report("prefilling", upload.document, total=upload.document.num_tokens)
+            upload.begin(self._prefill(upload, upload.document))
+            self._uploads.count(upload)
+        assert upload.prefill is not None
+        async for report in upload.prefill.follow():
+            yield report
+
+    async def _receive(
+        self, upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
+    ) -> AsyncGenerator[IngestProgress, None]:
+        """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
+        time passes meanwhile."""
+        reported = _report("receiving", document)
+        yield reported
+        while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
+            self._uploads.count(upload, _num_bytes(piece))
+            steps = _take(upload, claim, document, piece)
+            del piece  # it may be large, and the next one long in coming
+            async for _ in steps:
+                self._uploads.count(upload)
+                report = _report("receiving", document)
+                if _is_news(report, reported):
+                    reported = report
+                    yield report
+            del steps
+        # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+        yield _report("tokenizing", document)
+        upload.check_owner(claim)
+        document.check_size()
+        await upload.work(document.finish)
+
+    async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
+        """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
+        left = math.inf if expires is None else expires - self._wall_clock()
+        if left <= 0:
+            raise expired()
+        try:
+            async with asyncio.timeout(min(left, self._idle_seconds)):
+                return await anext(pieces, None)
+        except TimeoutError:
+            if left < self._idle_seconds:
+                raise expired() from None
+            told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
+            raise DeadlineExceeded(told) from None
+
+    def _prefill(self, upload: Upload, document: Document) -> Prefill:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        header = upload.header
+        claim = Claim(priority=header.priority, client=header.client, deadline=upload.deadline)
+        stream = self._engine.ingest(
+            header.context, document.token_ids, append=header.append, settings=header.settings, claim=claim
+        )
+        begun = _report("prefilling", document, total=document.num_tokens)
+        return Prefill(stream, self._reports(header, stream, begun))
+
+    async def _reports(
+        self, header: IngestHeader, stream: EventStream, report: IngestProgress
+    ) -> AsyncGenerator[IngestProgress, None]:
+        began = self._clock()
+        async for event in stream:
+            if isinstance(event, events.Progress):
+                seconds = self._clock() - began
+                speed = event.processed / seconds if seconds > 0 else 0.0
+                report = replace(report, processed=event.processed, tokens_per_second=speed)
+                yield report
+        yield replace(report, phase="ready", processed=report.total, context=self._acknowledged(header))
+
+    def _acknowledged(self, header: IngestHeader) -> Context:
+        """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""
+        try:
+            return context_of(self._engine.get_context(header.context))
+        except NotFound:
+            expires = header.settings.ingest_expiry
+            if expires is not None and expires <= self._wall_clock():
+                raise expired() from None
+            raise
+
+
+async def _take(upload: Upload, claim: int, document: Document, piece: IngestPiece) -> AsyncIterator[None]:
+    """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
+    the upload."""
+    upload.check_owner(claim)
+    match piece:
+        case IngestHeader():
+            raise InvalidArgument("config", "must be in the first request, and only there")
+        case bytes():
+            for start in range(0, len(piece), STEP_BYTES):
+                document.receive(piece[start : start + STEP_BYTES])
+                if document.is_due:
+                    await upload.work(document.digest)
+                    upload.check_owner(claim)
+                    yield
+        case _:
+            for start in range(0, len(piece), STEP_TOKENS):
+                await upload.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
+                upload.check_owner(claim)
+                yield
+    yield
+
+
+def _num_bytes(piece: IngestPiece) -> int:
+    """Bytes of memory, about."""
+    match piece:
+        case IngestHeader():
+            return 0
+        case bytes():
+            return len(piece)
+        case _:
+            return 4 * len(piece)
+
+
+def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestProgress:
+    return IngestProgress(
+        phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
+    )
+
+
+def _is_news(report: IngestProgress, last: IngestProgress) -> bool:
+    if report.received_bytes:
+        return report.received_bytes - last.received_bytes >= REPORT_BYTES
+    return report.received_tokens - last.received_tokens >= REPORT_TOKENS

@@ -1,0 +1,281 @@
+"""Ingests that outlive a broken stream."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import aclosing
+
+from coordinator.calls.document import Document
+from coordinator.calls.generation import EventStream
+from coordinator.calls.replay import CallLater, Timer, call_later
+from coordinator.text.threads import TextThreads
+from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.messages import IngestHeader, IngestProgress
+
+KEEP_SECONDS = 600.0
+"""How long an ingest without a stream is kept."""
+TRIM_SECONDS = 30.0
+"""How often is looked for what was kept long enough."""
+MAX_UPLOADS = 256
+MAX_BYTES = 1 << 30
+"""Memory of all documents on their way to the engine: about 256 million tokens."""
+SHARE = 1 / 2
+"""Of both, the most for one client."""
+RETRY_SECONDS = 5.0
+
+
+class Prefill:
+    """The second half of an ingest, as a task of its own: it needs no stream that listens."""
+
+    def __init__(self, stream: EventStream, reports: AsyncGenerator[IngestProgress, None]) -> None:
+        """`reports` are made of what `stream` says."""
+        self._stream = stream
+        self._reports = reports
+        self.latest: IngestProgress | None = None
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self._reports) as reports:
+                async for self.latest in reports:
+                    self._tell()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def follow(self) -> AsyncIterator[IngestProgress]:
+        """The reports from now on; a slow reader gets the latest ones. Raises what ended the prefill."""
+        told = None
+        while True:
+            changed, is_over = self._changed, self.is_over
+            if self.latest is not None and self.latest is not told:
+                told = self.latest
+                yield told
+            elif self._error is not None:
+                raise self._error
+            elif is_over:
+                return
+            else:
+                await changed.wait()
+
+    async def stop(self) -> None:
+        """Gives it up, wherever it is."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._stream.aclose()
+
+
+class Upload:
+    """An ingest: its document while that arrives, then its prefill. The stream that claimed it last owns it."""
+
+    def __init__(
+        self, header: IngestHeader, document: Document, threads: TextThreads, deadline: float | None = None
+    ) -> None:
+        self.header = header
+        self._threads = threads
+        self.deadline = deadline
+        """When nobody waits for it any more, in seconds on the engine's clock."""
+        self.document: Document | None = document
+        """None once its ids are with the engine."""
+        self.prefill: Prefill | None = None
+        self.num_claims = 0
+        self.num_counted = 0
+        """Bytes that are counted among those of all."""
+        self.idle_since: float | None = None
+        """When the last stream left; None while there is one."""
+        self._work: Future[None] | None = None
+
+    @property
+    def num_held_bytes(self) -> int:
+        return self.document.num_held_bytes if self.document is not None else 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.prefill is not None and not self.prefill.is_over
+
+    def begin(self, prefill: Prefill) -> None:
+        """The document is with the engine."""
+        self.document, self.prefill = None, prefill
+
+    def claim(self) -> int:
+        """The number by which the new owner is known."""
+        self.num_claims += 1
+        self.idle_since = None
+        return self.num_claims
+
+    def check_owner(self, claim: int) -> None:
+        """Raises Unavailable when another stream took over."""
+        if claim != self.num_claims:
+            raise Unavailable("another stream goes on with this upload")
+
+    async def work(self, function: Callable[..., None], *arguments: object) -> None:
+        """Runs a short method of the document in a thread. If the caller is cancelled, it runs to its end, or not at
+        all: the document is whole either way."""
+        self._work = self._threads.submit(function, *arguments)
+        await asyncio.wrap_future(self._work)
+
+    async def settle(self) -> None:
+        """Waits for work that an earlier owner left behind. Raises what it raised."""
+        if self._work is not None:
+            work = asyncio.wrap_future(self._work)
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
+
+
+class Uploads:
+    """All ingests: those whose stream is open, and those that can be resumed, by context and upload id. `clock` counts
+    seconds, `later` calls after so many.
+
+    What nobody listens to is kept for `keep_seconds`. All of them together are at most `max_uploads` and hold at most
+    `max_bytes`, and those of one client no more than its share: what is kept gives way, the oldest first. A prefill
+    under way is never dropped; the engine bounds those.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        later: CallLater = call_later,
+        *,
+        keep_seconds: float = KEEP_SECONDS,
+        max_uploads: int = MAX_UPLOADS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._clock = clock
+        self._later = later
+        self._timer: Timer | None = None
+        self._keep_seconds, self._max_uploads, self._max_bytes = keep_seconds, max_uploads, max_bytes
+        self._all: set[Upload] = set()
+        self._by_key: dict[tuple[str, str], Upload] = {}
+        self._num_bytes = Counter[str]()
+        """What the uploads of each client hold."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that all hold, about."""
+        return self._num_bytes.total()
+
+    def find(self, header: IngestHeader) -> Upload | None:
+        """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
+        self._trim()
+        upload = self._by_key.get(_key(header))
+        if upload is not None and upload.header.append != header.append:
+            raise InvalidArgument("config.append", "is not what this upload began with")
+        return upload
+
+    def add(self, upload: Upload) -> None:
+        """Raises ResourceExhausted when there are too many."""
+        self._trim()
+        client = upload.header.client
+        of_client = sum(other.header.client == client for other in self._all)
+        if of_client >= self._max_uploads * SHARE and not self._drop_oldest(client):
+            told = f"{of_client} of client {client!r} are open or kept to be resumed, at most"
+            raise ResourceExhausted("uploads", f"{told} {int(self._max_uploads * SHARE)} may be", RETRY_SECONDS)
+        if len(self._all) >= self._max_uploads and not self._drop_oldest():
+            told = f"{len(self._all)} are open, and there may be no more"
+            raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        self._all.add(upload)
+        if upload.header.upload_id:
+            self._by_key[_key(upload.header)] = upload
+
+    def count(self, upload: Upload, num_arrived: int = 0) -> None:
+        """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
+        it. Raises ResourceExhausted when that is too much."""
+        client = upload.header.client
+        self._count(upload, upload.num_held_bytes + num_arrived)
+        share = int(self._max_bytes * SHARE)
+        if upload.num_counted > share:
+            told = f"one holds {upload.num_counted:,} bytes, at most {share:,} are for a client"
+            raise ResourceExhausted("uploads", told)
+        while self._num_bytes[client] > share:
+            if not self._drop_oldest(client):
+                held = f"those of client {client!r} hold {self._num_bytes[client]:,} bytes"
+                told = f"{held}, at most {share:,} are for a client"
+                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        while self.num_bytes > self._max_bytes:
+            if not self._drop_oldest():
+                told = f"all hold {self.num_bytes:,} bytes, at most {self._max_bytes:,} may be held"
+                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+
+    def _count(self, upload: Upload, num_bytes: int) -> None:
+        self._num_bytes[upload.header.client] += num_bytes - upload.num_counted
+        upload.num_counted = num_bytes
+
+    def forget(self, upload: Upload) -> None:
+        """Nothing of it can be resumed any more."""
+        if self._by_key.get(_key(upload.header)) is upload:
+            del self._by_key[_key(upload.header)]
+        if upload.idle_since is not None:
+            self._remove(upload)
+
+    def leave(self, upload: Upload, claim: int) -> bool:
+        """The stream of `claim` has ended. Says whether the ingest is kept, or goes on with another stream."""
+        if claim != upload.num_claims:
+            return True
+        upload.idle_since = self._clock()
+        if self._by_key.get(_key(upload.header)) is not upload:
+            self._remove(upload)
+            return False
+        self._trim()
+        return self._by_key.get(_key(upload.header)) is upload
+
+    def _remove(self, upload: Upload) -> None:
+        self._count(upload, 0)
+        self._all.discard(upload)
+        if not self._num_bytes[upload.header.client]:
+            del self._num_bytes[upload.header.client]
+
+    def _kept(self) -> list[Upload]:
+        """Those that wait to be resumed, the oldest first."""
+        kept = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
+        ordered = sorted(kept, key=lambda entry: entry[0])
+        return [upload for _, upload in ordered if not upload.is_prefilling]
+
+    def _drop_oldest(self, client: str | None = None) -> bool:
+        """Makes room, where something is kept that can be dropped; says whether it was. None: of any client."""
+        found = next((upload for upload in self._kept() if client in (None, upload.header.client)), None)
+        if found is not None:
+            self.forget(found)
+        return found is not None
+
+    def _trim(self) -> None:
+        now = self._clock()
+        for upload in self._kept():
+            assert upload.idle_since is not None
+            self._count(upload, upload.num_held_bytes)  # work that its stream left behind may have ended since
+            if now - upload.idle_since > self._keep_seconds:
+                self.forget(upload)
+        while self.num_bytes > self._max_bytes and self._drop_oldest():
+            pass
+        if self._timer is None and any(upload.idle_since is not None for upload in self._all):
+            self._timer = self._later(TRIM_SECONDS, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._trim()
+
+    def check(self) -> None:
+        """What is counted is what all hold, by client. Raises AssertionError."""
+        counted = Counter[str]()
+        for upload in self._all:
+            counted[upload.header.client] += upload.num_counted
+        assert +counted == +self._num_bytes, (counted, self._num_bytes)
+        assert set(self._by_key.values()) <= self._all
+        assert all(u.idle_since is None or self._by_key.get(_key(u.header)) is u for u in self._all)
+
+
+def _key(header: IngestHeader) -> tuple[str, str]:
+    return header.context, header.upload_id

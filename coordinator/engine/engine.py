@@ -1,0 +1,300 @@
+"""The engine: the loop that turns submitted jobs into steps and the results of steps into streams."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from coordinator.engine.changes import Changes
+from coordinator.engine.readers import Readers
+from coordinator.engine.stream import Stream
+from coordinator.engine.views import max_window_tokens, view_context, view_worker
+from coordinator.events import NO_CLAIM, Claim, ClusterView, ContextView, Outcome, Prompt
+from coordinator.placement.blocks import Placer
+from coordinator.placement.contexts import Context
+from coordinator.placement.positions import Positions
+from coordinator.ranks.ports import Ranks
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.lives import Ready
+from longleaf.channel.step import StepPlan, StepResult
+from longleaf.config import MAX_SECONDS, EngineConfig
+from longleaf.errors import LongleafError, NotFound, Unavailable
+from longleaf.geometry import Rotary
+from longleaf.messages import UNCHANGED, ContextSettings, expired
+
+EPOCH = 1
+
+
+class Engine:
+    """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
+
+    `clock` measures durations, `wall_clock` dates contexts (seconds since the epoch).
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        config: EngineConfig,
+        max_positions: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ranks = ranks
+        self._config = config
+        self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
+        """How far positions may go, and how they are rotated; known once the ranks are ready."""
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._scheduler: Scheduler | None = None
+        self._readies: tuple[Ready, ...] = ()
+        self._failure: LongleafError | None = Unavailable("the service is starting")
+        self._readers = Readers(clock)
+        self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        self._next_id = 0
+        self._wake = asyncio.Event()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self.changes = Changes()
+        """Noted whenever `cluster` may answer otherwise than before."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that context, input and answer may have together."""
+        return self.positions.limit
+
+    @property
+    def limit_name(self) -> str:
+        """What sets `max_positions`."""
+        return self.positions.limit_name
+
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument when no context may be made for so many positions."""
+        self.positions.check_capacity(declared)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether answers are what the model alone would say."""
+        return self._config.is_exact
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the pools of all ranks can hold."""
+        return sum(ready.num_blocks for ready in self._readies) * self._config.block_size
+
+    async def start(self) -> tuple[Ready, ...]:
+        """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
+        self._readies = await self._ranks.start()
+        num_blocks, size = [ready.num_blocks for ready in self._readies], self._config.block_size
+        placer = Placer(num_blocks, size, self._readies[0].windows)
+        self.positions = self.positions.told(self._readies[0].rotary)
+        self._scheduler = Scheduler(self._config, placer, self.positions, EPOCH)
+        self._failure = None
+        return self._readies
+
+    # --- what clients do ---
+
+    def submit(self, prompt: Prompt) -> Stream:
+        """Starts a generation. Its stream ends when all samples have ended.
+
+        Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
+        """
+        scheduler = self._open()
+        scheduler.admit(self._next_id, prompt, self._clock())
+        return self._new_stream(prompt.num_samples)
+
+    def ingest(
+        self,
+        context: str,
+        token_ids: Sequence[int],
+        *,
+        append: bool,
+        settings: ContextSettings = UNCHANGED,
+        claim: Claim = NO_CLAIM,
+    ) -> Stream:
+        """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
+        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
+        or Unavailable."""
+        scheduler = self._open()
+        now = self._clock()
+        scheduler.admit_ingest(
+            self._next_id, context, token_ids, append=append, settings=settings, claim=claim, now=now
+        )
+        return self._new_stream()
+
+    def get_context(self, context_id: str) -> ContextView:
+        """Raises NotFound."""
+        return self._view(self._open().contexts.get(context_id))
+
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[ContextView]:
+        """Sorted by id: those that come after `after`, at most `limit`."""
+        return [self._view(context) for context in self._open().contexts.list(after, limit)]
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> ContextView:
+        """Raises NotFound, and InvalidArgument for a time that has passed."""
+        contexts, now = self._open().contexts, self._wall_clock()
+        settings.check(now, "context")
+        view = self._view(contexts.change(context_id, settings, now))
+        self._wake.set()  # it may expire sooner
+        return view
+
+    def delete_context(self, context_id: str) -> None:
+        """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
+        self._delete(self._open(), context_id)
+
+    def _delete(self, scheduler: Scheduler, context_id: str) -> None:
+        for job_id in scheduler.delete_context(context_id):
+            self._readers.close(job_id, NotFound(f"contexts/{context_id}"))
+        self._wake.set()
+
+    def _expire(self, scheduler: Scheduler) -> float | None:
+        """Deletes the contexts whose time has passed, and ends the ingests into such; gives the seconds until the next
+        one's."""
+        now = self._wall_clock()
+        for context_id in scheduler.contexts.expired(now):
+            self._delete(scheduler, context_id)
+        for job_id in scheduler.expire_ingests(now):
+            self._readers.close(job_id, expired())
+            self._wake.set()
+        following = scheduler.next_expiry
+        return None if following is None else following - now
+
+    def cluster(self) -> ClusterView:
+        scheduler = self._open()
+        held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
+        pairs, size = zip(self._ranks.hellos, self._readies, strict=True), self._config.block_size
+        workers = tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs)
+        windows = (windowed, max_window_tokens(self._readies[0], size))
+        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running, *windows)
+
+    def check(self) -> None:
+        """The scheduler adds up, and every open stream belongs to a job."""
+        scheduler = self._open()
+        scheduler.check()
+        assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
+
+    def _open(self) -> Scheduler:
+        """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
+        if self._failure is not None:
+            raise Unavailable(str(self._failure))
+        assert self._scheduler is not None
+        self._expire(self._scheduler)
+        return self._scheduler
+
+    def _view(self, context: Context) -> ContextView:
+        return view_context(context, self._readies, self.positions, self.is_exact)
+
+    def _new_stream(self, num_samples: int = 1) -> Stream:
+        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(
+            lambda: self._cancel(job_id),
+            lambda sample: self._cancel_sample(job_id, sample),
+            lambda: self._pause(job_id, False),
+        )
+        self._readers.add(job_id, stream, num_samples)
+        self._wake.set()
+        return stream
+
+    def _cancel(self, job_id: int) -> None:
+        self._readers.remove(job_id)
+        if self._scheduler is not None:
+            self._scheduler.cancel(job_id)
+        self._wake.set()
+
+    def _cancel_sample(self, job_id: int, sample: int) -> None:
+        if self._scheduler is not None and self._scheduler.cancel_sample(job_id, sample):
+            self._readers.end_sample(job_id)
+        self._wake.set()
+
+    def _pause(self, job_id: int, is_paused: bool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.pause(job_id, is_paused)
+        self._wake.set()
+
+    # --- the loop ---
+
+    async def run(self) -> None:
+        """Runs steps until `close`. When a rank is lost every stream fails with WorkerLost, and it is raised here."""
+        self._open()
+        self._loop_task = asyncio.current_task()
+        lost = asyncio.create_task(self._ranks.wait_lost())
+        lost.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not self._is_closing:
+                if lost.done():
+                    raise lost.result()
+                await self._turn()
+        except asyncio.CancelledError:
+            self._fail(Unavailable("the service is stopping"))
+            if not self._is_closing:
+                raise
+        except LongleafError as error:
+            self._fail(error)
+            raise
+        except Exception as error:
+            self._fail(Unavailable(f"the engine failed: {error!r}"))
+            raise
+        finally:
+            lost.cancel()
+            await self._abandon_steps()
+
+    async def _turn(self) -> None:
+        """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
+        scheduler, outcomes = self._open(), list[Outcome]()
+        self._wake.clear()
+        while self._steps and self._steps[0][1].done():
+            plan, step = self._steps.popleft()
+            outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
+        while (plan := scheduler.schedule(self._clock())) is not None:
+            # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
+            step = asyncio.create_task(self._ranks.step(plan))
+            step.add_done_callback(lambda _: self._wake.set())
+            self._steps.append((plan, step))
+        for job_id in self._readers.publish(outcomes + scheduler.drain()):
+            self._pause(job_id, True)
+        if scheduler.num_waiting:
+            self._readers.tell_positions(scheduler.positions)
+        await self._wait(scheduler)
+
+    async def _wait(self, scheduler: Scheduler) -> None:
+        """Waits for something to do, at most until a job's deadline or a context's expiry."""
+        deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
+        waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
+        waits += [] if expiry is None else [expiry]
+        timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
+        self.changes.note()  # whatever changes, by clients, steps or time, has led here
+        await self._wake.wait()
+        timer.cancel()
+
+    async def _abandon_steps(self) -> None:
+        steps = [step for _, step in self._steps]
+        for step in steps:
+            step.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)
+
+    def _fail(self, error: LongleafError) -> None:
+        """Ends every stream with `error` and refuses what comes later."""
+        self._failure = error
+        self._readers.close_all(error)
+        self.changes.end()
+
+    def end_streams(self) -> None:
+        """Ends every stream with Unavailable, or with what ended the service, and refuses what comes later."""
+        self._fail(self._failure or Unavailable("the service is stopping"))
+
+    async def close(self) -> None:
+        """Ends every stream and tells the ranks to leave."""
+        self._is_closing = True
+        self.end_streams()
+        if self._loop_task is not None and self._loop_task is not asyncio.current_task():
+            self._loop_task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await asyncio.wait([self._loop_task])
+        await self._ranks.close()

@@ -1,0 +1,53 @@
+"""What the engine holds, as clients see it."""
+
+from collections.abc import Sequence
+
+from coordinator.events import ContextView, WorkerView
+from coordinator.placement.contexts import Context
+from coordinator.placement.positions import Positions
+from longleaf.channel.lives import Hello, Ready
+from longleaf.messages import RankShare
+
+
+def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> ContextView:
+    ready, num_windowed = readies[0], context.path.num_window_tokens
+    held = enumerate(context.shares(len(readies)))
+    shares = tuple(RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
+    return ContextView(
+        id=context.id,
+        tokens=context.num_tokens,
+        kv_bytes=sum(share.kv_bytes for share in shares),
+        created=context.created,
+        updated=context.updated,
+        shares=shares,
+        display_name=context.display_name,
+        expires=context.expires,
+        is_pinned=context.is_pinned,
+        positions=positions.describe(context.rope, context.capacity, context.num_tokens),
+        is_exact=is_exact,
+    )
+
+
+def view_worker(hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int) -> WorkerView:
+    """A rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
+    max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
+    return WorkerView(
+        rank=ready.rank,
+        node=hello.node,
+        pid=hello.pid,
+        device=ready.device,
+        tokens=num_tokens,
+        max_tokens=max_tokens,
+        kv_bytes=_kv_bytes(ready, num_tokens, num_windowed),
+        max_kv_bytes=_kv_bytes(ready, max_tokens, max_windowed),
+    )
+
+
+def max_window_tokens(ready: Ready, block_size: int) -> int:
+    """Tokens for which a rank's windows' pool has room."""
+    return ready.windows.num_blocks * block_size if ready.windows else 0
+
+
+def _kv_bytes(ready: Ready, num_tokens: int, num_windowed: int) -> int:
+    windowed = num_windowed * ready.windows.bytes_per_token if ready.windows else 0
+    return num_tokens * ready.bytes_per_token + windowed

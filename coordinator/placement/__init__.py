@@ -1,0 +1,1 @@
+"""Which keys lie where: contexts, segments, and the blocks of each rank."""

@@ -1,0 +1,176 @@
+"""Blocks: how many are promised to whom, and which runs new tokens go to. Integers only; nothing is stored here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.placement.pool import BlockPool, ceil_div
+from coordinator.placement.windows import WindowPool
+from longleaf.errors import ResourceExhausted
+from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.runs import Run, cut_chunk, serpentine
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Numbers of blocks of both kinds."""
+
+    sharded: int = 0
+    """Over the pools of all ranks."""
+    windows: int = 0
+    """Of the windows' pool, which is the same on every rank."""
+
+    def __add__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded + other.sharded, self.windows + other.windows)
+
+    def __sub__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded - other.sharded, self.windows - other.windows)
+
+    def fits(self, room: "Blocks") -> bool:
+        """Whether `room` has as many of either kind."""
+        return self.sharded <= room.sharded and self.windows <= room.windows
+
+
+def count_blocks(runs: Iterable[Run]) -> int:
+    return sum(len(run.blocks) for run in runs)
+
+
+class Reservation:
+    """Blocks promised to one job, on no rank in particular. `left` of them are not taken yet."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.left = blocks
+
+    def split(self, blocks: Blocks) -> "Reservation":
+        """Hands a part of the promise over."""
+        assert blocks.fits(self.left)
+        self.left -= blocks
+        return Reservation(blocks)
+
+
+class Placer:
+    """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
+
+    Room is counted over all ranks: a job that holds a reservation can always be placed, though perhaps not evenly.
+    `windows` is None unless each rank holds the keys of windowed layers itself.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], block_size: int, windows: Windows | None = None) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.pools = tuple(BlockPool(n) for n in num_blocks)
+        self.window_pool = WindowPool(windows, block_size)
+        self.num_reserved = Blocks()
+
+    @property
+    def num_blocks(self) -> Blocks:
+        return Blocks(sum(pool.num_blocks for pool in self.pools), self.window_pool.num_blocks)
+
+    @property
+    def num_free(self) -> Blocks:
+        """Blocks that are neither in use nor promised."""
+        return Blocks(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
+
+    def reserve(self, blocks: Blocks) -> Reservation | None:
+        """Promises blocks, or gives None when there are too few."""
+        if not blocks.fits(self.num_free):
+            return None
+        self.num_reserved += blocks
+        return Reservation(blocks)
+
+    def release(self, reservation: Reservation) -> None:
+        """Gives back what is left of a promise."""
+        self.num_reserved -= reservation.left
+        reservation.left = Blocks()
+
+    def place_chunk(self, start: int, end: int, turn: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs that cover positions [start, end), at most one per rank, in the serpentine order of chunk `turn`.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
+        runs: list[Run] = []
+        for rank, count in self._deal(start, end, turn):
+            stop = min(start + count * self.block_size, end)
+            runs.append(Run(rank, start, stop, self.pools[rank].allocate(count)))
+            start = stop
+        return tuple(runs)
+
+    def _deal(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
+        """(rank, blocks) in order. Fewer pieces than ranks go to the emptiest; what one cannot hold goes to others."""
+        order = serpentine(turn, len(self.pools))
+        pieces = cut_chunk(start, end, self.block_size, len(order))
+        room = {rank: self.pools[rank].num_free for rank in order}
+        chosen = set(sorted(order, key=lambda rank: -room[rank])[: len(pieces)])
+        wanted = [ceil_div(b - a, self.block_size) for a, b in pieces]
+        counts = dict.fromkeys(order, 0) | dict(zip([r for r in order if r in chosen], wanted, strict=True))
+        counts = {rank: min(count, room[rank]) for rank, count in counts.items()}
+        missing = sum(wanted) - sum(counts.values())
+        for rank in sorted(order, key=lambda rank: counts[rank] - room[rank]):
+            extra = min(missing, room[rank] - counts[rank])
+            counts[rank] += extra
+            missing -= extra
+        return [(rank, counts[rank]) for rank in order if counts[rank]]
+
+    def grow(self, last: Run | None, start: int, count: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs for `count` more tokens from position `start` on: first `last` as far as its blocks reach (the result
+        then begins with its new extent), after that one block at a time on the emptiest rank.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        end, runs = start + count, list[Run]()
+        if last is not None and (spare := len(last.blocks) * self.block_size - len(last)):
+            start = min(last.end + spare, end)
+            runs.append(Run(last.rank, last.start, start, last.blocks))
+        while start < end:
+            self._spend(reservation, Blocks(1))
+            rank = max(range(len(self.pools)), key=lambda r: self.pools[r].num_free)
+            stop = min(start + self.block_size, end)
+            runs.append(Run(rank, start, stop, self.pools[rank].allocate(1)))
+            start = stop
+        return tuple(runs)
+
+    def roll(
+        self, runs: tuple[Run, ...], start: int, end: int, reservation: Reservation, *, is_chunk: bool
+    ) -> tuple[Run, ...]:
+        """The window runs of a segment when tokens [start, end) come: without what they do not see any more, and with
+        those tokens; of a chunk only with what the token after it will see.
+
+        Raises ResourceExhausted when the reservation has too few blocks left; what is freed goes back to it.
+        """
+        if self.windows is None:
+            return ()
+        stored_from = max(start, self.windows.first(end)) if is_chunk else start
+        rolled = self.window_pool.grow(self.window_pool.trim(runs, start), stored_from, end)
+        self._spend(reservation, Blocks(windows=count_blocks(rolled) - count_blocks(runs)))
+        return rolled
+
+    def _spend(self, reservation: Reservation, blocks: Blocks) -> None:
+        if not blocks.fits(reservation.left):
+            raise ResourceExhausted("blocks", f"{blocks} are needed, {reservation.left} are reserved")
+        reservation.left -= blocks
+        self.num_reserved -= blocks
+
+    def free(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            pool = self.window_pool if run.rank == EVERY_RANK else self.pools[run.rank]
+            pool.free(run.blocks)
+
+    def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> Blocks:
+        """Blocks that `num_prefill` tokens in chunks take, and `num_rows` in rows, up to `num_at_once` of them in one,
+        in each of `num_tails` other segments: exactly, but for windows at most.
+
+        Chunks but the last are whole blocks, however long they are.
+        """
+        sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
+        in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
+        return Blocks(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
+
+    def check(self, runs: Iterable[Run]) -> None:
+        """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
+        held = [(run.rank, block) for run in runs for block in run.blocks]
+        assert len(held) == len(set(held)), "a block is in two runs"
+        for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
+            pool.check()
+            assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
+        assert Blocks().fits(self.num_reserved)
+        assert Blocks().fits(self.num_free)

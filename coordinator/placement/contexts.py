@@ -1,0 +1,205 @@
+"""The contexts: names for paths of sealed segments."""
+
+from bisect import bisect_left, bisect_right, insort
+
+from msgspec import UNSET
+
+from coordinator.deadlines import Deadlines
+from coordinator.placement.paths import Path, Segment
+from coordinator.placement.positions import UNLIMITED
+from coordinator.placement.segments import Segments
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.geometry import Rope, Windows
+from longleaf.messages import UNCHANGED, ContextSettings
+from longleaf.units import human_number
+
+LAST_ENDS = 4
+"""Documents of a context at whose ends the windows are held: any number of appends takes no more."""
+
+
+class Context:
+    """A named path of sealed segments. Times in seconds since the epoch.
+
+    Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
+    be forked for certain.
+    """
+
+    def __init__(self, context_id: str, now: float, path: Path, capacity: int) -> None:
+        self.id = context_id
+        self.path = path
+        self.ends: tuple[int, ...] = ()
+        """Where its last documents ended, and where it was forked; the last one is its own end."""
+        self.capacity = capacity
+        """Positions that its rope was chosen for: it can never have more."""
+        self.created = now
+        self.updated = now
+        self.display_name = ""
+        self.is_pinned = False
+        self.expires: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.path.end
+
+    @property
+    def rope(self) -> Rope:
+        """How its keys are rotated."""
+        return self.path.segments[0].rope
+
+    def change(self, settings: ContextSettings, now: float) -> None:
+        """Takes what is set, but for the capacity."""
+        if settings.display_name is not UNSET:
+            self.display_name = settings.display_name
+        if settings.is_pinned is not UNSET:
+            self.is_pinned = settings.is_pinned
+        if settings.expires is not UNSET:
+            self.expires = settings.expires
+        if settings.ttl is not UNSET:
+            self.expires = now + settings.ttl
+
+    def shares(self, world_size: int) -> list[int]:
+        """Tokens held by each rank."""
+        held = [0] * world_size
+        for segment, _, end in self.path.parts():
+            for run in segment.runs:
+                held[run.rank] += max(0, min(run.end, end) - run.start)
+        return held
+
+    def check(self, windows: Windows | None) -> None:
+        """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
+        for end in self.ends:
+            self.path.cut(end).check(windows)
+        assert self.ends[-1] == self.num_tokens
+        assert len(self.ends) <= LAST_ENDS
+        assert self.path.segments
+        assert self.num_tokens <= self.capacity
+        assert all(segment.is_sealed for segment in self.path.segments)
+
+
+class Contexts:
+    """The contexts by id. Each holds one reference to each segment of its path."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._by_id: dict[str, Context] = {}
+        self._ids: list[str] = []
+        """Sorted."""
+        self._expiries = Deadlines[str]()
+        """Of those that are not pinned, in seconds since the epoch."""
+
+    def __contains__(self, context_id: str) -> bool:
+        return context_id in self._by_id
+
+    def get(self, context_id: str) -> Context:
+        """Raises NotFound."""
+        if context_id not in self._by_id:
+            raise NotFound(f"contexts/{context_id}")
+        return self._by_id[context_id]
+
+    def list(self, after: str = "", limit: int | None = None) -> list[Context]:
+        """Sorted by id: those that come after `after`, at most `limit`."""
+        start = bisect_right(self._ids, after)
+        ids = self._ids[start:] if limit is None else self._ids[start : start + limit]
+        return [self._by_id[context_id] for context_id in ids]
+
+    def _add(self, context: Context) -> None:
+        self._by_id[context.id] = context
+        insort(self._ids, context.id)
+
+    def append(
+        self,
+        context_id: str,
+        segment: Segment,
+        now: float,
+        settings: ContextSettings = UNCHANGED,
+        capacity: int = UNLIMITED,
+    ) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
+        is new. The windows of its oldest end but a few are let go."""
+        self._segments.seal(segment)
+        if context_id not in self:
+            self._add(Context(context_id, now, Path(), capacity))
+        context = self._by_id[context_id]
+        assert segment.before == context.path
+        self._segments.retain(segment.path, context.path)
+        context.path, context.ends = segment.path, (*context.ends, segment.end)
+        for end in context.ends[:-LAST_ENDS]:
+            self._segments.let_go(context.path, end)
+        context.ends = context.ends[-LAST_ENDS:]
+        context.updated = now
+        self.change(context_id, settings, now)
+
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> Context:
+        """Raises NotFound."""
+        context = self.get(context_id)
+        context.change(settings, now)
+        self._expiries.add(context_id, None if context.is_pinned else context.expires)
+        return context
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next context expires; None while none does."""
+        return self._expiries.next
+
+    def expired(self, now: float) -> tuple[str, ...]:
+        """Ids of the contexts whose time has passed."""
+        return tuple(self._expiries.passed(now))
+
+    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> Context:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        """
+        parent = self.get(source)
+        path = parent.path
+        if context_id in self:
+            raise AlreadyExists(f"contexts/{context_id}")
+        num_tokens = path.end if num_tokens is None else num_tokens
+        if not 1 <= num_tokens <= path.end:
+            limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
+            raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
+        self._check_seam(parent, num_tokens)
+        context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
+        context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
+        self._segments.retain(context.path)
+        for end in context.ends[:-1]:
+            self._segments.hold(context.path, end)
+        self._add(context)
+        return context
+
+    def _check_seam(self, context: Context, position: int) -> None:
+        """Raises InvalidArgument where windowed layers lack the keys to go on."""
+        windows = self._segments.windows
+        below, above = context.path.seams(position, windows)
+        if windows is None or below == above:
+            return
+        why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
+        where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
+        sections = " or a section begins" if windows.stride else ""
+        nearest = _one_of((below, above) if below else (above,))
+        remedy = "with --window-keys sharded it could be forked anywhere"
+        raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
+
+    def delete(self, context_id: str) -> None:
+        """Raises NotFound. Sequences that run on the context keep its segments until they end."""
+        context = self.get(context_id)
+        del self._by_id[context_id]
+        del self._ids[bisect_left(self._ids, context_id)]
+        for end in context.ends[:-1]:
+            self._segments.let_go(context.path, end)
+        self._segments.release(context.path)
+        self._expiries.discard(context_id)
+
+    def check(self) -> None:
+        assert self._ids == sorted(self._by_id)
+        self._expiries.check()
+        contexts = self._by_id.values()
+        assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
+        for context in contexts:
+            context.check(self._segments.windows)
+
+
+def _one_of(positions: tuple[int, ...]) -> str:
+    """As in: 3, 5 or 8."""
+    *others, last = map(human_number, positions)
+    return f"{', '.join(others)} or {last}" if others else last

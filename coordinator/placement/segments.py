@@ -1,0 +1,189 @@
+"""The segments that anybody refers to, and those of earlier prompts, kept while there is room."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.paths import NOWHERE, Path, Segment
+from coordinator.placement.positions import UNLIMITED
+from coordinator.placement.prefixes import Prefixes
+from longleaf.geometry import OWN_ROPE, Rope
+
+
+class Segments:
+    """All segments that anybody refers to. The last reference that goes frees the blocks.
+
+    Who refers to a segment refers to the whole path before it as well. Segments of prompts that were read are kept for
+    prompts that begin alike; blocks that nobody else needs are as good as free, and `make_room` frees them, those used
+    least recently first.
+    """
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self.windows = placer.windows
+        """What is held of windowed layers, if each rank holds their keys itself."""
+        self._prefixes = Prefixes(placer.block_size, windows=placer.windows)
+        self._by_id: dict[int, Segment] = {}
+        self._kept: OrderedDict[int, Segment] = OrderedDict()
+        self._next_id = 0
+        self._forgotten: list[int] = []
+        self.num_reclaimable = Blocks()
+        """Blocks that `make_room` can free."""
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._by_id.values())
+
+    def create(self, before: Path, rope: Rope = OWN_ROPE) -> Segment:
+        """A new, growing segment with one reference: the caller's. What it continues has the same rope."""
+        segment = Segment(self._next_id, before, rope)
+        self._by_id[segment.id] = segment
+        self._next_id += 1
+        return segment
+
+    def close(self, segment: Segment) -> None:
+        """Ends a segment's growth; what the token after its end does not see of its windows is freed."""
+        segment.is_sealed = True
+        segment.window_runs = self._placer.window_pool.trim(segment.window_runs, segment.end)
+
+    def seal(self, segment: Segment) -> None:
+        """Closes a segment, and lets prompts find it."""
+        self.close(segment)
+        self._prefixes.add(segment)
+
+    def retain(self, path: Path, origin: Path = NOWHERE) -> None:
+        """Refers to the segments of a path, but for those of its beginning `origin`, to which the caller refers
+        already, and holds what the path's next token sees of windows."""
+        for segment in path.segments[len(origin.segments) :]:
+            self._refer(segment, 1, 0)
+        self.hold(path, path.end)
+
+    def release(self, path: Path, origin: Path = NOWHERE) -> None:
+        """Takes a retain back; what nobody refers to is freed and will be forgotten by the ranks."""
+        self.let_go(path, path.end)
+        for segment in path.segments[len(origin.segments) :]:
+            self._refer(segment, -1, 0)
+
+    def drop(self, segment: Segment) -> None:
+        """Takes the reference back with which the segment was created."""
+        self._refer(segment, -1, 0)
+
+    def hold(self, path: Path, end: int) -> None:
+        """Keeps what a token at `end` sees of windows, a place on a path to which the caller refers."""
+        for segment in path.seen(end, self.windows):
+            segment.seams[end] += 1
+
+    def let_go(self, path: Path, end: int) -> None:
+        """Takes a hold back; what is seen from no other place is freed."""
+        for segment in path.seen(end, self.windows):
+            segment.seams[end] -= 1
+            if not segment.seams[end]:
+                del segment.seams[end]
+                self._trim(segment)
+
+    def _trim(self, segment: Segment) -> None:
+        """Frees the windows of a segment that are seen from none of its seams: from the first one most is seen."""
+        self.num_reclaimable -= _num_reclaimable(segment)
+        pool, first_seam = self._placer.window_pool, min(segment.seams, default=UNLIMITED)
+        segment.window_runs = pool.trim(segment.window_runs, first_seam)
+        self.num_reclaimable += _num_reclaimable(segment)
+
+    def _refer(self, segment: Segment, references: int, kept: int) -> None:
+        may_be_reclaimable = kept or segment.num_kept  # mostly not, and a path may have thousands of segments
+        if may_be_reclaimable:
+            self.num_reclaimable -= _num_reclaimable(segment)
+        segment.num_references += references
+        segment.num_kept += kept
+        if may_be_reclaimable:
+            self.num_reclaimable += _num_reclaimable(segment)
+        if segment.num_references == 0:
+            self._free(segment)
+
+    def _free(self, segment: Segment) -> None:
+        del self._by_id[segment.id]
+        self._prefixes.remove(segment)
+        self._placer.free((*segment.runs, *segment.window_runs))
+        # A segment without runs was never in a plan, so no rank knows it.
+        self._forgotten += [segment.id] if segment.runs else []
+
+    def tokens_by_rank(self) -> list[int]:
+        """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
+        held = [0] * len(self._placer.pools)
+        for run in (run for segment in self._needed() for run in segment.runs):
+            held[run.rank] += len(run)
+        return held
+
+    @property
+    def kept(self) -> Iterator[Segment]:
+        """The ends of prompts that are kept for others."""
+        return iter(self._kept.values())
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Of these tokens, those that lie in the windows' pool."""
+        return sum(len(run) for segment in self._needed() for run in segment.window_runs)
+
+    def _needed(self) -> Iterator[Segment]:
+        return (segment for segment in self if segment.num_references > segment.num_kept)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Ids for the next plan's release_segments; each is given once."""
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        return forgotten
+
+    # --- prompts ---
+
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with and that can be continued, which
+        counts as used; empty when there is none."""
+        path = self._prefixes.match(token_ids, rope)
+        self._touch(path)
+        return path
+
+    def keep(self, segment: Segment) -> None:
+        """Closes the segment of a prompt, and keeps it for prompts to come unless they could not find anything new."""
+        self.close(segment)
+        size = self._placer.block_size
+        is_short = segment.start // size == segment.end // size
+        if is_short or self._prefixes.match(segment.path.token_ids(), segment.rope).end == segment.end:
+            return
+        self.seal(segment)
+        self._kept[segment.id] = segment
+        for part in segment.path.segments:
+            self._refer(part, 1, 1)
+        self.hold(segment.path, segment.end)
+        self._touch(segment.path)
+
+    def _touch(self, path: Path) -> None:
+        """Makes a path the most recently used one, its beginning even more so than its end."""
+        for segment in reversed(path.segments):
+            if segment.id in self._kept:
+                self._kept.move_to_end(segment.id)
+
+    def make_room(self, blocks: Blocks) -> bool:
+        """Sees to it that so many blocks are free, or says that this cannot be, and then frees none."""
+        if not blocks.fits(self._placer.num_free + self.num_reclaimable):
+            return False
+        while not blocks.fits(self._placer.num_free):
+            segment = next(segment for segment in self._kept.values() if segment.num_kept == segment.num_references)
+            del self._kept[segment.id]
+            self.let_go(segment.path, segment.end)
+            for part in segment.path.segments:
+                self._refer(part, -1, -1)
+        return True
+
+    def check(self) -> None:
+        """Segments are sound, and what is kept is counted."""
+        for segment in self._by_id.values():
+            segment.check()
+            (segment.path if segment.token_ids else segment.before).check(None if segment.is_sealed else self.windows)
+        self._prefixes.check(self._by_id.values())
+        kept = [part.id for segment in self._kept.values() for part in segment.path.segments]
+        assert all(segment.num_kept == kept.count(segment.id) for segment in self._by_id.values())
+        assert set(kept) <= set(self._by_id)
+        assert self.num_reclaimable == sum(map(_num_reclaimable, self._by_id.values()), Blocks())
+
+
+def _num_reclaimable(segment: Segment) -> Blocks:
+    """The blocks of a segment that is kept for prompts to come, and for nothing else."""
+    return segment.num_blocks if segment.num_kept and segment.num_kept == segment.num_references else Blocks()

@@ -1,0 +1,69 @@
+"""The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
+
+from coordinator.placement.pool import BlockPool, ceil_div
+from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.runs import Run
+
+
+class WindowPool(BlockPool):
+    """Blocks for layers that see the last keys alone: runs of a segment lose blocks in front while they grow behind.
+
+    Of no blocks, and without a use, where `windows` is None.
+    """
+
+    def __init__(self, windows: Windows | None, block_size: int) -> None:
+        super().__init__(windows.num_blocks if windows else 0)
+        self._windows = windows
+        self._block_size = block_size
+
+    @property
+    def _span_blocks(self) -> int:
+        """Blocks of all that a token sees, if the first one begins a block."""
+        return ceil_div(self._windows.span, self._block_size) if self._windows else 0
+
+    @property
+    def seen_blocks(self) -> int:
+        """Blocks of all that a token sees, if it was read at once: pieces of few tokens have a block each."""
+        return self._span_blocks + 1 if self._windows else 0
+
+    def chunk_blocks(self, num_tokens: int) -> int:
+        """Blocks that a segment takes at most while it grows by `num_tokens` in chunks.
+
+        It has up to two runs, what the chunk sees and what is seen after it: fewer than `span` tokens each, of which
+        the first run may begin within a block.
+        """
+        if not self._windows or not num_tokens:
+            return 0
+        return min(ceil_div(num_tokens, self._block_size) + 1, 2 * self._span_blocks + 1)
+
+    def row_blocks(self, num_tokens: int, num_at_once: int) -> int:
+        """Blocks that a segment takes at most while it grows by `num_tokens` in rows of up to `num_at_once`.
+
+        It has one run: the row, and fewer than `span` tokens before it, which may begin within a block.
+        """
+        if not self._windows:
+            return 0
+        most = ceil_div(self._windows.span + num_at_once, self._block_size) + 1
+        return min(ceil_div(num_tokens, self._block_size), most)
+
+    def trim(self, runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
+        """`runs` without the leading blocks of which a token at `position` sees nothing; these are freed."""
+        if not self._windows:
+            return ()
+        first, kept = self._windows.first(position), list[Run]()
+        for run in runs:
+            count = len(run.blocks) if run.end <= first else max(0, first - run.start) // self._block_size
+            self.free(run.blocks[:count])
+            if count < len(run.blocks):
+                kept.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
+        return tuple(kept)
+
+    def grow(self, runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
+        """`runs` and positions [start, end), in the last run if it ends there. Raises ResourceExhausted."""
+        if start == end:
+            return runs
+        others, last = runs, Run(EVERY_RANK, start, start, ())
+        if runs and runs[-1].end == start:
+            others, last = runs[:-1], runs[-1]
+        count = ceil_div(end - last.start, self._block_size) - len(last.blocks)
+        return (*others, Run(EVERY_RANK, last.start, end, (*last.blocks, *self.allocate(count))))

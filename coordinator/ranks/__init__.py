@@ -1,0 +1,1 @@
+"""The processes of the ranks, on Ray or on this machine, and the channel to them."""

@@ -1,0 +1,109 @@
+"""Who may speak on the control channel: key pairs, and the connections that are refused.
+
+Members are told apart by their keys alone (ZMQ's CURVE): who has none of this epoch's reaches nothing behind the
+handshake, and a member speaks for its own rank only.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from longleaf.channel.rank_spec import Invitation
+
+DOMAIN = "longleaf"
+HANDSHAKE_MILLISECONDS = 10_000
+"""A connection that has not proven who it is by then is dropped. Ranks whose handshake was late try again."""
+MONITOR = "inproc://longleaf.connections"
+log = logging.getLogger(__name__)
+
+
+class Tally:
+    """Counts what is ignored, and logs it ever more rarely: whoever sends rubbish must not fill the log."""
+
+    def __init__(self, what: str) -> None:
+        self.count = 0
+        self._what = what
+
+    def set(self, count: int, reason: str) -> None:
+        """Takes a new count, which never falls, and why it rose."""
+        if count.bit_length() > self.count.bit_length():
+            log.warning("%s: %d so far; the last: %s", self._what, count, reason)
+        self.count = max(self.count, count)
+
+    def add(self, reason: str) -> None:
+        self.set(self.count + 1, reason)
+
+
+class Members:
+    """The members' keys, and the guard of the socket on which they are heard. Needs a running event loop."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._context = context
+        self._public_key, self._secret_key = zmq.curve_keypair()
+        self._ranks: dict[bytes, int] = {}
+        self._refused = Tally("refused connections of strangers to the control channel")
+        self._num_accepted = self._num_proven = self._num_ended = 0
+        # Untyped, because the package's own annotations are partial.
+        self._gate: Any = AsyncioAuthenticator(context)
+        self._monitor: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that ended without having proven to be a member's."""
+        return self._refused.count
+
+    def invite(self, rank: int, address: str) -> Invitation:
+        """A new member for `rank`; the one that had the rank before is a stranger from now on."""
+        public, secret = zmq.curve_keypair()
+        self._ranks = {key: other for key, other in self._ranks.items() if other != rank} | {public: rank}
+        return Invitation(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
+
+    def rank_of(self, public_key: bytes) -> int | None:
+        """The rank of the member with this key; None for a stranger."""
+        return self._ranks.get(public_key)
+
+    def guard(self, socket: Any) -> None:
+        """Lets members alone through to `socket`, which is not bound yet."""
+        self._gate.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
+        self._gate.start()
+        options: dict[int, int | bytes] = {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self._secret_key}
+        # without the second, everybody would pass if nobody answered in the domain
+        options |= {zmq.ZAP_DOMAIN: DOMAIN.encode(), zmq.ZAP_ENFORCE_DOMAIN: 1}
+        options |= {zmq.HANDSHAKE_IVL: HANDSHAKE_MILLISECONDS}
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        socket.monitor(MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would hold up the thread that serves the members
+        self._monitor.connect(MONITOR)
+        self._task = asyncio.get_running_loop().create_task(self._count())
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a connection with this public key may go on; the gate asks."""
+        return key in self._ranks
+
+    async def _count(self) -> None:
+        """Counts connections. What is no member's is told by no event of its own, so it is what is left over."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            self._num_accepted += event == zmq.EVENT_ACCEPTED
+            self._num_proven += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._num_ended += event == zmq.EVENT_DISCONNECTED
+            # some that have proven nothing yet may still do so, but not those that ended
+            self._refused.set(min(self._num_ended, self._num_accepted - self._num_proven), "no key of a member")
+
+    async def close(self, socket: Any) -> None:
+        """Ends the guard of `socket`."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._gate.stop()

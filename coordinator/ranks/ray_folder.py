@@ -1,0 +1,111 @@
+"""The folder of a Ray that this process starts: its token, its sockets and its logs.
+
+Nothing of that Ray outlives this process, however it ends. A process of its own (`python -m` this module, FOLDER)
+waits for the folder's lock, which the system frees when its holder is gone; then it kills what Ray left behind and
+removes the folder. Where both were killed, the next one that starts does it in their place.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+PARENT, PREFIX = Path("/tmp"), "longleaf-ray-"
+"""A short path: the sockets of Ray lie in the folder, and their names have a limit."""
+TOKEN_BYTES = 32
+KILL_SECONDS = 1.0
+LEAVE_SECONDS = 10.0
+"""How long the process that watches may take to leave once there is nothing left to watch."""
+
+
+class RayFolder:
+    """A new folder that only this user can enter. `token_file` holds a fresh token; `temporary` is for Ray, which lets
+    everybody write there. Raises OSError when it cannot be made."""
+
+    def __init__(self) -> None:
+        self.path, self._lock = _make()
+        self.temporary = self.path / "ray"
+        self.token_file = self.path / "token"
+        self.token_file.touch(mode=0o600)
+        self.token_file.write_text(secrets.token_hex(TOKEN_BYTES))
+        command = [sys.executable, "-P", "-m", __name__, str(self.path)]
+        # A session of its own: what ends the service's process group must not end this.
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self._watcher = subprocess.Popen(command, **quiet, start_new_session=True)
+
+    def close(self) -> None:
+        """Removes the folder, and what still writes into it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        try:
+            self._watcher.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+            self._watcher.kill()
+            self._watcher.wait()
+
+
+def _make() -> tuple[Path, int]:
+    """The folder, and the open file that holds its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PARENT))
+        with suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():  # else another service swept it before it was locked
+                return path, lock
+
+
+# --- the process that watches ---
+
+
+def watch(folder: Path) -> None:
+    """Ends what earlier services left, then waits for the end of the process that made `folder`, and ends that too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for other in PARENT.glob(f"{PREFIX}*"):
+        if other != folder:
+            _end_once_free(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _end_once_free(folder, fcntl.LOCK_EX)
+
+
+def _end_once_free(folder: Path, how: int) -> None:
+    """`how` says whether to wait for who holds the lock, or to let the folder be."""
+    with suppress(OSError):  # held, gone, or not ours to open
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, how)
+            if os.fstat(lock).st_uid == os.geteuid() and folder.exists():
+                end(folder)
+        finally:
+            os.close(lock)
+
+
+def end(folder: Path) -> None:
+    """Kills the processes of the Ray whose folder this is, and removes it. Who made it, if it lives, is let be."""
+    while left := [one for one in psutil.process_iter() if one.pid != os.getppid() and _writes_into(folder, one)]:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=KILL_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _writes_into(folder: Path, process: psutil.Process) -> bool:
+    """All of Ray's processes keep a log there; people who read the logs do not."""
+    try:
+        files = [Path(file.path) for file in process.open_files() if file.mode != "r"]
+    except (psutil.Error, OSError):  # it has ended, or is another user's
+        return False
+    return any(file.is_relative_to(folder.resolve()) for file in files)
+
+
+if __name__ == "__main__":
+    watch(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Who runs, when, and how much of it in one step."""

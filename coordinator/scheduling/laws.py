@@ -1,0 +1,58 @@
+"""The laws that jobs and their holdings obey: every reference has an owner, every used block a segment, every promise a
+job, and every job that runs something to do."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.contexts import Contexts
+from coordinator.placement.paths import Path
+from coordinator.placement.segments import Segments
+from coordinator.scheduling.jobs import Job, Sequence
+
+
+def check_holdings(
+    segments: Segments, contexts: Contexts, placer: Placer, waiting: tuple[Job, ...], running: tuple[Job, ...]
+) -> None:
+    """Raises AssertionError where the books do not add up."""
+    segments.check()
+    contexts.check()
+    placer.check(run for segment in segments for run in (*segment.runs, *segment.window_runs))
+    jobs = (*waiting, *running)
+    for job in jobs:
+        job.origin.check(placer.windows)
+        job.path.check(placer.windows)
+    owners: dict[int, int] = {}
+    paths = [context.path for context in contexts.list()] + [job.path for job in jobs]
+    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
+        owners[segment.id] = owners.get(segment.id, 0) + 1
+    assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
+    places = [(context.path, end) for context in contexts.list() for end in context.ends]
+    places += [(path, path.end) for job in jobs for path in (job.origin, job.path)]
+    _check_seams(segments, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
+    assert placer.num_reserved == sum((job.reservation.left for job in running if job.reservation), Blocks())
+    assert not any(job.segment or job.reservation for job in waiting)
+    assert all(job.segment and job.reservation for job in running)
+
+
+def _check_seams(segments: Segments, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
+    """Each place holds the windows before it, and nothing else is held of what is sealed: the first block of each run
+    is seen."""
+    held: dict[int, Counter[int]] = {}
+    for path, end in places:
+        for segment in path.seen(end, placer.windows):
+            held.setdefault(segment.id, Counter())[end] += 1
+    assert held == {segment.id: segment.seams for segment in segments if segment.seams}
+    for segment in segments:
+        if placer.windows and segment.is_sealed and segment.window_runs:
+            first = placer.windows.first(min(segment.seams))
+            assert all(min(run.start + placer.block_size, run.end) > first for run in segment.window_runs)
+
+
+def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:
+    """Raises AssertionError when a job is in two places, or runs and can never be planned again."""
+    ids = [job.id for job in (*waiting, *running)]
+    assert len(ids) == len(set(ids))
+    for job in running:
+        has_rows = isinstance(job, Sequence) and (job.has_rows or job.is_paused)
+        assert job.has_chunks or has_rows or job.id in under_way

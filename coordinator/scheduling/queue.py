@@ -1,0 +1,110 @@
+"""Who is next: the jobs that wait, and the order in which jobs take turns. Integers only."""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+
+from coordinator.scheduling.jobs import Job
+
+AGEING = 8
+"""One of so many turns goes to whoever waits longest, whatever its priority and its client."""
+
+
+class Turns:
+    """Deals turns. Higher priorities go first; among equals the client that was served the fewest tokens.
+
+    A client that comes counts as served as few as the least served one that is there, so that absence saves nothing up
+    and nobody must be remembered after leaving. Every client of a job must have come.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._num_turns = 0
+
+    @property
+    def is_for_the_oldest(self) -> bool:
+        """The next turn goes by age."""
+        return self._num_turns % AGEING == AGEING - 1
+
+    def enter(self, client: str) -> None:
+        """A client has come, or is there already."""
+        self._served.setdefault(client, min(self._served.values(), default=0))
+
+    def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
+        """Jobs as they are next; `since` tells which of them waits longer: the smaller number."""
+        ordered = sorted(jobs, key=lambda job: (-job.claim.priority, self._served[job.claim.client], since(job)))
+        if ordered and self.is_for_the_oldest:
+            oldest = min(ordered, key=since)
+            ordered.remove(oldest)
+            ordered.insert(0, oldest)
+        return ordered
+
+    def take(self, client: str, num_tokens: int) -> None:
+        """Counts a turn."""
+        self._num_turns += 1
+        self.charge(client, num_tokens)
+
+    def charge(self, client: str, num_tokens: int) -> None:
+        """Counts tokens; fewer than 0 give back."""
+        self._served[client] += num_tokens
+
+    def keep(self, clients: Container[str]) -> None:
+        """Forgets all clients but these."""
+        self._served = {client: served for client, served in self._served.items() if client in clients}
+
+
+class Queue:
+    """Jobs that wait for room. A client is charged with all tokens that a job may take when it begins, and gets back
+    what was not used."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+        self._turns = Turns()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def add(self, job: Job) -> None:
+        self._jobs[job.id] = job
+        self._turns.enter(job.claim.client)
+
+    def remove(self, job_id: int) -> Job | None:
+        return self._jobs.pop(job_id, None)
+
+    def order(self) -> list[Job]:
+        """As they are next. Whoever would not read its answer does not begin."""
+        return self._turns.order((job for job in self if not job.is_paused), lambda job: job.id)
+
+    def take(self, has_room: Callable[[Job], bool]) -> Job | None:
+        """The next job for which there is room, taken out; None when there is none.
+
+        Jobs without room let others pass. Those give way to them later, so that a job begins at the latest when what
+        ran when it became the next one has ended: as if nobody had passed it.
+        """
+        passed: list[int] = []
+        for job in self.order():
+            if has_room(job):
+                self._begin(job, frozenset(passed))
+                return job
+            passed.append(job.id)
+        return None
+
+    def _begin(self, job: Job, passed: frozenset[int]) -> None:
+        del self._jobs[job.id]
+        job.passed = passed
+        job.num_charged = job.num_tokens_left
+        job.is_spared = self._turns.is_for_the_oldest and not passed  # or it might never get to its end
+        if passed and self._turns.is_for_the_oldest:
+            self._turns.charge(job.claim.client, job.num_charged)  # the oldest keeps its turn
+        else:
+            self._turns.take(job.claim.client, job.num_charged)
+
+    def settle(self, job: Job) -> None:
+        """Gives back what a job that was running did not use."""
+        self._turns.charge(job.claim.client, -min(job.num_charged, job.num_tokens_left))
+        job.num_charged = 0
+
+    def keep(self, clients: Container[str]) -> None:
+        """Forgets all clients but these."""
+        self._turns.keep(clients)

@@ -1,0 +1,87 @@
+"""How fast the ranks were lately, and what that lets expect. Pure: measured times are passed in. Times in seconds."""
+
+from collections.abc import Iterable
+
+from coordinator.scheduling.jobs import Job, Sequence
+from longleaf.channel.step import Prefill, StepPlan
+
+DECAY = 0.75
+"""What a measurement still counts after the next one."""
+RETRY_SECONDS = (0.5, 60.0)
+"""Shortest and longest wait that a caller is told."""
+UNKNOWN_RETRY_SECONDS = 2.0
+
+
+class Rate:
+    """Seconds per thing, over what was measured lately; None before the first measurement."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._count = 0.0
+
+    @property
+    def value(self) -> float | None:
+        return self._seconds / self._count if self._count else None
+
+    def add(self, seconds: float, count: int) -> None:
+        self._seconds = self._seconds * DECAY + seconds
+        self._count = self._count * DECAY + count
+
+
+class Speeds:
+    """Seconds per prompt token, per decode step, and from the end of one job to the end of the next."""
+
+    def __init__(self) -> None:
+        self.prefill_token = Rate()
+        self.decode_step = Rate()
+        self.job = Rate()
+        self._last_end: float | None = None
+
+    def measure(self, plan: StepPlan, seconds: float) -> None:
+        """Takes in how long a step took; 0 was not measured."""
+        if seconds <= 0:
+            return
+        if isinstance(plan.work, Prefill):
+            self.prefill_token.add(seconds, len(plan.work.token_ids))
+        else:
+            self.decode_step.add(seconds, 1)
+
+    def ended(self, now: float, is_busy: bool) -> None:
+        """Takes in that a job has ended; `is_busy` when there are others."""
+        if self._last_end is not None:
+            self.job.add(now - self._last_end, 1)
+        self._last_end = now if is_busy else None
+
+    def retry_seconds(self, num_waiting: int) -> float:
+        """After which half of those that wait have begun."""
+        if (per_job := self.job.value) is None:
+            return UNKNOWN_RETRY_SECONDS
+        low, high = RETRY_SECONDS
+        return min(high, max(low, per_job * num_waiting / 2))
+
+    def least_seconds(self, job: Job, num_held: int, waiting: Iterable[Job], running: Iterable[Job]) -> float:
+        """What a new job takes at least: those in the queue that surely go first, its share of the prefill, its answer.
+
+        `num_held` of its tokens need not be read.
+
+        Only an answer that nothing can end early counts with all its tokens. What was never measured counts nothing.
+        """
+        token, step = self.prefill_token.value or 0.0, self.decode_step.value or 0.0
+        first = sum(1 for other in waiting if _goes_first(other, job))
+        rivals = [other for other in running if other.claim.priority >= job.claim.priority]
+        # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
+        own = max(0, job.num_prefill - num_held)
+        tokens = own + sum(min(other.num_prefill - other.num_placed, own) for other in rivals)
+        return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
+
+
+def _goes_first(other: Job, job: Job) -> bool:
+    one, two = other.claim, job.claim
+    is_before = one.priority > two.priority or (one.priority == two.priority and one.client == two.client)
+    return is_before and not other.is_paused
+
+
+def _least_steps(job: Job) -> int:
+    if not isinstance(job, Sequence):
+        return 0
+    return 1 if job.can_end_early else job.sampling.max_tokens

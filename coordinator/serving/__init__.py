@@ -1,0 +1,1 @@
+"""The doors of the service: gRPC. The only package that knows it."""

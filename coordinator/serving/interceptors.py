@@ -1,0 +1,138 @@
+"""The one place where errors become statuses."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from coordinator.serving.requests import Call, Handler, Incoming, Requests
+from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
+from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+from longleaf.units import human_seconds
+
+logger = logging.getLogger(__name__)
+
+Refusal = tuple[Any, ...]
+"""A status code, its message, and what trails it."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL. What
+    makes a stream that nobody reads for `unread_timeout` seconds is let go.
+
+    Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
+    come as bytes, when they are asked for, and the library holds none of them while it is answered.
+    """
+
+    def __init__(self, requests: Requests, unread_timeout: float) -> None:
+        self._requests = requests
+        self._unread_timeout = unread_timeout
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        name = handler_call_details.method
+        method = name.decode() if isinstance(name, bytes) else name
+
+        async def answer(_: object, call: Call) -> None:
+            await _answer(method, self._serve(method, handler, call), call)
+
+        untyped: Any = grpc
+        return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    async def _serve(self, method: str, handler: Handler, call: Call) -> None:
+        with self._requests.of(method, handler) as incoming:
+            if not handler.response_streaming:
+                await call.write(await handler.unary_unary(await incoming.one(call), call))
+            elif handler.request_streaming:
+                try:
+                    await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+                except LongleafError:
+                    await incoming.drain(call)
+                    raise
+            elif inspect.iscoroutinefunction(handler.unary_stream):
+                await handler.unary_stream(await incoming.one(call), call)  # writes its responses itself
+            else:
+                await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
+
+    async def _send(self, responses: Any, call: Call, incoming: Incoming) -> None:
+        """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
+
+        They are closed as well when a response finds no room in the connection for so long. The library knows no way
+        to end a call that is not read: it waits until its client reads on, and is told with ResourceExhausted, or
+        leaves.
+        """
+        closing: list[asyncio.Task[None]] = []
+
+        def let_go() -> None:
+            incoming.release()
+            closing.append(asyncio.create_task(responses.aclose()))
+
+        async with aclosing(responses):
+            try:
+                async for response in responses:
+                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, let_go)
+                    try:
+                        await call.write(response)
+                    finally:
+                        timer.cancel()
+                    if closing:
+                        raise ResourceExhausted(
+                            "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
+                        )
+                    incoming.release()  # who answers has taken out of the request what it needs
+            finally:
+                await asyncio.gather(*closing)
+
+
+async def _answer(method: str, work: Awaitable[None], call: Call) -> None:
+    """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
+    try:
+        await work
+        return
+    except asyncio.CancelledError:
+        raise
+    except LongleafError as error:
+        logger.log(logging.WARNING if isinstance(error, Unavailable) else logging.INFO, "%s: %s", method, error)
+        refusal = _refusal(error)
+        _forget(error)
+    except grpc.aio.AbortError as error:  # the library's own services say no by themselves
+        _forget(error)
+        return
+    except grpc.aio.InternalError as error:  # nothing can be sent: the client left
+        raise asyncio.CancelledError from error
+    except Exception as error:
+        logger.exception("%s failed", method)
+        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
+        _forget(error)
+    try:
+        await call.abort(*refusal)
+    except grpc.aio.AbortError as error:
+        _forget(error)
+    except grpc.aio.InternalError:  # the client left, so nobody is there to be told
+        return
+
+
+def _refusal(error: LongleafError) -> Refusal:
+    status = encode_error(error)
+    return grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Lets go of the frames that an error and those before it came through. The library keeps an AbortError with its
+    call, and streams keep the error that ended them: with their frames, which know call and stream, they would keep
+    the request until the garbage collector comes."""
+    while error is not None:
+        cause, context = error.__cause__, error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        _forget(cause)
+        error = context

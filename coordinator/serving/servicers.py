@@ -1,0 +1,247 @@
+"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised."""
+
+import base64
+import binascii
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from contextlib import aclosing
+from typing import ParamSpec, Protocol, TypeVar
+
+import msgspec
+from google.protobuf.empty_pb2 import Empty
+
+from coordinator import events
+from coordinator.calls.generation import Generation
+from coordinator.calls.ingest import Ingest
+from coordinator.calls.tokens import MAX_TOKENS, Tokenization
+from coordinator.calls.verification import Verifications
+from coordinator.calls.views import context_of
+from coordinator.engine.changes import Changes, Watch
+from coordinator.text.threads import TextThreads
+from longleaf import codec
+from longleaf.errors import InvalidArgument
+from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
+from longleaf.v1 import cluster_service_pb2 as cluster_pb
+from longleaf.v1 import context_pb2 as context_pb
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
+from longleaf.v1.cluster_service_pb2_grpc import ClusterServiceServicer
+from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
+from longleaf.v1.generation_pb2 import TokenIds
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
+from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
+
+Given = ParamSpec("Given")
+Decoded = TypeVar("Decoded")
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+MANY_IDS = 1 << 14
+"""Token ids above which decoding a message would keep other calls waiting."""
+
+
+class ContextStore(Protocol):
+    """The engine, as the context service sees it."""
+
+    def get_context(self, context_id: str) -> events.ContextView:
+        """Raises NotFound."""
+        ...
+
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+        """By id, those that come after `after`, at most `limit`."""
+        ...
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+        """Raises NotFound, AlreadyExists or InvalidArgument."""
+        ...
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+        """Raises NotFound or InvalidArgument."""
+        ...
+
+    def delete_context(self, context_id: str) -> None:
+        """Raises NotFound."""
+        ...
+
+
+class Call(Protocol):
+    """What gRPC knows of a call."""
+
+    def peer(self) -> str:
+        """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds that the client waits yet; None when it set no limit."""
+        ...
+
+
+def _host(peer: str) -> str:
+    return peer.rpartition(":")[0] or peer
+
+
+async def _decoded(
+    threads: TextThreads,
+    token_ids: TokenIds,
+    decode: Callable[Given, Decoded],
+    *arguments: Given.args,
+    **options: Given.kwargs,
+) -> Decoded:
+    """What `decode` makes of a message that carries `token_ids`: in a thread, if they are many."""
+    if len(token_ids.ids) > MANY_IDS:
+        return await threads.run(decode, *arguments, **options)
+    return decode(*arguments, **options)
+
+
+def random_seed() -> int:
+    """A seed for a caller who gave none."""
+    return secrets.randbits(64)
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Streams generations, and ends those that are held."""
+
+    def __init__(self, generation: Generation, threads: TextThreads, seed: Callable[[], int] = random_seed) -> None:
+        self._generation = generation
+        self._threads = threads
+        self._seed = seed
+
+    async def Generate(
+        self, request: service_pb.GenerateRequest, context: Call
+    ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
+        decoded = await _decoded(self._threads, request.token_ids, codec.decode_generate, request, self._seed())
+        if isinstance(decoded, Generate) and not decoded.client:
+            decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
+        async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
+            del request, decoded  # they may be large, and the answer long
+            async for event in answer:
+                yield codec.encode_event(event)
+
+    async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
+        await self._generation.cancel(codec.decode_cancel(request))
+        return Empty()
+
+
+class ContextServicer(ContextServiceServicer):
+    """Creates, reads, changes, forks and deletes contexts."""
+
+    def __init__(self, ingest: Ingest, threads: TextThreads, contexts: ContextStore) -> None:
+        self._ingest = ingest
+        self._threads = threads
+        self._contexts = contexts
+
+    async def IngestContext(
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
+    ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
+        pieces = _pieces(request_iterator, self._threads, _host(context.peer()))
+        async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
+            async for report in reports:
+                yield codec.encode_ingest_progress(report)
+
+    async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
+        view = self._contexts.get_context(codec.context_id(request.name))
+        return codec.encode_context(context_of(view))
+
+    async def ListContexts(
+        self, request: ingest_pb.ListContextsRequest, context: object
+    ) -> ingest_pb.ListContextsResponse:
+        if request.page_size < 0:
+            raise InvalidArgument("page_size", f"{request.page_size} is negative")
+        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        after = _decode_page_token(request.page_token)
+        views = self._contexts.list_contexts(after, size + 1)
+        return ingest_pb.ListContextsResponse(
+            contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
+            next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
+        )
+
+    async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
+        fork = codec.decode_fork(request)
+        view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(context_of(view))
+
+    async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
+        return codec.encode_context(context_of(self._contexts.update_context(*codec.decode_update(request))))
+
+    async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
+        self._contexts.delete_context(codec.context_id(request.name))
+        return Empty()
+
+
+async def _pieces(
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, host: str
+) -> AsyncGenerator[IngestPiece, None]:
+    """The requests decoded; `host` is the client that names none."""
+    async for request in requests:
+        piece = await _decoded(threads, request.token_ids, codec.decode_ingest_piece, request)
+        if isinstance(piece, IngestHeader) and not piece.client:
+            piece = msgspec.structs.replace(piece, client=host)
+        yield piece
+        del request, piece  # they may be large, and the next ones long in coming
+
+
+def _encode_page_token(last: str) -> str:
+    return base64.urlsafe_b64encode(last.encode()).decode()
+
+
+def _decode_page_token(token: str) -> str:
+    """Id after which the page begins. Raises InvalidArgument for a token that was not given out here."""
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidArgument("page_token", "is not a next_page_token of this service") from None
+
+
+class TokenizerServicer(TokenizerServiceServicer):
+    """Turns texts into ids and back, and counts."""
+
+    def __init__(self, tokenization: Tokenization, threads: TextThreads) -> None:
+        self._tokenization = tokenization
+        self._threads = threads
+
+    async def CountTokens(
+        self, request: tokenizer_pb.CountTokensRequest, context: object
+    ) -> tokenizer_pb.CountTokensResponse:
+        return tokenizer_pb.CountTokensResponse(token_count=await self._tokenization.count(request.text))
+
+    async def Tokenize(self, request: tokenizer_pb.TokenizeRequest, context: object) -> tokenizer_pb.TokenizeResponse:
+        found = await self._tokenization.tokenize(
+            request.text, add_special=request.add_special_tokens, has_spans=request.return_spans
+        )
+        return codec.encode_tokenized(found)
+
+    async def Detokenize(
+        self, request: tokenizer_pb.DetokenizeRequest, context: object
+    ) -> tokenizer_pb.DetokenizeResponse:
+        message, keep_special = request.token_ids, request.keep_special_tokens
+        token_ids = await _decoded(self._threads, message, codec.decode_ids, message, MAX_TOKENS)
+        text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
+        return tokenizer_pb.DetokenizeResponse(text=text)
+
+
+class ClusterServicer(ClusterServiceServicer):
+    """Describes and verifies the cluster. `changes` are those of what `cluster` says."""
+
+    def __init__(self, cluster: Callable[[], Cluster], changes: Changes, verifications: Verifications) -> None:
+        self._cluster = cluster
+        self._watch = Watch(self._look, changes)
+        self._verifications = verifications
+
+    async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
+        return codec.encode_cluster(self._cluster())
+
+    async def WatchCluster(
+        self, request: cluster_pb.WatchClusterRequest, context: object
+    ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
+        async with aclosing(self._watch.values(codec.decode_watch(request))) as responses:
+            async for response in responses:
+                yield response
+
+    def _look(self) -> cluster_pb.WatchClusterResponse:
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
+
+    async def VerifyCluster(
+        self, request: cluster_pb.VerifyClusterRequest, context: Call
+    ) -> cluster_pb.VerifyClusterResponse:
+        wanted = msgspec.structs.replace(codec.decode_verify(request), client=_host(context.peer()))
+        return codec.encode_verification(await self._verifications.run(wanted, context.time_remaining()))

@@ -1,0 +1,153 @@
+"""Ids to text while they arrive: whole characters only, and nothing of a stop string.
+
+The pieces' texts, joined, equal the decoding of all ids at once; each piece carries exactly the ids of its text.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from coordinator.text.spelling import Spell
+
+REPLACEMENT = "\ufffd"
+MAX_OPEN_TOKENS = 16
+"""Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
+
+
+class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
+    """What detokenisation needs of a tokenizer."""
+
+    decode: Callable[[Sequence[int]], str]
+    """Text of ids, special tokens skipped."""
+    silent: frozenset[int] = frozenset()
+    """Ids without text: special tokens, and rows of the embedding that stand for no token."""
+    bytes: frozenset[int] = frozenset()
+    """Byte-fallback ids: a run of them is decoded as a whole, so the text is open until the run ends."""
+    spell: Spell | None = None
+    """The bytes of single ids; None where they have none of their own."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Ids and their text. `index` is that of the first id in the answer."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class Detokenizer:
+    """Decodes a sliding window: ids whose text is out (for context), then ids whose text is open.
+
+    Decoders look at neighbours (a leading space is stripped, bytes join into characters), so an id is never decoded
+    alone: its text is what it adds to the text of the ids before it.
+    """
+
+    def __init__(self, alphabet: Alphabet) -> None:
+        self._alphabet = alphabet
+        self._shown: tuple[int, ...] = ()
+        """The ids of the last text that went out; they begin and end at character boundaries."""
+        self._open: list[int] = []
+
+    def push(self, token_id: int) -> tuple[tuple[int, ...], str]:
+        """The ids that `token_id` settles, and their text; both empty while the text is open."""
+        self._open.append(token_id)
+        if token_id in self._alphabet.silent or token_id in self._alphabet.bytes:
+            return (), ""
+        text = self._text(len(self._open))
+        if text and not text.endswith(REPLACEMENT):
+            return self._take(len(self._open), text)
+        return self._settle(text) if len(self._open) > MAX_OPEN_TOKENS else ((), "")
+
+    def finish(self) -> tuple[tuple[int, ...], str]:
+        """The open ids and their text, whatever it is."""
+        return self._take(len(self._open), self._text(len(self._open)))
+
+    def _text(self, num_open: int) -> str:
+        decode = self._alphabet.decode
+        return decode([*self._shown, *self._open[:num_open]])[len(decode(self._shown)) :]
+
+    def _take(self, num_open: int, text: str) -> tuple[tuple[int, ...], str]:
+        taken = tuple(self._open[:num_open])
+        del self._open[:num_open]
+        self._shown = taken if text else self._shown
+        return taken, text
+
+    def _settle(self, text: str) -> tuple[tuple[int, ...], str]:
+        """Takes the longest start that no later id can change, so that a run of broken bytes does not pile up.
+
+        A cut lies between characters if and only if the parts decode to the whole: a character that it divided would
+        show as two replacements or more instead of one character.
+        """
+        last = len(self._open) - 4
+        for cut in range(last, max(0, last - MAX_OPEN_TOKENS), -1):
+            start, rest = self._text(cut), self._alphabet.decode(self._open[cut:])
+            if start and rest and start + rest == text:
+                return self._take(cut, start)
+        return (), ""
+
+
+class TextStream:
+    """Detokenises one answer and watches for its stop strings."""
+
+    def __init__(self, alphabet: Alphabet, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(alphabet)
+        self._stops = tuple(stops)
+        self._held: list[tuple[tuple[int, ...], str]] = []
+        """Settled ids and texts that may belong to a stop string."""
+        self._index = 0
+        self.matched_stop = ""
+        """The stop string that was met: the answer ends, and later ids must not be pushed."""
+
+    def push(self, token_id: int) -> Piece | None:
+        """What `token_id` releases. At a stop string: all ids up to here, and the text before the string."""
+        token_ids, text = self._detokenizer.push(token_id)
+        if not token_ids:
+            return None
+        self._held.append((token_ids, text))
+        return self._cut() or self._release()
+
+    def finish(self, *silent: int) -> Piece | None:
+        """All that is held back. `silent` ids (the end token) join the last piece without text of their own."""
+        token_ids, text = self._detokenizer.finish()
+        self._held.append((token_ids, text))
+        if (piece := self._cut()) is not None:
+            return piece
+        self._held.append((silent, ""))
+        return self._piece(len(self._held))
+
+    def _cut(self) -> Piece | None:
+        text = "".join(text for _, text in self._held)
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        # The string that is complete first wins, as if text came one character at a time.
+        _, start, self.matched_stop = min(found)
+        whole = self._piece(len(self._held))
+        return Piece(whole.index, whole.token_ids, text[:start]) if whole else None
+
+    def _release(self) -> Piece | None:
+        text = "".join(text for _, text in self._held)
+        free = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
+        num_free, end = 0, 0
+        for _, part in self._held:
+            end += len(part)
+            if end > free:
+                break
+            num_free += 1
+        return self._piece(num_free)
+
+    def _piece(self, num_parts: int) -> Piece | None:
+        parts = self._held[:num_parts]
+        del self._held[:num_parts]
+        token_ids = tuple(token_id for ids, _ in parts for token_id in ids)
+        if not token_ids:
+            return None
+        piece = Piece(self._index, token_ids, "".join(text for _, text in parts))
+        self._index += len(token_ids)
+        return piece
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a start of `stop`, and not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

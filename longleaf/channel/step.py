@@ -1,0 +1,160 @@
+"""What the ranks do in one step, and what rank 0 answers.
+
+Every rank receives the same StepPlan; rank 0 answers it. A plan carries no generated ids: ranks keep the last sampled
+token of each sequence themselves, so a plan can be sent before the one before it is answered. Ranks execute plans in
+the order in which they were sent.
+"""
+
+import msgspec
+
+from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.runs import Run
+from longleaf.sampling import Logprobs, Sampling
+
+
+class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
+    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
+
+    path: tuple[int, ...]
+    """Segments the tokens may attend to, in order; the last receives the chunk."""
+    start: int
+    """Position of the first token."""
+    token_ids: tuple[int, ...]
+    pieces: tuple[Run, ...]
+    """Consecutive, covering the chunk, at most one per rank."""
+    rope: Rope = OWN_ROPE
+    window_runs: tuple[Run, ...] = ()
+    """With replicated windows, all runs of EVERY_RANK that the last segment has in this step, in order, in the windows'
+    pool: tokens before the chunk that it sees, and those of the chunk that the token after it will see. They replace
+    what earlier plans told of this segment."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What penalties must know of a sequence's past. Rank 0 adds the tokens that it samples from then on."""
+
+    token_ids: tuple[int, ...]
+    """Distinct ids of context and prompt; empty when no repetition penalty asks for them."""
+    generated: tuple[int, ...]
+    """Ids of the answer so far, each as often as it was generated."""
+
+
+class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the tokens of a sequence are chosen. Told once; rank 0 keeps it until the sequence is released."""
+
+    sampling: Sampling
+    """Without stops: those are the coordinator's business."""
+    seen: Seen | None = None
+    """If the sequence has penalties."""
+    reference_ids: tuple[int, ...] = ()
+    """If rank 0 shall compare its logits with those of plain attention: the ids before its answer."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token."""
+
+    sequence: int
+    path: tuple[int, ...]
+    """Segments the tokens may attend to, in order; the last receives the tokens."""
+    start: int
+    """Position of the first token."""
+    token_ids: tuple[int, ...]
+    """Empty: the one token that was sampled last."""
+    runs: tuple[Run, ...]
+    """Runs that receive the tokens, with the extent that they have after this step."""
+    token_index: int
+    """Index in the answer of the token to sample from the last position; -1 samples nothing."""
+    terms: Terms | None = None
+    """With the first row of a sequence, and with the first one after the sequence was released."""
+    num_reference: int = 0
+    """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes."""
+    rope: Rope = OWN_ROPE
+    window_runs: tuple[Run, ...] = ()
+    """As of a chunk, but with all tokens of the row."""
+
+    @property
+    def num_tokens(self) -> int:
+        return max(1, len(self.token_ids))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this row completes an answer that is compared."""
+        return self.num_reference > 0
+
+
+class Decode(msgspec.Struct, frozen=True, tag="decode"):
+    """Replicated rows of one or more sequences."""
+
+    rows: tuple[Row, ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
+    """What every rank must do in one step."""
+
+    epoch: int
+    step: int
+    work: Prefill | Decode
+    release_segments: tuple[int, ...] = ()
+    """Segments to forget before the work; their blocks may be handed out again in this very plan."""
+    release_sequences: tuple[int, ...] = ()
+    """Sequences whose last token, terms and history may be forgotten."""
+
+    @property
+    def num_tokens(self) -> int:
+        if isinstance(self.work, Prefill):
+            return len(self.work.token_ids)
+        return sum(row.num_tokens for row in self.work.rows)
+
+    @property
+    def num_reference(self) -> int:
+        """Tokens that rank 0 computes alone while the others wait, to compare."""
+        return 0 if isinstance(self.work, Prefill) else sum(row.num_reference for row in self.work.rows)
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The logits of one answer, from attention spread over the ranks, beside those of plain attention on rank 0."""
+
+    max_difference: float = 0.0
+    """Largest absolute difference between two logits, plain attention in float32; NaN where one of them is."""
+    max_logit: float = 0.0
+    """Largest absolute logit of plain attention."""
+    distance: float = 0.0
+    """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those:
+    norms, and the median over the tokens."""
+    plain_distance: float = 0.0
+    """The same of plain attention in `plain_dtype`: what rounding does."""
+    plain_dtype: str = ""
+    """`dtype`, or bfloat16 where that is int8, which plain attention does not know."""
+    worst_index: int = 0
+    """Index in the answer of the token at which they differ most."""
+    num_tokens: int = 0
+    """Tokens of the answer that were compared."""
+    num_equal: int = 0
+    """Those for which both would choose the same token greedily."""
+    num_ranks: int = 0
+    """Ranks that hold keys of the prompt or the answer."""
+    dtype: str = ""
+    """Coarsest numeric type on the way: of the weights, of keys and values, or of partials that travel."""
+    seconds: float = 0.0
+    """How long plain attention took."""
+    failure: str = ""
+    """Why there is nothing to compare with; empty when there is."""
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """Rank 0 to coordinator: sampled ids by sequence, in the plan's order of rows."""
+
+    epoch: int
+    step: int
+    token_ids: dict[int, int]
+    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict[int, Logprobs])
+    """Of the sampled ids, by sequence, for those that ask for them."""
+    kv_bytes_read: int = 0
+    """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
+    seconds: float = 0.0
+    """How long rank 0 computed."""
+    not_finite: tuple[int, ...] = ()
+    """Sequences that have no id, because their logits are NaN or infinite. They cannot go on."""
+    has_finite_keys: bool = True
+    """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
+    comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
+    """By sequence, of the answers that this step completed and that are compared; their seconds count in `seconds`."""

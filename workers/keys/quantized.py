@@ -1,0 +1,85 @@
+"""The pool of keys and values in 8 bits: `longleaf serve --kv-dtype int8`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.attention.kernels import Kernel
+from longleaf.attention.masks import Read
+from longleaf.attention.native import NativeDecode
+from longleaf.attention.quantized import QuantizedLayer
+from longleaf.errors import ModelRefused
+from workers.model.model import LayerSpec
+
+
+class QuantizedPool:
+    """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
+
+    Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
+    computed, or on which way a prompt is read. Where windows have blocks of their own (see `Pool`), fresh keys are seen
+    as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        num_window_blocks: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.dtype = dtype
+        self.device = device
+        self.trash_slot = num_blocks * block_size
+        native = NativeDecode.load() if device == "cpu" else None
+        self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
+        num_window_blocks = num_blocks + 1 if num_window_blocks is None else num_window_blocks
+        self._layers = {
+            i: QuantizedLayer(spec.num_kv_heads, size, block_size, spec.head_dim, device, native)
+            for i, spec in layers.items()
+            for size in [num_blocks + 1 if spec.reach.is_full else num_window_blocks]
+        }
+
+    @staticmethod
+    def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
+        """Of all layers. Raises ModelRefused for those whose values lie in their keys."""
+        return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
+
+    @staticmethod
+    def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
+        if spec.latent_dim is not None:
+            raise ModelRefused("kv_dtype: int8 rounds keys and values apart, and in latent attention they are the same")
+        return QuantizedLayer.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Of a token's keys and values in a layer."""
+        return -(-self._bytes[layer] // self.block_size)
+
+    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Rounds the keys and values of T tokens into their slots, and gives them as they are there."""
+        self._layers[layer].write(slots_T, k_KTD, v_KTV)
+        return self._layers[layer].read(slots_T, self.dtype)
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, [L, 2, K, D], for `split`."""
+        return self.pack(layer, *self._layers[layer].read(slots_L, self.dtype))
+
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """The same, [T, 2, K, D], of tokens that are not kept."""
+        return torch.stack((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=1)
+
+    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [K, S, D] of tokens that were taken or packed, here or elsewhere."""
+        k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, 1))
+        return k_KSD, v_KSD
+
+    def attend(
+        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        return self._layers[layer].attend(kernel, q_THD, reads, scale, softcap)

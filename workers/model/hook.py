@@ -1,0 +1,103 @@
+"""The attention function that transformers calls in every attention layer.
+
+Registered as an ordinary attention implementation; models are not changed. The step's handle arrives as the forward
+argument `step`, or on the tensor of positions, so this module holds no state. Nothing is registered for masks:
+transformers then builds none, and who sees whom is decided in `workers.step.inputs`.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "longleaf"
+UNSUPPORTED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
+"""What some families hand to attention and what would change its result."""
+
+
+class Handle(Protocol):
+    """What a forward pass carries through the model to every attention layer."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: "LayerCall") -> Tensor:
+        """Attention of this layer's new tokens, [T, H, V]; also stores their keys and values."""
+        ...
+
+
+class LayerCall(NamedTuple):
+    """What a layer says about its attention."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    """Scores s become softcap * tanh(s / softcap)."""
+    sink_H: Tensor | None
+    """Per head one more score that takes part in the softmax and gives no value."""
+    unsupported: str | None
+
+
+class Offsets:
+    """Passes for a cache where a layer asks one at which position its rows are: it counts them from there.
+
+    Holds nothing: keys and values come back as they were given.
+    """
+
+    def __init__(self, positions_T: Tensor) -> None:
+        self._offsets_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """What turns the number of each row into its position, [T]."""
+        return self._offsets_T
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def arguments(step: Handle, token_ids_T: Tensor, positions_T: Tensor, *, has_offsets: bool) -> dict[str, Any]:
+    """What a forward pass over rows of any sequences, in any order, receives to come back here in every layer.
+
+    Some families (StableLM) drop arguments that they do not know; positions reach the attention of all that use them.
+    `has_offsets` is for those whose layers ask a cache for positions.
+    """
+    positions_1T = positions_T[None]
+    setattr(positions_1T, "step", step)  # noqa: B010
+    return {
+        "input_ids": token_ids_T[None],
+        "position_ids": positions_1T,
+        "past_key_values": Offsets(positions_T) if has_offsets else None,
+        "use_cache": False,
+        "step": step,
+    }
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: Handle | None = None,
+    position_ids: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D or V]; returns [1, T, H, V]."""
+    handle = step or getattr(position_ids, "step", None)
+    if handle is None:
+        raise TypeError("it hands on neither the step nor the positions to its attention")
+    features["attention_mask"] = attention_mask  # none is made for this function: the layer has made one of its own
+    unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    out_THD = handle.attend(layer, query[0].transpose(0, 1), key[0], value[0], call)
+    return out_THD.unsqueeze(0).to(query.dtype), None
+
+
+def register() -> None:
+    """Makes `attn_implementation="longleaf"` known to transformers."""
+    AttentionInterface.register(NAME, attention)

@@ -1,0 +1,290 @@
+"""Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
+
+from longleaf.attention.kernels import lies_in
+from longleaf.attention.masks import Reach
+from longleaf.config import DtypeName
+from longleaf.errors import ModelRefused
+from longleaf.geometry import Rotary
+from workers.model import hook, latent
+from workers.model.rotary import Ropes, replace_rotary
+
+PREFLIGHT_ROWS = 4
+UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How all of a checkpoint is read: None would ask on standard input whether to run its code."""
+SAFE_WEIGHTS: dict[str, Any] = {"use_safetensors": True, "weights_only": True}
+SEEING = ("mistral3",)
+"""Types of models that see images, and that transformers does not count among the causal language models though they
+hold one: their text is served. Named one by one, for others read a prompt in their own way (PaliGemma all at once)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What an attention layer computes, stores and sees: heads, key heads, their dim, and how far back it sees."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    reach: Reach
+    latent_dim: int | None = None
+    """Values are the first so many dims of the keys, and are not stored again; None: they are as wide as the keys."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors, as wide as the keys, that hold keys and values."""
+        return 2 if self.latent_dim is None else 1
+
+    @property
+    def num_stored(self) -> int:
+        """Numbers that are kept of each token."""
+        return self.num_tensors * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded checkpoint and its attention layers, by layer index."""
+
+    module: PreTrainedModel
+    layers: dict[int, LayerSpec]
+    device: str
+    dtype: torch.dtype
+    ropes: Ropes
+    """Set before each forward pass: by which rope each row is rotated."""
+    rotary: Rotary
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its head."""
+        return decoder_of(self.module)
+
+    def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
+        """What a forward pass over rows of any sequences, in any order, receives."""
+        return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
+
+    @property
+    def last_layer(self) -> int:
+        return max(self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return sum(layer.num_stored for layer in self.layers.values()) * self.dtype.itemsize
+
+
+class Probe:
+    """The preflight's handle: notes what each attention layer asks for and answers zeros. All its rows are alike."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.layers: dict[int, LayerSpec] = {}
+        self._config = config
+
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
+        if call.unsupported:
+            raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported yet")
+        latent_dim = v_KTV.shape[2] if lies_in(v_KTV, k_KTD) else None
+        if k_KTD.shape != v_KTV.shape and latent_dim is None:
+            raise ModelRefused(f"attention layer {layer} has keys and values of different sizes, not supported yet")
+        if call.sink_H is not None and call.sink_H.shape != q_THD.shape[1:2]:
+            raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
+        if layer in self.layers:
+            raise ModelRefused(f"attention layer {layer} attends twice")
+        if not all(_is_alike(rows) for rows in (q_THD, k_KTD.transpose(0, 1), v_KTV.transpose(0, 1))):
+            raise ModelRefused(f"attention layer {layer} depends on more of a token than its id and its position")
+        reach = reach_of(self._config, layer, call.window)
+        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim)
+        return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
+
+
+def _is_alike(rows: Tensor) -> bool:
+    """Whether all rows are the same, but for rounding."""
+    return torch.allclose(rows, rows[:1].expand_as(rows), rtol=0.01, atol=0.01 * float(rows.abs().max()))
+
+
+def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
+    """How far back a layer sees that asks its attention function for `window`. Only the config tells of sections."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds else None
+    if kind is not None and (kind == "sliding_attention") != (window is not None):
+        raise ModelRefused(f"attention layer {layer} is of type {kind}, and asks for a window of {window} tokens")
+    if kind != "chunked_attention":
+        return Reach(window)
+    section: int | None = getattr(config, "attention_chunk_size", None)
+    if section is None:
+        raise ModelRefused(f"attention layer {layer} is of type {kind}, and the config has no attention_chunk_size")
+    return Reach(section=section)
+
+
+def load(folder: str, dtype: DtypeName, device: str) -> Model:
+    """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
+    config = read_config(folder)
+    try:
+        check_weights(Path(folder), config)
+        loader: Any = auto_class(config)  # its annotations do not know output_loading_info
+        module, report = loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+            **UNTRUSTED,
+            **SAFE_WEIGHTS,
+        )
+    except ModelRefused:
+        raise
+    except KeyError as error:
+        if error.args != (hook.NAME,):
+            raise ModelRefused(f"{folder} cannot be loaded: its config lacks {_first_line(error)}") from error
+        raise ModelRefused("the attention of this family cannot be replaced") from error
+    except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
+        raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
+    return prove(module, device)
+
+
+def read_config(folder: str) -> PreTrainedConfig:
+    """The config of the checkpoint in `folder`, ready for the hook. Raises ModelRefused."""
+    hook.register()
+    logging.disable_progress_bar()
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelRefused(f"{folder} holds no config.json: not a model folder")
+    try:
+        check_code(folder)
+        config = AutoConfig.from_pretrained(folder, **UNTRUSTED)
+        forget_code(config)
+    except ModelRefused:
+        raise
+    except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
+        raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    check_config(config)
+    return config
+
+
+def check_code(folder: str) -> None:
+    """Refuses a checkpoint of a type that only its own code knows."""
+    fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    kind = fields.get("model_type")
+    if "auto_map" in fields and kind not in CONFIG_MAPPING:
+        raise ModelRefused(f"{folder} is of type {kind} and needs code of its own, which is never run")
+
+
+def forget_code(part: Any) -> None:
+    """Strikes out the code that a config or its parts name: of parts, transformers asks on standard input whether to
+    run it, whatever it was told of the whole."""
+    fields: Any = vars(part) if isinstance(part, PreTrainedConfig) else part
+    if isinstance(fields, dict):
+        fields.pop("auto_map", None)
+        for value in fields.values():
+            forget_code(value)
+    elif isinstance(fields, list | tuple):
+        for value in fields:
+            forget_code(value)
+
+
+def check_weights(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuses weights in pickles, which are programs, also where only the config or an index names them."""
+    first: str = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
+    names, index = [first], folder / first
+    if first.endswith(".index.json"):
+        names = list(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else []
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise ModelRefused(f"{folder} has weights in {name}, which is not in safetensors, the only form read")
+
+
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """What makes the model of a config. Raises ModelRefused where that is no causal language model."""
+    if config.model_type in SEEING:
+        return AutoModelForImageTextToText
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+    return AutoModelForCausalLM
+
+
+def prove(module: PreTrainedModel, device: str) -> Model:
+    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
+    check_causal(decoder_of(module))
+    latent.absorb(module)
+    module.eval().requires_grad_(False)
+    module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    ropes, rotary = replace_rotary(decoder_of(module), module.config.get_text_config())
+    return Model(module, preflight(module, device), device, module.dtype, ropes, rotary)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses what the hook cannot see: masks that transformers makes outside of attention."""
+    text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", False):
+        raise ModelRefused("bidirectional attention is not causal")
+
+
+def check_causal(module: nn.Module) -> None:
+    """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
+    for name, part in module.named_modules():
+        if getattr(part, "is_causal", True) is False:
+            raise ModelRefused(f"{type(module).__name__}: {name} is not causal")
+
+
+@torch.inference_mode()
+def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
+    """Runs a few equal rows, as a step of which nothing is sampled, and checks that every attention layer called the
+    hook, with equal queries and keys: some families ignore the hook silently, and some mix rows, or count them, outside
+    of attention."""
+    config = module.config.get_text_config()
+    probe = Probe(config)
+    ids, positions = (torch.full((PREFLIGHT_ROWS,), i, device=device) for i in (0, 1))
+    inputs = hook.arguments(probe, ids, positions, has_offsets=asks_for_offsets(module))
+    forward_checked(module, {**inputs, "logits_to_keep": ids[:0]})
+    expected = config.num_hidden_layers
+    if sorted(probe.layers) != list(range(expected)):
+        name = type(module).__name__
+        raise ModelRefused(
+            f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
+        )
+    return probe.layers
+
+
+def decoder_of(module: PreTrainedModel) -> nn.Module:
+    """The layers of text without their head, and without what sees images; Llama 4 does not find its own."""
+    decoder = module.get_decoder()
+    return module.model if decoder is module else decoder
+
+
+def asks_for_offsets(module: PreTrainedModel) -> bool:
+    """Whether layers ask a cache at which position their rows begin: Llama 4, for its temperature."""
+    return getattr(module.config.get_text_config(), "attn_temperature_tuning", False)
+
+
+def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
+    """One forward with a step's handle; a model that refuses the handle is refused."""
+    try:
+        return module(**inputs)
+    except ModelRefused:
+        raise
+    except Exception as error:
+        raise ModelRefused(f"{type(module).__name__} cannot run on such steps: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,133 @@
+"""Chooses tokens from logits. Random numbers depend on (seed, token index) alone, never on the batch."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longleaf.channel.step import Row, Terms
+from longleaf.sampling import Logprobs, TokenLogprob
+from workers.sampling import distribution, draws
+from workers.sampling.penalties import Penalties
+
+MAX_LOGITS = 1 << 19
+"""Of rows that are computed on together, unless one alone has more: in float64 4 MiB, which an allocator hands out
+again instead of asking the system for pages each time."""
+
+
+class Chooser:
+    """How the tokens of one sequence are chosen: its terms, and what its penalties remember."""
+
+    def __init__(self, terms: Terms, vocabulary_size: int) -> None:
+        self.sampling = sampling = terms.sampling
+        self.penalties = Penalties(terms, vocabulary_size)
+        self.kind = -2 if sampling.is_argmax else -1 if sampling.is_greedy else sampling.top_k
+        """Rows of one kind are computed on together: those of one top-k, greedy ones, and greedy ones as they are."""
+
+
+class Sampler:
+    """Chooses the tokens of all sequences. Remembers the terms of each, which its first row tells."""
+
+    def __init__(self) -> None:
+        self._choosers: dict[int, Chooser] = {}
+
+    def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
+        """The next token id of each row, from its logits [V], and by sequence the logprobs that are asked for."""
+        choosers = [self._chooser(row, logits_RV.shape[-1]) for row in rows]
+        chosen = [0] * len(rows)
+        for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
+            indices = [rows[i].token_index for i in some]
+            found = choose(take(logits_RV, some), [choosers[i] for i in some], indices)
+            for i, token_id in zip(some, found, strict=True):
+                chosen[i] = token_id
+                choosers[i].penalties.add(token_id)
+        told: dict[int, Logprobs] = {}
+        for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
+            num_top = choosers[some[0]].sampling.num_logprobs
+            found = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
+            told.update(zip([rows[i].sequence for i in some], found, strict=True))
+        return chosen, told
+
+    def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
+        """That of the row's sequence, begun anew where the row tells its terms."""
+        if row.terms is not None:
+            self._choosers[row.sequence] = Chooser(row.terms, vocabulary_size)
+        return self._choosers[row.sequence]
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Drops what was told of sequences that have ended."""
+        for sequence in sequences:
+            self._choosers.pop(sequence, None)
+
+
+def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
+    """The logits of some of the rows, in rising order; without a copy where they follow one another."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits_RV[rows[0] : rows[-1] + 1]
+    return logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
+
+
+def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequence[int]) -> list[int]:
+    """The next token ids from the logits [V] of rows of one kind."""
+    first = choosers[0].sampling
+    if first.is_argmax:
+        return argmax(logits_RV)
+    scores_RV = adjusted(logits_RV, choosers)
+    if first.is_greedy:
+        return argmax(scores_RV)
+
+    def draw_alone(i: int) -> int:
+        [scores_V] = adjusted(logits_RV[i, None], [choosers[i]]).cpu()
+        return distribution.draw(scores_V, samplings[i], uniforms[i])
+
+    samplings = [chooser.sampling for chooser in choosers]
+    uniforms = [uniform(s.seed, index) for s, index in zip(samplings, token_indices, strict=True)]
+    drawn = draws.draw(scores_RV, samplings, uniforms)
+    return [draw_alone(i) if token_id is None else token_id for i, token_id in enumerate(drawn)]
+
+
+def adjusted(logits_RV: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+    """Logits [R, V], float64, after bias and penalties."""
+    scores_RV = logits_RV.to(torch.float64, copy=True)
+    for scores_V, chooser in zip(scores_RV, choosers, strict=True):
+        chooser.penalties.adjust(scores_V)
+    return scores_RV
+
+
+def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
+    """How likely each row's token was by the logits [V] as the model gave them, and the `num_top` likeliest tokens."""
+    logits_RV = logits_RV.double()
+    # of the likeliest token, minus the logarithm of the sum: torch makes it in less time so than by log_softmax
+    logprob_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True).log()
+    ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
+    chosen_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
+    below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
+    return [
+        Logprobs(first, tuple(map(TokenLogprob, ids, values)))
+        for ids, (first, *values) in zip(ids_RN.tolist(), (below_RN + logprob_R1).tolist(), strict=True)
+    ]
+
+
+def argmax(logits_RV: Tensor) -> list[int]:
+    """The first of the highest logits of each row. On CPUs numpy finds it in a tenth of the time that torch takes."""
+    if logits_RV.device.type != "cpu":
+        return logits_RV.argmax(dim=-1).tolist()
+    is_half = logits_RV.dtype in (torch.bfloat16, torch.float16)
+    return (logits_RV.float() if is_half else logits_RV).numpy().argmax(axis=-1).tolist()
+
+
+def uniform(seed: int, token_index: int) -> float:
+    """A number in [0, 1) from a counter-based generator: key `seed`, counter `token_index`."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=token_index)).random())
+
+
+def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:
+    """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
+    most = max(1, MAX_LOGITS // num_tokens)
+    alike: dict[int, list[int]] = {}
+    for i, chooser in enumerate(choosers):
+        if (found := kind(chooser)) is not None:
+            alike.setdefault(found, []).append(i)
+    for rows in alike.values():
+        yield from (rows[start : start + most] for start in range(0, len(rows), most))

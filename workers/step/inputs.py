@@ -1,0 +1,176 @@
+"""From a StepPlan to the tensors and reads of one rank: everything the layers need, decided before the model runs.
+
+Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
+rank, in an order in which rows that see the same keys are neighbours (`rows.py`). In prefill each rank computes
+its own piece; the gathered queries of all pieces lie one piece after the other, each padded to the longest, so the
+piece of rank r begins at row r * num_tokens. Layers that gather keys instead have their own rows only, and a past; so
+have windowed layers whose keys lie on every rank (`workers.step.windows`), which in decode have slots of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
+from longleaf.channel.step import Decode, Prefill, Row
+from longleaf.geometry import EVERY_RANK, OWN_ROPE, Rope
+from longleaf.runs import Run
+from workers.keys.cache import Segments, Slots, slots_of, stretches
+from workers.model.model import LayerSpec
+from workers.model.rotary import Rows, row_ropes
+from workers.step.past import Past, PastBuilder
+from workers.step.rows import Query, order, row_reads
+from workers.step.windows import Fresh, WindowBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs of one forward pass on one rank; T tokens computed here."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    """Slot of each token's keys; the trash slot for tokens that another rank owns."""
+    reads: dict[int, Reads]
+    """What the rows read from this rank's pool, by layer; layers that gather keys may be left out."""
+    pasts: dict[int, Past] = field(default_factory=dict)
+    """In prefill, by layer: where keys are gathered, not queries."""
+    fresh: dict[int, Fresh] = field(default_factory=dict)
+    """In prefill, by layer: where keys lie on every rank; such layers have no other reads."""
+    window_slots: dict[int, Tensor] = field(default_factory=dict)
+    """In decode, by layer: slots of all tokens' keys, where they lie on every rank."""
+    num_own_tokens: int = 0
+    """In prefill, tokens of the own piece; what follows them is padding."""
+    sample_rows: tuple[int, ...] = ()
+    """Rows whose logits are wanted, in the order of the plan."""
+    ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
+    """By which rope each token's queries and keys are rotated."""
+
+
+class InputBuilder:
+    """Builds the inputs of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        pool: Slots,
+        segments: Segments,
+        layers: dict[int, LayerSpec],
+        pasts: PastBuilder,
+        windows: WindowBuilder | None = None,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._pool = pool
+        self._segments = segments
+        self._layers = layers
+        self._pasts = pasts
+        self._windows = windows
+
+    def prefill(self, work: Prefill) -> Inputs:
+        """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
+        self._segments.put(work.path[-1], work.pieces, work.window_runs)
+        num_tokens = max(len(piece) for piece in work.pieces)
+        queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
+        mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
+        ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
+        padding = num_tokens - len(mine)
+        pasts = self._pasts.build(work)
+        fresh = self._windows.build(work) if self._windows else {}
+        reaches = {spec.reach for layer, spec in self._layers.items() if layer not in pasts and layer not in fresh}
+        reads = self._chunk_reads(work.path, queries, reaches, past_row=(0, num_tokens * self._world_size))
+        return Inputs(
+            token_ids_T=self._tensor([*ids, *[0] * padding]),
+            positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
+            slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
+            reads=self._by_layer(reads),
+            pasts=pasts,
+            fresh=fresh,
+            num_own_tokens=len(mine),
+            ropes={work.rope: None},
+        )
+
+    def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
+        """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
+        for row in work.rows:
+            self._segments.put(row.path[-1], row.runs, row.window_runs)
+        found = [(row, self._segments.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        queries: list[Query] = []
+        ropes: list[Rope] = []
+        last_rows: dict[int, int] = {}
+        found.sort(key=lambda pair: order(pair[1], pair[0].start))
+        for row, parts in found:
+            end = row.start + row.num_tokens
+            queries.append(Query(QueryRun(row.start, end, len(ids)), parts))
+            ids += row.token_ids or (last_ids[row.sequence],)
+            positions += range(row.start, end)
+            slots += self._row_slots(row.runs, row.start, end)
+            ropes += [row.rope] * row.num_tokens
+            last_rows[row.sequence] = len(ids) - 1
+        near_rank = EVERY_RANK if self._windows else self._rank
+        reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()}, near_rank)
+        return Inputs(
+            token_ids_T=self._tensor(ids),
+            positions_T=self._tensor(positions),
+            slots_T=self._tensor(slots),
+            reads=self._by_layer(reads),
+            window_slots=self._window_slots([row for row, _ in found]),
+            sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
+            ropes=row_ropes(ropes, self._pool.device),
+        )
+
+    def _window_slots(self, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """By layer, the slots of the rows' tokens where keys lie on every rank."""
+        if self._windows is None:
+            return {}
+        slots: list[int] = []
+        for row in rows:
+            slots += slots_of(self._segments.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
+        return dict.fromkeys(self._windows.layers, self._tensor(slots))
+
+    def _by_layer(self, reads: dict[Reach, Reads]) -> dict[int, Reads]:
+        return {layer: reads[spec.reach] for layer, spec in self._layers.items() if spec.reach in reads}
+
+    def _chunk_reads(
+        self, path: tuple[int, ...], runs: list[QueryRun], reaches: set[Reach], past_row: tuple[int, int]
+    ) -> dict[Reach, Reads]:
+        """Reads of the query runs of a chunk, which are in position order."""
+        return {
+            reach: Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
+            for reach in reaches
+        }
+
+    def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
+        """Without a limit: all rows see the past before the first query; from there on, causally."""
+        first, last = min(run.start for run in runs), max(run.end for run in runs)
+        for slots in stretches(self._segments.extents(path, 0, first)):
+            yield Read(*past_row, *slots)
+        for extent in self._segments.extents(path, first, last):
+            for run in runs:
+                yield from causal_reads(run, extent)
+
+    def _near(self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
+        for run in runs:
+            for extent in self._segments.extents(path, reach.first(run.start), run.end):
+                yield from reads_within(run, extent, reach)
+
+    def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:
+        slots = [self._pool.trash_slot] * (end - start)
+        for run in runs:
+            low, high = max(run.start, start), min(run.end, end)
+            if run.rank == self._rank and low < high:
+                slots[low - start : high - start] = self._slots(run, low, high)
+        return slots
+
+    def _slots(self, run: Run, start: int, end: int) -> list[int]:
+        size = self._pool.block_size
+        return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._pool.device)

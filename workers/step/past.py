@@ -1,0 +1,155 @@
+"""The keys before each piece of a chunk, gathered from all ranks: the other way to read a prompt.
+
+A chunk is cut into pieces, one per rank, and the rows of a piece see keys that lie elsewhere. Either the queries of all
+pieces are gathered and their partials sent back to the owners, or the keys and values that lie before any piece are
+gathered, for one layer at a time, and every rank attends for itself and merges with nobody. Both are exact. In bytes
+that a rank sends to each other rank, per layer, with R rows of the longest piece and S keys of the largest share:
+
+    queries   R x (heads x dim x size of a number + a packed float32 partial)
+    keys      S x 2 x key heads x dim x size of a number, half of it where values lie in the keys
+
+The queries' bytes do not grow with the past, the keys' do; within a limited reach S is bounded. What is fewer is
+decided per chunk and layer on integers that all ranks have.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
+from longleaf.channel.step import Prefill
+from longleaf.config import PrefillName
+from longleaf.runs import Extent, Run
+from longleaf.tree import Wire
+from workers.keys.cache import Segments, Slots
+from workers.model.model import LayerSpec
+
+MAX_GATHERED = 1 << 16
+"""Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
+bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes never takes more room than the gathered
+queries and their partials would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a rank sends and reads when keys are gathered; L is the largest share of a rank.
+
+    In the gathered tensor the share of rank r, in order of positions, begins at slot r * L.
+    """
+
+    slots_L: Tensor
+    """Slots of this rank's share, padded with the trash slot. Empty on all ranks when there is nothing to gather."""
+    reads: Reads
+    """What the rows of the own piece read from the gathered keys: everything before the piece."""
+    own_reads: Reads
+    """What they read from the keys of the piece itself, which begin at slot 0."""
+
+
+class PastBuilder:
+    """Decides for each chunk which layers gather keys, and builds what they need."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        pool: Slots,
+        segments: Segments,
+        layers: dict[int, LayerSpec],
+        way: PrefillName,
+        wire: Wire,
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._pool = pool
+        self._segments = segments
+        self._layers = layers
+        self._way = way
+        self._wire = wire
+
+    def build(self, work: Prefill) -> dict[int, Past]:
+        """The past by layer, for those that gather keys; in the others the queries travel."""
+        if self._world_size == 1 or self._way == "queries":
+            return {}
+        pasts: dict[int, Past] = {}
+        for reach in {spec.reach for spec in self._layers.values()}:
+            layers = [layer for layer, spec in self._layers.items() if spec.reach == reach]
+            wanted = before_pieces(work.pieces, reach)
+            fewest = -(-sum(high - low for low, high in wanted) // self._world_size)
+            if not self._that_gather(layers, work, fewest):
+                continue  # not even if all shares were equal: long pasts need not be looked through
+            shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
+            longest = max(map(num_tokens, shares))
+            if layers := self._that_gather(layers, work, longest):
+                pasts |= dict.fromkeys(layers, self._past(work.pieces, shares, longest, reach))
+        return pasts
+
+    def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
+        """Those of the layers that gather keys if the largest share has `longest` tokens."""
+        if longest * self._world_size > MAX_GATHERED:
+            return []
+        rows = max(len(piece) for piece in work.pieces)
+        return [i for i in layers if self._way == "keys" or self._is_less(self._layers[i], rows, longest)]
+
+    def _is_less(self, spec: LayerSpec, rows: int, longest: int) -> bool:
+        """Whether `longest` keys and values are fewer bytes than `rows` queries and their partials."""
+        size = self._pool.dtype.itemsize
+        partial = self._wire.pack(Partial.identity(1, spec.num_heads, spec.value_dim)).nbytes
+        query = spec.num_heads * spec.head_dim * size
+        return longest * spec.num_stored * size < rows * (query + partial)
+
+    def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
+        return [extent for low, high in wanted for extent in self._segments.extents(path, low, high, rank)]
+
+    def _past(self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: Reach) -> Past:
+        slots = [torch.arange(e.slot, e.slot + e.end - e.start) for e in shares[self._rank]]
+        padding = longest - num_tokens(shares[self._rank])
+        slots.append(torch.full((padding,), self._pool.trash_slot))
+        before: list[Read] = []
+        own: list[Read] = []
+        for piece in pieces:
+            if piece.rank == self._rank:
+                query = QueryRun(piece.start, piece.end, 0)
+                own += reads_within(query, Extent(piece.start, piece.end, 0), reach)
+                before += past_reads(query, shares, longest, reach)
+        return Past(torch.cat(slots).to(self._pool.device), Reads(before), Reads(own))
+
+
+def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:
+    """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
+    return join((reach.first(piece.start), piece.start) for piece in pieces)
+
+
+def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What any of some ranges [start, end) holds, in order, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        elif low < high:
+            joined.append((low, high))
+    return joined
+
+
+def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: Reach) -> list[Read]:
+    """What a piece reads from gathered shares: of each rank what lies before the piece.
+
+    Without a limit that is the beginning of the share, in one read: order and gaps do not matter to rows that see all.
+    """
+    found: list[Read] = []
+    for rank, share in enumerate(shares):
+        before = [extent for extent in share if extent.start < query.start]
+        slot = rank * longest
+        if reach.is_full and before:
+            found.append(Read(query.row, query.row + query.end - query.start, slot, slot + num_tokens(before)))
+            continue
+        for extent in before:
+            found.extend(reads_within(query, extent._replace(slot=slot), reach))
+            slot += extent.end - extent.start
+    return found
+
+
+def num_tokens(extents: Sequence[Extent]) -> int:
+    return sum(extent.end - extent.start for extent in extents)

@@ -1,0 +1,133 @@
+"""Which rows of a decode step read which keys: what several rows see is read once for all of them.
+
+A path of segments is a way down a tree. Rows in the order of their paths have those that share a segment side by side,
+and of these the ones that see more of it first, so a part of a segment is read by a range of rows:
+
+    [ a document, read by rows 0 to 3 ][ an appendix, by rows 0 to 2 ][ tail of row 0 ]
+                                                                      [ tail of row 1 ]
+                                                                      [ tail of row 2 ]
+                                       [ tail of row 3 ]
+
+Where paths part, each row reads on alone. A sequence that brings several tokens counts as one here; what only some of
+its tokens see is read under a mask.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
+from longleaf.runs import Extent
+from workers.keys.cache import Part, Segments, stretches
+
+MIN_SHARED = 128
+"""Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
+save."""
+
+
+class Query(NamedTuple):
+    """The rows of one sequence and what their path uses of its segments, up to the last of them."""
+
+    run: QueryRun
+    parts: Sequence[Part]
+
+    @property
+    def row_end(self) -> int:
+        return self.run.row + self.run.end - self.run.start
+
+    def seen(self, depth: int, reach: Reach) -> tuple[int, int]:
+        """Positions [start, end) of a part that all of the rows see; empty if end <= start."""
+        part = self.parts[depth]
+        return max(part.start, reach.first(self.run.end - 1)), min(part.end, self.run.start + 1)
+
+
+Users = tuple[int, list[Query]]
+"""The depth of a segment, and the queries whose path leads through it."""
+
+
+def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
+    """Key by which rows at `start` are sorted: neighbours share as many segments as they can, those that see more of
+    the last of them first."""
+    return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
+
+
+def row_reads(
+    segments: Segments, queries: Sequence[Query], reaches: Iterable[Reach], near_rank: int | None = None
+) -> dict[Reach, Reads]:
+    """What sorted queries read from this rank's pool; with a limited reach, from what is held of `near_rank` there."""
+    tree = list(_tree(queries))
+    return {
+        reach: Reads(
+            _full_reads(segments, queries, tree) if reach.is_full else _near_reads(segments, tree, reach, near_rank)
+        )
+        for reach in reaches
+    }
+
+
+def _full_reads(segments: Segments, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
+    extents: dict[tuple[int, int], list[Extent]] = {}
+    for depth, users in tree:
+        for rows, low, high in _bands(users, depth):
+            extents.setdefault(rows, []).extend(segments.held(users[0].parts[depth].segment, low, high))
+    for rows, found in extents.items():
+        yield from (Read(*rows, low, high) for low, high in stretches(found))
+    for query in queries:
+        for extent in segments.held(query.parts[-1].segment, query.run.start + 1, query.run.end):
+            yield from causal_reads(query.run, extent)
+
+
+def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Rows and positions [start, end) of a segment: first what all users see, in the end what the first one sees."""
+    left = list(users)
+    low = left[0].parts[depth].start
+    while left:
+        high = left[-1].seen(depth, Reach())[1]
+        if low < high:
+            yield (left[0].run.row, left[-1].row_end), low, high
+            low = high
+        left.pop()
+
+
+def _near_reads(segments: Segments, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
+    for depth, users in tree:
+        segment = users[0].parts[depth].segment
+        for cluster, low, high in _clusters(users, depth, reach):
+            is_shared = len(cluster) > 1
+            if is_shared:
+                rows = cluster[0].run.row, cluster[-1].row_end
+                yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high, rank)))
+            for query in cluster:
+                first, end = reach.first(query.run.start), query.parts[depth].end
+                for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
+                    for extent in segments.held(segment, *bounds, rank):
+                        yield from reads_within(query.run, extent, reach)
+
+
+def _clusters(users: Sequence[Query], depth: int, reach: Reach) -> Iterator[tuple[list[Query], int, int]]:
+    """Neighbours that see enough keys of a segment in common, with the positions [start, end) of those."""
+    cluster, low, high = [users[0]], *users[0].seen(depth, reach)
+    for query in users[1:]:
+        start, end = query.seen(depth, reach)
+        if min(high, end) - max(low, start) >= MIN_SHARED:
+            cluster, low, high = [*cluster, query], max(low, start), min(high, end)
+        else:
+            yield cluster, low, high
+            cluster, low, high = [query], start, end
+    yield cluster, low, high
+
+
+def _tree(queries: Sequence[Query]) -> Iterator[Users]:
+    """Each segment of the tree that the paths make up, by its users."""
+    pending = [(0, list(queries))]
+    while pending:
+        depth, above = pending.pop()
+        for segment, group in groupby(above, partial(_segment, depth=depth)):
+            if segment is not None:
+                users = list(group)
+                yield depth, users
+                pending.append((depth + 1, users))
+
+
+def _segment(query: Query, *, depth: int) -> int | None:
+    return query.parts[depth].segment if depth < len(query.parts) else None
