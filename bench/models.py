@@ -26,9 +26,9 @@ from bench.checkpoints import make_checkpoint
 from bench.families import FAMILIES, REFUSED, SEEING, Family, Refused
 from longleaf.errors import LongleafError, ModelRefused
 from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
-from tests.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
-from tests.golden.states import STATES, Logits, running
-from tests.threads import config_for
+from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
+from tests.support.states import STATES, Logits, running
+from tests.support.threads import config_for
 from workers.model import model
 
 RESULTS = Path(__file__).parent / "results" / "models.json"

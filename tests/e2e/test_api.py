@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.e2e.conftest import Served
-from tests.fuzz.messages import methods
+from tests.support.fuzz.messages import methods
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ import pytest
 from bench.hosts import Network
 from longleaf.config import join_address
 from tests.e2e.conftest import Served, end
-from tests.namespaces import two_hosts
+from tests.support.namespaces import two_hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import distinct_facts, make_haystack
 from longleaf.sampling import Sampling
-from tests.golden.states import running
-from tests.service import encoded
-from tests.threads import config_for
+from tests.support.service import encoded
+from tests.support.states import running
+from tests.support.threads import config_for
 
 NEW_TOKENS = 40
 

@@ -14,8 +14,8 @@ from coordinator.events import Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS, load_plain
-from tests.golden.states import STATES, Logits, answer, running
-from tests.threads import config_for
+from tests.support.states import STATES, Logits, answer, running
+from tests.support.threads import config_for
 from workers.model import hook
 from workers.model.hook import LayerCall
 

@@ -9,8 +9,8 @@ from bench.checkpoints import make_checkpoint
 from bench.families import LATENT
 from longleaf.errors import ModelRefused
 from tests.golden.conftest import NEW_TOKENS
-from tests.golden.states import answer, ingest, running
-from tests.threads import config_for, make_spec
+from tests.support.states import answer, ingest, running
+from tests.support.threads import config_for, make_spec
 from workers.model import hook, latent, model
 from workers.model.hook import LayerCall
 from workers.rank import Rank

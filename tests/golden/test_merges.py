@@ -7,8 +7,8 @@ import torch
 
 from longleaf.attention.fold import NativeFold
 from longleaf.tree import MERGES
-from tests.golden.states import Logits, answer, ingest, running
-from tests.threads import config_for
+from tests.support.states import Logits, answer, ingest, running
+from tests.support.threads import config_for
 
 PARTIALS_TOLERANCE = 0.05
 """Of the largest logit: 2^-8 for each of 3 hops in 4 layers."""

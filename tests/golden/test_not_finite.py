@@ -9,8 +9,8 @@ from coordinator.events import Ended, Prompt, Tokens
 from longleaf.errors import NotFinite, NotFound
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
-from tests.golden.states import answer, ingest, running
-from tests.threads import config_for
+from tests.support.states import answer, ingest, running
+from tests.support.threads import config_for
 from workers.keys.cache import Pool
 
 NAN, INF = float("nan"), float("inf")

@@ -14,7 +14,7 @@ from longleaf.geometry import FLOAT32_POSITIONS, Rope
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 from tests.golden.test_generate import running
-from tests.threads import config_for
+from tests.support.threads import config_for
 from workers.model.rotary import replace_rotary
 
 NEW_TOKENS = 32

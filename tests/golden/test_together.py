@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.engine.engine import Engine
 from longleaf.channel.step import Decode
-from tests.golden.states import answer
 from tests.golden.test_generate import LIVELY
-from tests.threads import ThreadRanks, config_for
+from tests.support.states import answer
+from tests.support.threads import ThreadRanks, config_for
 
 BOUNDS = (900, 985)
 """The context is ingested in two parts; what follows is the question."""

@@ -5,8 +5,8 @@ import pytest
 from coordinator.events import Ended, Prompt, Tokens
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
-from tests.golden.states import ingest, running
-from tests.threads import config_for
+from tests.support.states import ingest, running
+from tests.support.threads import config_for
 
 
 async def ask(engine, prompt, num_samples=1):

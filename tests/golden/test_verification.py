@@ -9,9 +9,9 @@ from longleaf.attention import Partial
 from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
 from tests.golden.conftest import load_plain
-from tests.golden.states import running
 from tests.golden.test_generate import LIVELY
-from tests.threads import config_for
+from tests.support.states import running
+from tests.support.threads import config_for
 from workers.model import model
 from workers.verification import computing_in, distance, plain_attention, plain_logits
 

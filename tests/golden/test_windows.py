@@ -12,13 +12,13 @@ from coordinator.events import Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
 from tests.golden.conftest import NEW_TOKENS
-from tests.golden.rounding import plain_logits, served_logits
-from tests.golden.states import KEPT, STATES, Logits, answer, ingest, running
 from tests.golden.test_generate import LOGIT_TOLERANCE
 from tests.golden.test_together import BOUNDS, holding
 from tests.golden.test_tree import ask
 from tests.golden.test_verification import MAX_TOKENS, compare
-from tests.threads import ThreadRanks, config_for
+from tests.support.rounding import plain_logits, served_logits
+from tests.support.states import KEPT, STATES, Logits, answer, ingest, running
+from tests.support.threads import ThreadRanks, config_for
 from workers.keys import pools
 
 FAMILIES = (

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from longleaf.client import AsyncClient
-from tests.service import FakeEngine, Served, serving
+from tests.support.service import FakeEngine, Served, serving
 
 
 @pytest.fixture

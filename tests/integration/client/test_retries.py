@@ -1,0 +1,284 @@
+"""What is tried again and what is not, over real sockets."""
+
+import asyncio
+import inspect
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.calls.document import Document
+from coordinator.calls.uploads import Uploads
+from longleaf.client import AsyncClient, Client, Retries, Retry
+from longleaf.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    WorkerLost,
+)
+from longleaf.messages import Started
+from tests.support.proxy import breaking
+from tests.support.service import Served, collect, ids
+
+FULL = ResourceExhausted("queue", "is full", 0.01)
+QUICK = Retries(limit=3, first_delay=0.001)
+
+
+async def test_a_connection_that_takes_its_time_is_no_error(service: Served) -> None:
+    async with breaking(service.address, delay=0.5) as (_, address), AsyncClient(address, retries=0) as client:
+        assert await client.list_contexts() == []
+
+
+class Flaky:
+    """An engine's error that goes away after `times` retries."""
+
+    def __init__(self, service: Served, error: LongleafError, times: int) -> None:
+        self._engine, self._times = service.engine, times
+        self.retries: list[Retry] = []
+        service.engine.error = error
+
+    def __call__(self, retry: Retry) -> None:
+        self.retries.append(retry)
+        if len(self.retries) == self._times:
+            self._engine.error = None
+
+
+async def generate(client: AsyncClient) -> object:
+    return await collect(client.generate("x"))
+
+
+async def ingest(client: AsyncClient) -> object:
+    return await client.ingest("moby", "text")
+
+
+async def cluster(client: AsyncClient) -> object:
+    return await client.cluster()
+
+
+async def watch(client: AsyncClient) -> object:
+    return await anext(client.watch_cluster())
+
+
+@pytest.mark.parametrize("error", [FULL, Unavailable("starting"), WorkerLost(1, "killed")], ids=repr)
+@pytest.mark.parametrize("call", [generate, cluster, watch])
+async def test_what_never_began_is_tried_again(
+    service: Served, call: Callable[[AsyncClient], Any], error: LongleafError
+) -> None:
+    flaky = Flaky(service, error, 2)
+    async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+        assert await call(client)
+    assert [retry.number for retry in flaky.retries] == [1, 2]
+    assert all(str(retry.error) == str(error) for retry in flaky.retries)
+    assert all(retry.delay >= 0.01 for retry in flaky.retries if isinstance(error, ResourceExhausted))
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidArgument("a", "b"), NotFound("contexts/a"), AlreadyExists("a"), ResourceExhausted("pool", "full")]
+)
+async def test_what_waiting_does_not_help_is_not_tried_again(service: Served, error: LongleafError) -> None:
+    flaky = Flaky(service, error, 1)
+    async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+        with pytest.raises(type(error)):
+            await generate(client)
+    assert not flaky.retries
+
+
+async def test_an_answer_that_broke_off_is_not_begun_again(service: Served) -> None:
+    service.engine.late_error = Unavailable("gone")
+    retries: list[Retry] = []
+    async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
+        answer = client.generate("x")
+        assert isinstance(await anext(answer), Started)
+        with pytest.raises(Unavailable, match="gone"):
+            await collect(answer)
+    assert not retries
+    assert len(service.engine.streams) == 1
+
+
+async def test_an_upload_that_began_is_not_sent_again(service: Served) -> None:
+    flaky = Flaky(service, FULL, 1)
+    async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+        with pytest.raises(ResourceExhausted):
+            await client.ingest("moby", iter([b"text"]))
+    assert not flaky.retries
+
+
+class Sent:
+    """Counts the bytes of documents that a service takes; after `refuse_after` of them it refuses once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
+        self.num_bytes = 0
+        self._refuse_after = refuse_after
+        receive = Document.receive
+
+        def count(document: Document, text: bytes) -> None:
+            if self._refuse_after is not None and self.num_bytes >= self._refuse_after:
+                self._refuse_after = None
+                raise ResourceExhausted("uploads", "hold too much", 0.01)
+            receive(document, text)
+            self.num_bytes += len(text)
+
+        monkeypatch.setattr(Document, "receive", count)
+
+
+def once(*parts: bytes) -> Iterator[bytes]:
+    """A document that cannot be read again."""
+    yield from parts
+
+
+TEXT = b"call me Ishmael. " * 8
+
+
+@pytest.mark.parametrize("refuse_after", [None, 34], ids=["at its end", "in its middle"])
+@pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
+async def test_an_upload_that_is_kept_is_tried_again_and_nothing_sent_twice(
+    service: Served, monkeypatch: pytest.MonkeyPatch, is_plain: bool, refuse_after: int | None
+) -> None:
+    monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 17)
+    sent = Sent(monkeypatch, refuse_after)
+    flaky = Flaky(service, FULL, 1 if refuse_after is None else 2)
+    document = once(TEXT[:50], TEXT[50:])
+
+    def use() -> int:
+        with Client(service.address, retries=QUICK, on_retry=flaky) as client:
+            return client.ingest("moby", document, upload_id="mine").tokens
+
+    if is_plain:
+        num_tokens = await asyncio.to_thread(use)
+    else:
+        async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+            num_tokens = (await client.ingest("moby", document, upload_id="mine")).tokens
+    assert num_tokens == 2 + len(TEXT)
+    assert service.engine.contexts["moby"][2:] == list(ids(TEXT.decode()))
+    assert sent.num_bytes == len(TEXT)
+    assert all(retry.delay >= 0.01 for retry in flaky.retries)
+
+
+async def test_an_upload_that_is_refused_again_and_again_is_given_up(service: Served) -> None:
+    service.engine.error = FULL
+    retries: list[Retry] = []
+    async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
+        with pytest.raises(ResourceExhausted):
+            await client.ingest("moby", TEXT, upload_id="mine")
+    assert [retry.number for retry in retries] == [1, 2, 3]
+
+
+async def test_what_is_kept_no_more_is_sent_again_where_it_can_be_read_again(
+    service: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of what is kept the oldest gives way to others."""
+    path = tmp_path / "text"
+    path.write_bytes(TEXT)
+    monkeypatch.setattr(Uploads, "find", lambda *_: None)
+    for number, document in enumerate([TEXT, TEXT.decode(), path, [TEXT[:9], TEXT[9:]]]):
+        flaky = Flaky(service, FULL, 1)
+        async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+            await client.ingest(f"moby-{number}", document, upload_id="mine")
+        assert service.engine.contexts[f"moby-{number}"][2:] == list(ids(TEXT.decode()))
+    service.engine.error = FULL
+    async with AsyncClient(service.address, retries=QUICK) as client:
+        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+            await client.ingest("moby", once(TEXT), upload_id="mine")
+
+
+async def test_a_change_that_may_have_been_made_is_not_made_again(service: Served, monkeypatch: Any) -> None:
+    def fail(context_id: str) -> None:
+        raise Unavailable("gone")
+
+    monkeypatch.setattr(service.engine, "delete_context", fail)
+    retries: list[Retry] = []
+    async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
+        with pytest.raises(Unavailable):
+            await client.delete_context("moby")
+    assert not retries
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+async def test_retries_are_limited_and_can_be_switched_off(service: Served, limit: int) -> None:
+    service.engine.error = FULL
+    retries: list[Retry] = []
+    async with AsyncClient(service.address, retries=limit, on_retry=retries.append) as client:
+        with pytest.raises(ResourceExhausted):
+            await generate(client)
+    assert len(retries) == limit == len(service.engine.prompts) - 1
+
+
+async def test_a_wait_that_outlasts_the_timeout_is_not_begun(service: Served) -> None:
+    service.engine.error = ResourceExhausted("queue", "is full", 3600.0)
+    async with AsyncClient(service.address) as client:
+        with pytest.raises(ResourceExhausted):
+            await collect(client.generate("x", timeout=60))
+        with pytest.raises(ResourceExhausted):
+            await generate(client)
+    assert len(service.engine.prompts) == 2
+
+
+async def test_retries_are_logged(service: Served, caplog: pytest.LogCaptureFixture) -> None:
+    service.engine.error = ResourceExhausted("queue", "is full", 0.001)
+    async with AsyncClient(service.address, retries=1) as client:
+        with pytest.raises(ResourceExhausted):
+            await generate(client)
+    assert re.search(r"Generate: retry 1 in \d[\d.]* ms: ", caplog.text)
+    assert "queue: is full" in caplog.text
+
+
+async def test_a_call_past_its_time_ends(service: Served) -> None:
+    service.engine.is_endless = True
+    with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+        await collect(service.client.generate("x", timeout=0.2))
+    await service.engine.streams[0].closed.wait()
+    with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+        await service.client.ingest("moby", "text", timeout=0.2)
+
+
+async def test_an_ingest_that_ends_while_it_is_sent_is_no_cancellation(service: Served) -> None:
+    """The library cancels a call that ended while it was being sent to: that must not look like a cancelled task."""
+    reached = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"text"
+        reached.set()
+        await asyncio.Event().wait()
+
+    with pytest.raises((Unavailable, DeadlineExceeded)):
+        await service.client.ingest("moby", endless(), timeout=0.2)
+    assert reached.is_set()
+
+
+def test_waits_grow_from_what_the_service_names() -> None:
+    retries = Retries(first_delay=1.0, longest_delay=5.0)
+    gone = Unavailable("gone")
+    assert [retries.delay(number, gone, 1.0) for number in range(1, 6)] == [1, 2, 4, 5, 5]
+    assert [retries.delay(number, ResourceExhausted("a", "b", 7.0), 0.5) for number in (1, 2)] == [7.5, 8]
+    assert retries.delay(3, gone, 0.0) == 0
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def signatures(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
+        methods = {name: method for name, method in vars(kind).items() if inspect.isfunction(method) and name[0] != "_"}
+        return {
+            name: [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
+            for name, method in methods.items()
+        }
+
+    assert signatures(AsyncClient) == signatures(Client)
+
+
+async def test_the_sync_client_tries_again_too(service: Served) -> None:
+    flaky = Flaky(service, FULL, 1)
+
+    def use() -> int:
+        with Client(service.address, retries=QUICK, on_retry=flaky) as client:
+            return len(list(client.generate("x")))
+
+    before = time.monotonic()
+    assert await asyncio.to_thread(use) > 0
+    assert time.monotonic() - before >= 0.01
+    assert len(flaky.retries) == 1

@@ -1,0 +1,56 @@
+"""Where ranks meet: who can reach it, and what they tell one another there."""
+
+import socket
+
+import psutil
+import pytest
+import torch.distributed
+
+from longleaf.comm import process_group
+from longleaf.comm.process_group import connect_store, open_store
+from longleaf.comm.shared_memory import Word
+from tests.support.processes import run_ranks
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports on which this process listens."""
+    found = psutil.Process().net_connections()
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1")])
+def test_the_store_is_reached_at_its_host_alone(host: str, other: str) -> None:
+    store = open_store(host)
+    assert [ip for ip, port in listening() if port == store.port] == [host]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other, store.port), timeout=20)
+    connect_store(host, store.port).set("key", b"value")
+    assert store.get("key") == b"value"
+
+
+def forbid_pickles(rank: int) -> None:
+    """Whatever torch would turn into an object or from one fails from now on."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("ranks exchange pickles")
+
+    for name in ("_object_to_tensor", "_tensor_to_object"):
+        assert hasattr(torch.distributed.distributed_c10d, name)
+        setattr(torch.distributed.distributed_c10d, name, fail)
+
+
+def where_it_listens(rank, owner):
+    return owner.groups.node.transport, {ip for ip, _ in listening()}
+
+
+def test_ranks_of_one_machine_exchange_no_pickle_and_listen_on_the_loopback_alone() -> None:
+    assert run_ranks("aa", where_it_listens, forbid_pickles) == [("shared_memory", {"127.0.0.1"})] * 2
+
+
+def tell(rank, owner):
+    return process_group._tell_all(Word("/a/path", "why " * rank))
+
+
+def test_every_rank_hears_the_words_of_all() -> None:
+    words = [Word("/a/path", "why " * rank) for rank in range(3)]
+    assert run_ranks("abc", tell) == [words] * 3

@@ -1,0 +1,258 @@
+"""Engine, control channel and real processes, with ranks that compute nothing."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+import zmq.asyncio
+
+from coordinator.engine.engine import Engine
+from coordinator.engine.stream import Stream
+from coordinator.events import Ended, Progress, Prompt, Started, Tokens
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError, Unavailable, WorkerLost
+from longleaf.runs import Run
+from longleaf.sampling import Sampling
+from workers.control import connect, taking_notes
+from workers.fakes import EchoMain, Fault, echo_token
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Service:
+    def __init__(self, engine: Engine, loop: asyncio.Task[None], pids: list[int]) -> None:
+        self.engine = engine
+        self.loop = loop
+        self.pids = pids
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig, fault: Fault | None = None, max_missed: int = 15) -> AsyncIterator[Service]:
+    """A running engine; afterwards no process of it is left."""
+    control, fleet = Control(config, max_missed=max_missed), LocalFleet(EchoMain(fault))
+    engine = Engine(control, config, max_positions=100_000)
+    children: list[psutil.Process] = []
+    loop: asyncio.Task[None] | None = None
+    try:
+        await fleet.launch(config, control.invitations, control.lost)
+        children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        await engine.start()
+        loop = asyncio.create_task(engine.run())
+        yield Service(engine, loop, [hello.pid for hello in control.hellos])
+    finally:
+        await engine.close()
+        if loop is not None:
+            await asyncio.wait([loop])
+            loop.exception() if not loop.cancelled() else None
+        await fleet.shutdown()
+        assert not [p for p in children if p.is_running()]
+
+
+def config(**changes: object) -> EngineConfig:
+    settings: dict[str, object] = {"model": "none", "chunk_size": 64, "block_size": 16, "replicate_below": 8}
+    return EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+
+
+def expected(last: int, count: int) -> list[int]:
+    answer: list[int] = []
+    for index in range(count):
+        last = echo_token(last, index)
+        answer.append(last)
+    return answer
+
+
+async def answer(stream: Stream) -> list[int]:
+    return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_ingest_and_generate(world_size: int) -> None:
+    async with serving(config(world_size=world_size)) as service:
+        engine = service.engine
+        document = list(range(200))
+        events = [event async for event in engine.ingest("doc", document, append=False)]
+        assert events[-1] == Progress(200, 200)
+        events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
+        assert events[0] == Started(240, 200)
+        ended = events[-1]
+        assert isinstance(ended, Ended)
+        assert (ended.reason, ended.completion_tokens) == ("length", 20)
+        tokens = [t for event in events if isinstance(event, Tokens) for t in event.token_ids]
+        assert tokens == expected(39, 20)
+        answers = await asyncio.gather(*(answer(engine.submit(prompt(3 + i, 30))) for i in range(5)))
+        assert answers == [expected(2 + i, 30) for i in range(5)]
+        view = engine.get_context("doc")
+        assert (view.tokens, sum(share.tokens for share in view.shares)) == (200, 200)
+        assert [worker.pid for worker in engine.cluster().workers] == service.pids
+        engine.check()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
+    rank = world_size - 1
+    fault = Fault(rank=rank, kind=kind, step=4)  # type: ignore[arg-type]
+    async with serving(config(world_size=world_size), fault) as service:
+        streams = [service.engine.submit(prompt(4, 1_000)) for _ in range(3)]
+        for result in await asyncio.gather(*map(answer, streams), return_exceptions=True):
+            assert isinstance(result, WorkerLost)
+            assert result.rank == rank
+            assert ("signal 9" if kind == "kill" else "told to raise") in result.reason
+        with pytest.raises(WorkerLost):
+            await service.loop
+        with pytest.raises(Unavailable, match=f"rank {rank}"):
+            service.engine.submit(prompt(4, 1))
+
+
+@pytest.mark.parametrize("at_close", ["raise", "hang", "grip"])
+async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
+    """And its process ends, by itself, however its close goes."""
+    fault = Fault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
+    control, fleet = Control(config(), max_missed=1000), LocalFleet(EchoMain(fault))
+    await fleet.launch(config(), control.invitations, control.lost)
+    await control.start()
+    process = psutil.Process(control.hellos[0].pid)
+    plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
+    await control.step(plans[0])
+    with pytest.raises(StartError, match="told to refuse"):
+        await control.step(plans[1])
+    assert await asyncio.to_thread(process.wait, timeout=40) in (None, 1)
+    await control.close()
+    await fleet.shutdown()
+
+
+async def test_hang_passes_the_deadline() -> None:
+    fault = Fault(rank=0, kind="hang", step=2)
+    async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
+        with pytest.raises(WorkerLost, match="step 2 took longer"):
+            await answer(service.engine.submit(prompt(4, 100)))
+
+
+async def test_silent_rank_is_named_while_idle() -> None:
+    async with serving(config(world_size=2), max_missed=3) as service:
+        await answer(service.engine.submit(prompt(4, 2)))
+        os.kill(service.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match=r"rank 1 .* silent"):
+            await service.loop
+
+
+async def test_death_while_idle() -> None:
+    async with serving(config(world_size=2)) as service:
+        os.kill(service.pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"rank 1 .* signal 9"):
+            await service.loop
+
+
+@pytest.mark.parametrize(("kind", "error"), [("refuse", StartError), ("raise", WorkerLost), ("kill", WorkerLost)])
+async def test_start_fails(kind: str, error: type[Exception]) -> None:
+    fault = Fault(rank=1, kind=kind)  # type: ignore[arg-type]
+    with pytest.raises(error):
+        async with serving(config(world_size=2), fault):
+            pass
+
+
+async def test_start_timeout_names_the_rank() -> None:
+    fault = Fault(rank=1, kind="hang")
+    with pytest.raises(StartError, match=r"rank .*1 did not start within 2"):
+        async with serving(config(world_size=2, start_timeout=2.0), fault):
+            pass
+
+
+async def test_cancel_frees_everything() -> None:
+    async with serving(config(world_size=2)) as service:
+        stream = service.engine.submit(prompt(100, 2_000))
+        async for event in stream:
+            if isinstance(event, Tokens):
+                break
+        stream.cancel()
+        stream.cancel()
+        assert [event async for event in stream if isinstance(event, Started)] == []
+        assert await answer(service.engine.submit(prompt(4, 3))) == expected(3, 3)
+        assert [worker.tokens for worker in service.engine.cluster().workers] == [0, 0]
+        service.engine.check()
+
+
+async def test_two_plans_are_sent_before_the_first_answer() -> None:
+    control = Control(config(step_timeout=0.3))
+    context: zmq.asyncio.Context = zmq.asyncio.Context()
+    rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
+    await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
+    await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+    await control.start()
+    assert isinstance(decode_to_rank(await rank.recv()), Join)
+    plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
+    steps = [asyncio.create_task(control.step(plan)) for plan in plans[:2]]
+    assert [decode_to_rank(await rank.recv()) for _ in steps] == plans[:2]
+    for number in (2, 1):
+        await rank.send(encode(StepResult(1, number, {number: number})))
+    assert [(await step).token_ids for step in steps] == [{1: 1}, {2: 2}]
+    steps = [asyncio.create_task(control.step(plan)) for plan in plans[2:]]
+    for step in steps:
+        with pytest.raises(WorkerLost, match="step 3 took longer"):
+            await step
+    await control.close()
+    context.destroy(linger=0)
+
+
+def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
+    logger = logging.getLogger("longleaf.comm.shared_memory")
+    with taking_notes() as notes:
+        logger.debug("too much")
+        logger.info("a merge was chosen")
+        logger.warning("rank %d has no compiler", 3)
+        logging.getLogger("another.library").warning("of no interest")
+    logger.warning("too late")
+    assert notes == ["a merge was chosen", "rank 3 has no compiler"]
+
+
+ORPHANS = """
+import asyncio
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.config import EngineConfig
+from workers.fakes import EchoMain
+
+async def main():
+    config = EngineConfig(model="none", world_size=2)
+    control, fleet = Control(config), LocalFleet(EchoMain())
+    await fleet.launch(config, control.invitations, control.lost)
+    await control.start()
+    print(*(hello.pid for hello in control.hellos), flush=True)
+    await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_ranks_do_not_outlive_a_killed_coordinator(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    coordinator = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert coordinator.stdout is not None
+    ranks = [psutil.Process(int(pid)) for pid in (await coordinator.stdout.readline()).split()]
+    assert len(ranks) == 2
+    coordinator.kill()
+    await coordinator.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20)
+    assert alive == []

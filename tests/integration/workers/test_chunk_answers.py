@@ -1,0 +1,31 @@
+"""A chunk is answered when the device has done it, not when it has been launched."""
+
+import asyncio
+
+import pytest
+import torch
+
+from coordinator.engine.engine import Engine
+from longleaf.config import embedded_model
+from tests.support.threads import ThreadRanks, config_for
+from workers.rank import Rank
+
+
+async def test_rank_0_waits_for_its_device_once_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+
+    def pretend(index: int, rank: Rank) -> None:
+        rank._device = f"cuda:{index}"  # after the model was loaded to where it really is
+
+    config = config_for(embedded_model(), world_size=2, chunk_size=128, merge="gather")
+    engine = Engine(ThreadRanks(config, pretend), config, max_positions=4096)
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+    try:
+        events = [event async for event in engine.ingest("doc", [65] * 384, append=False)]
+    finally:
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
+    assert events
+    assert waited == ["cuda:0"] * 3

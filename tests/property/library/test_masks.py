@@ -1,0 +1,136 @@
+"""Reads that are cut so that masks stay small, and masks that are made once for all layers."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longleaf.attention import kernels, masks, reference
+from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention.masks import QueryRun, Reach, Read, band, cut, hidden, reads_within
+from longleaf.attention.quantized import QuantizedLayer
+from longleaf.runs import Extent
+from tests.property.library.test_attention import assert_same
+from tests.support.dense import visible
+
+MIB = 1 << 20
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation gave, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return found
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Bytes of each mask, as they are made."""
+    found = []
+
+    def counted(*args):
+        mask = band(*args)
+        found.append(mask.nbytes)
+        return mask
+
+    monkeypatch.setattr(kernels, "band", counted)
+    return found
+
+
+def counts(reads, num_rows, num_slots):
+    """How often which row sees which slot, [T, S]."""
+    found = torch.zeros(num_rows, num_slots, dtype=torch.long)
+    for read in reads:
+        rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
+        shape = (rows.stop - rows.start, slots.stop - slots.start)
+        found[rows, slots] += 1 if read.offset is None else ~hidden(*shape, read.offset, read.window)
+    return found
+
+
+@st.composite
+def masked_reads(draw):
+    row, slot = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    rows, keys = draw(st.integers(1, 40)), draw(st.integers(1, 60))
+    window = draw(st.one_of(st.none(), st.integers(1, 50)))
+    return Read(row, row + rows, slot, slot + keys, draw(st.one_of(st.none(), st.just(0), st.integers(-9, 70))), window)
+
+
+@given(masked_reads(), st.integers(1, 20), st.integers(1, 30))
+def test_parts_show_the_rows_the_same_keys_and_are_small(read, num_rows, most_keys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "ROWS", num_rows)
+        parts = list(cut(read, most_keys))
+    assert torch.equal(counts(parts, 50, 70), counts([read], 50, 70))
+    for part in parts:
+        rows, keys = part.row_end - part.row_start, part.slot_end - part.slot_start
+        is_plain = part.offset is None or part.is_causal
+        is_small = rows <= num_rows and keys <= 2 * num_rows
+        assert is_small or (is_plain and keys <= most_keys)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(-12, 20), st.one_of(st.none(), st.integers(1, 12)))
+def test_a_mask_hides_what_is_ahead_or_beyond_the_window(num_queries, num_keys, offset, window):
+    mask = band(num_queries, num_keys, offset, window)
+    assert mask.dtype == torch.float32
+    for i in range(num_queries):
+        for j in range(num_keys):
+            is_seen = 0 <= offset + i - j and (window is None or offset + i - j < window)
+            assert (mask[i, j] == 0) == is_seen
+
+
+def windowed(num_rows, past, window, dim=8):
+    """Queries, keys, and the reads of rows after `past` keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, past + num_rows, dim, generator=generator) for n in (2, 1))
+    query, reach = QueryRun(past, past + num_rows, 0), Reach(window=window)
+    extents = (Extent(0, past, 0), Extent(past, past + num_rows, past))
+    reads = [read for extent in extents for read in reads_within(query, extent, reach)]
+    return q[:, past:].transpose(0, 1), k, reads
+
+
+def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
+    """4096 rows under a window of 4096 once took 548 MiB at every layer."""
+    q, k, reads = windowed(4096, 4096, 4096)
+    kernel = CpuKernel(None)
+    with Largest() as largest:
+        first = kernel(q, k, k, reads, 0.3)
+    assert sum(made) <= MIB
+    assert largest.num_bytes <= MIB, "nor is anything else written out of that size"
+    num_made = len(made)
+    assert_same(kernel(q, k, k, reads, 0.3), first, atol=0)
+    assert len(made) == num_made, "the second layer uses those of the first"
+    some = slice(None, None, 97)
+    seen = visible(range(4096, 8192)[some], range(8192), Reach(window=4096))
+    wanted = reference.attend(q[some], k.transpose(0, 1), k.transpose(0, 1), seen, 0.3)
+    assert_same(type(first)(first.out_THD[some], first.lse_TH[some]), wanted)
+
+
+def test_keys_of_8_bits_use_the_same_masks(made):
+    q, k, reads = windowed(600, 600, 500)
+    kept, kernel = QuantizedLayer(1, 19, 64, 8), CpuKernel(None)
+    kept.write(torch.arange(1200), k, k)
+    first = kept.attend(kernel, q, reads, 0.3, None)
+    num_made = len(made)
+    assert 0 < num_made <= 6
+    assert_same(kept.attend(kernel, q, reads, 0.3, None), first, atol=0)
+    assert len(made) == num_made
+
+
+def test_no_more_than_32_mib_of_masks_are_kept():
+    assert kernels.MAX_MASKS * masks.ROWS * 2 * masks.ROWS * 4 <= 32 * MIB
+
+
+def test_the_dense_kernel_writes_no_mask_that_is_larger_than_its_scores():
+    q, k, reads = windowed(2048, 2048, 2048)
+    with Largest() as largest:
+        by_reads(dense)(q, k, k, reads, 0.3)
+    assert largest.num_bytes <= 4 * kernels.TILE_SCORES

@@ -1,0 +1,227 @@
+"""Every merge on every transport against the float64 fold, with awkward shapes: empty shards, few heads, one rank."""
+
+import importlib
+import itertools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longleaf.attention import Partial, merge_all
+from longleaf.comm.loopback import loopback_groups
+from longleaf.topology import Topology
+from longleaf.tree import MERGES, Wire, choose_merge, make_merge
+from longleaf.tree.base import join_heads, split_heads
+from longleaf.tree.butterfly import Then, rounds
+from longleaf.tree.choose import choose, describe
+from tests.support.processes import run_ranks
+
+SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
+CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
+"""One letter per rank: the machine it runs on."""
+
+
+def partials(world_size, rows, heads=3, dim=5, empty=()):
+    generator = torch.Generator().manual_seed(world_size * 100 + rows)
+    found = [
+        Partial(torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator) * 9)
+        for _ in range(world_size)
+    ]
+    return [Partial.identity(rows, heads, dim) if rank in empty else part for rank, part in enumerate(found)]
+
+
+def expected(parts):
+    return merge_all(torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts]))
+
+
+def assert_close(found, wanted, tolerance=2e-6):
+    torch.testing.assert_close(found.out_THD.double(), wanted.out_THD, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.lse_TH.double(), wanted.lse_TH, atol=2e-6, rtol=2e-6)
+
+
+def on_threads(topology, work):
+    groups = loopback_groups(topology)
+    results = [None] * len(groups)
+
+    def run(rank):
+        results[rank] = work(rank, groups[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def merged(name, topology, parts, dtype=torch.float32):
+    return on_threads(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).merge(parts[rank]))
+
+
+@pytest.mark.parametrize("name", MERGES)
+@pytest.mark.parametrize("machines", CLUSTERS)
+@pytest.mark.parametrize("empty", [(), (0,), "all"])
+def test_merges_on_loopback(name, machines, empty):
+    topology, world_size = Topology(tuple(machines)), len(machines)
+    empty = tuple(range(world_size)) if empty == "all" else empty
+    parts = partials(world_size, rows=2 * world_size, empty=empty)
+    wanted = expected(parts)
+    for found in merged(name, topology, parts):
+        assert_close(found, wanted)
+
+    def own(rank, groups):
+        return make_merge(name, groups, Wire()).merge_to_owner(parts[rank])
+
+    for rank, found in enumerate(on_threads(topology, own)):
+        assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
+
+
+@pytest.mark.parametrize("name", MERGES)
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(CLUSTERS), st.sampled_from([1e4, -1e4, 0.0]), st.sampled_from([1.0, 1e4]), st.integers(0, 99))
+def test_merges_are_exact_however_large_the_logits(name, machines, centre, scale, seed):
+    generator, world_size = torch.Generator().manual_seed(seed), len(machines)
+    out = torch.randn(world_size, 2, 3, 5, generator=generator)
+    lse = centre + scale * torch.randn(world_size, 2, 3, generator=generator)
+    parts = [Partial(*pair) for pair in zip(out, lse, strict=True)]
+    # each fold rounds its lse to float32, which the next one takes for exact
+    tolerance = 2e-6 + world_size * 2**-24 * (lse.abs().max() * out.abs().max()).item()
+    for found in merged(name, Topology(tuple(machines)), parts):
+        one_fold = name not in ("butterfly", "hierarchy")
+        assert_close(found, expected(parts), tolerance=2e-6 if one_fold else tolerance)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("name", MERGES)
+def test_heads_need_not_divide_by_ranks(name, heads):
+    parts = partials(6, rows=1, heads=heads)
+    for found in merged(name, Topology(tuple("aaabbb")), parts):
+        assert_close(found, expected(parts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("machines", CLUSTERS)
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_every_rank_gets_the_same_bits_every_time(name, machines, dtype):
+    topology, parts = Topology(tuple(machines)), partials(len(machines), rows=8)
+    found = merged(name, topology, parts, dtype) + merged(name, topology, parts, dtype)
+    assert all(torch.equal(found[0].out_THD, other.out_THD) for other in found[1:])
+    assert all(torch.equal(found[0].lse_TH, other.lse_TH) for other in found[1:])
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_bfloat16_partials_are_off_by_their_rounding_only(name):
+    topology, parts = Topology(tuple("aabbccd")), partials(7, rows=8)
+    largest = max(part.out_THD.abs().max().item() for part in parts)
+    for found in merged(name, topology, parts, torch.bfloat16):
+        assert_close(found, expected(parts), tolerance=4 * largest * 2**-8)
+    assert not torch.equal(found.out_THD, merged(name, topology, parts)[0].out_THD)
+
+
+def test_partials_travel_in_two_types_only():
+    with pytest.raises(ValueError, match="float16"):
+        Wire(torch.float16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_joining_heads_undoes_splitting_them(heads, num_parts, dtype):
+    part, wire = partials(1, rows=3, heads=heads)[0], Wire(dtype)
+    found = join_heads(split_heads(part, num_parts, wire), heads, wire)
+    assert torch.equal(found.out_THD, part.out_THD.to(dtype).float())
+    assert torch.equal(found.lse_TH, part.lse_TH)
+
+
+@given(st.integers(1, 70))
+def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
+    plans = [list(rounds(rank, world_size)) for rank in range(world_size)]
+    assert len({len(plan) for plan in plans}) == 1
+    seen = [[rank] for rank in range(world_size)]
+    for step in zip(*plans, strict=True):
+        assert all(step[to].source == rank for rank, (to, _, _) in enumerate(step) if to != rank)
+        before = [list(ranks) for ranks in seen]
+        for rank, (_, source, then) in enumerate(step):
+            assert then is Then.KEEP_OWN or step[source].to == rank, "who receives is sent to"
+            if then is Then.TAKE:
+                seen[rank] = before[source]
+            elif then is not Then.KEEP_OWN:
+                seen[rank] = before[rank] + before[source]
+    assert all(sorted(ranks) == list(range(world_size)) for ranks in seen)
+
+
+@pytest.mark.parametrize("machines", ["aa", "aabb", "aaab"])
+def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
+    topology, world_size = Topology(tuple(machines)), len(machines)
+    parts = {rows: partials(world_size, rows) for rows in (1, 5, 64, 65)}
+
+    def work(rank, groups):
+        chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
+        return chosen.timings, {rows: chosen.merge(part[rank]) for rows, part in parts.items()}
+
+    found = on_threads(topology, work)
+    assert all(timings == found[0][0] for timings, _ in found)
+    for _, results in found:
+        for rows, result in results.items():
+            assert_close(result, expected(parts[rows]))
+    for timing in found[0][0]:
+        assert set(timing.microseconds) == set(MERGES) - ({"hierarchy"} if machines == "aa" else set())
+        assert timing.merge in timing.microseconds
+        assert describe(timing).startswith(f"{timing.merge}, ")
+
+
+def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
+    """The first turn of the fastest takes thrice as long as any of another's; a third one is slow in every turn."""
+    turns = {"gather": itertools.chain([3e-3], itertools.repeat(2e-4)), "packed": itertools.repeat(1e-3)}
+    turns |= {"paper": itertools.repeat(8e-3)}
+    (groups,) = loopback_groups(Topology(("a",)))
+    merges = {name: make_merge(name, groups, Wire()) for name in turns}
+    names, counts = {merge: name for name, merge in merges.items()}, dict.fromkeys(turns, 0)
+
+    def turn(merge, partial):
+        counts[names[merge]] += 1
+        return next(turns[names[merge]])
+
+    monkeypatch.setattr(importlib.import_module("longleaf.tree.choose"), "_turn", turn)
+    timings = choose(merges, groups, num_heads=2, dim=4, device="cpu").timings
+    assert timings[0].merge == "gather"
+    assert timings[0].microseconds["gather"] == pytest.approx(200), "the hiccup is not shown as its time either"
+    assert counts["paper"] == len(timings), "what is hopeless is measured once"
+
+
+def merge_over_gloo(rank, owner):
+    world_size = owner.groups.world.world_size
+    parts = partials(world_size, rows=2 * world_size, empty=(1,))
+    wanted = expected(parts)
+    for name in MERGES:
+        merge = make_merge(name, owner.groups, Wire())
+        assert_close(merge.merge(parts[rank]), wanted)
+        assert_close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
+    assert {owner.groups.world.transport, owner.groups.node.transport} == {"gloo"}
+    return owner.groups.world.broadcast(torch.tensor([rank + 40])).item(), merged_bits(rank, owner)
+
+
+def merged_bits(rank, owner):
+    """What a rank gets from the merges that promise the same bits, in both types that travel."""
+    parts = partials(owner.groups.world.world_size, rows=3, empty=(1,))
+    largest = max(part.out_THD.abs().max().item() for part in parts)
+    bits = []
+    for name, dtype in itertools.product(SAME_BITS, (torch.float32, torch.bfloat16)):
+        found = make_merge(name, owner.groups, Wire(dtype)).merge(parts[rank])
+        assert_close(found, expected(parts), tolerance=2e-6 if dtype == torch.float32 else 4 * largest * 2**-8)
+        bits.append(found.out_THD.numpy().tobytes() + found.lse_TH.numpy().tobytes())
+    return bits
+
+
+@pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
+def test_merges_over_gloo_processes(machines):
+    results = run_ranks(machines, merge_over_gloo, shared_memory=False)
+    assert [first for first, _ in results] == [40] * len(machines)
+    assert all(bits == results[0][1] for _, bits in results)
+
+
+@pytest.mark.parametrize("machines", ["aaa", "aaab"])
+def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
+    shared, plain = (run_ranks(machines, merged_bits, shared_memory=is_shared) for is_shared in (True, False))
+    assert all(bits == plain[0] for bits in (*shared, *plain))

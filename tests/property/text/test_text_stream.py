@@ -1,0 +1,139 @@
+"""Text that streams equals text that is decoded at once, and no piece shows half a character or a stop string."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders as decoding
+
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, Alphabet, Piece, TextStream, overlap
+from tests.support.service import byte_tokenizer
+
+MERGES = [("Ã", "©"), ("Ġ", "a"), ("ä", "¸"), ("ä¸", "ĸ"), ("ð", "Ł"), ("¦", "Ļ"), ("b", "ä¸")]
+
+
+def metaspace_tokenizer(has_bytes: bool) -> FastTokenizer:
+    """Pieces that begin with a mark for the space, and bytes for what no piece holds (as Llama 2 has)."""
+    words = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "世", "\ufffd", "▁▁"]
+    fallback = [f"<0x{byte:02X}>" for byte in (0x0A, 0x41, 0x80, 0xA9, 0xC3, 0xF0, 0x9F, 0xA6, 0x99)]
+    names = ["<unk>", *words, *(fallback if has_bytes else [])]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=has_bytes))
+    if has_bytes:
+        steps = [decoding.Replace("▁", " "), decoding.ByteFallback(), decoding.Fuse(), decoding.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoding.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoding.Metaspace()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+def alphabet_of(tokenizer: FastTokenizer) -> Alphabet:
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    fallback = {i for name, i in tokenizer.get_vocab().items() if name.startswith("<0x")}
+    return Alphabet(
+        decode=lambda ids: tokenizer.decode(list(ids)), silent=frozenset(special), bytes=frozenset(fallback)
+    )
+
+
+TOKENIZERS = {
+    "bytes": byte_tokenizer(MERGES),
+    "metaspace": metaspace_tokenizer(has_bytes=False),
+    "fallback": metaspace_tokenizer(has_bytes=True),
+}
+IDS = {
+    name: st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60)
+    for name, tokenizer in TOKENIZERS.items()
+}
+cases = st.sampled_from(sorted(TOKENIZERS)).flatmap(lambda name: st.tuples(st.just(name), IDS[name]))
+
+
+def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[Piece], str]:
+    text = TextStream(alphabet, stops)
+    pieces: list[Piece] = []
+    for token_id in token_ids:
+        if (piece := text.push(token_id)) is not None:
+            pieces.append(piece)
+        if text.matched_stop:
+            return pieces, text.matched_stop
+    if (piece := text.finish()) is not None:
+        pieces.append(piece)
+    return pieces, text.matched_stop
+
+
+@given(cases)
+@settings(max_examples=300, deadline=None)
+def test_pieces_join_to_the_whole_text_and_to_all_ids(case: tuple[str, list[int]]) -> None:
+    name, token_ids = case
+    pieces, _ = stream(alphabet_of(TOKENIZERS[name]), token_ids)
+    assert "".join(piece.text for piece in pieces) == TOKENIZERS[name].decode(token_ids)
+    assert [i for piece in pieces for i in piece.token_ids] == token_ids
+    assert [piece.index for piece in pieces] == [
+        sum(len(other.token_ids) for other in pieces[:n]) for n in range(len(pieces))
+    ]
+
+
+@given(st.text(max_size=40), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_valid_text_is_never_split_inside_a_character(text: str, rng: random.Random) -> None:
+    alphabet = alphabet_of(TOKENIZERS["bytes"])
+    pieces, _ = stream(alphabet, TOKENIZERS["bytes"].encode(text).ids)
+    assert "".join(piece.text for piece in pieces) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece.text for piece in pieces)
+
+
+@given(cases, st.lists(st.text("ab é世\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_the_stop_string_that_is_complete_first_ends_the_text(case: tuple[str, list[int]], stops: list[str]) -> None:
+    name, token_ids = case
+    whole = TOKENIZERS[name].decode(token_ids)
+    pieces, matched = stream(alphabet_of(TOKENIZERS[name]), token_ids, tuple(stops))
+    text = "".join(piece.text for piece in pieces)
+    ends = [(whole.find(stop) + len(stop), whole.find(stop), stop) for stop in stops if stop in whole]
+    if not ends:
+        assert (text, matched) == (whole, "")
+    else:
+        _, start, stop = min(ends)
+        assert (text, matched) == (whole[:start], stop)
+    joined = [i for piece in pieces for i in piece.token_ids]
+    assert joined == token_ids[: len(joined)]
+
+
+@given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=5))
+def test_overlap_is_the_longest_unfinished_start(text: str, stop: str) -> None:
+    size = overlap(text, stop)
+    assert size < len(stop)
+    assert text.endswith(stop[:size])
+    assert not any(text.endswith(stop[:longer]) for longer in range(size + 1, min(len(stop), len(text) + 1)))
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xC3, 0xF0])
+def test_a_run_of_broken_bytes_does_not_pile_up(byte: int) -> None:
+    """However long, it is settled piece by piece: decoding stays linear, and clients see that something comes."""
+    tokenizer = TOKENIZERS["bytes"]
+    token_id = tokenizer.token_to_id({0x80: "Ģ", 0xC3: "Ã", 0xF0: "ð"}[byte])
+    longest = 0
+
+    def decode(token_ids: object) -> str:
+        nonlocal longest
+        ids = list(token_ids)  # type: ignore[call-overload]
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    alphabet = Alphabet(decode=decode)
+    pieces, _ = stream(alphabet, [token_id] * 500)
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode([token_id] * 500)
+    assert longest <= 3 * MAX_OPEN_TOKENS
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    text = TextStream(alphabet_of(tokenizer), ("stop",))
+    told = [text.push(token_id) for token_id in tokenizer.encode("é, st").ids]
+    assert [piece.text if piece else None for piece in told] == ["é", ",", " ", None, None]
+    assert text.finish() == Piece(3, tuple(tokenizer.encode("st").ids), "st")

@@ -1,0 +1,186 @@
+"""Rows of many sequences on a tree of segments: who reads what, against one row and one position after the other."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.placement.blocks import Placer
+from longleaf.attention.masks import Reach, Reads
+from longleaf.channel.step import Decode, Row
+from longleaf.runs import Run
+from longleaf.tree import Wire
+from tests.support.dense import reaches, visible
+from workers.keys.cache import Pool, Segments
+from workers.model.model import LayerSpec
+from workers.step.inputs import InputBuilder, Inputs
+from workers.step.past import PastBuilder
+from workers.step.rows import MIN_SHARED
+
+BLOCK = 4
+NUM_BLOCKS = 2000
+IDS = 1000
+"""The i-th token of sequence n has the id n * IDS + i."""
+
+
+class Forest:
+    """Segments that begin anywhere in one another, dealt over ranks, and rows that go on at their ends."""
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        self.world_size = world_size
+        self.dice = random.Random(seed)
+        self.placer = Placer([NUM_BLOCKS] * world_size, BLOCK)
+        self.reservation = self.placer.reserve(self.placer.num_blocks)
+        self.paths: list[tuple[int, ...]] = []
+        self.runs: list[tuple[Run, ...]] = []
+        self.rows: list[Row] = []
+
+    def grow(self, parent: int | None, count: int, *, at_end: bool = False) -> int:
+        """A segment of `count` tokens that continues another one, from some position of it on."""
+        assert self.reservation is not None
+        path, start = (), 0
+        if parent is not None:
+            path, end = self.paths[parent], self.runs[parent][-1].end
+            start = end if at_end else self.dice.randint(self.runs[parent][0].start + 1, end)
+        if self.dice.random() < 0.5:
+            runs = self.placer.place_chunk(start, start + count, self.dice.randrange(4), self.reservation)
+        else:
+            runs = self.placer.grow(None, start, count, self.reservation)
+        self.paths.append((*path, len(self.paths)))
+        self.runs.append(runs)
+        return len(self.paths) - 1
+
+    def add_row(self, parent: int | None, held: int, count: int, *, at_end: bool = False) -> None:
+        """A sequence whose own segment holds `held` tokens and receives `count` more."""
+        own, number = self.grow(parent, held + count, at_end=at_end), len(self.rows)
+        start, path = self.runs[own][0].start + held, self.paths[own]
+        ids = tuple(number * IDS + i for i in range(count)) if count > 1 or self.dice.random() < 0.5 else ()
+        index = self.dice.choice([-1, 0, 7])
+        self.rows.append(Row(number, path, start, ids, self.runs[own], index))
+
+    def inputs(self, rank: int, reach: Reach) -> Inputs:
+        layers = {0: LayerSpec(2, 1, 8, reach)}
+        pool, segments = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Segments(rank, BLOCK)
+        for path, runs in zip(self.paths, self.runs, strict=True):
+            segments.put(path[-1], runs)
+        place = (rank, self.world_size, pool, segments, layers)
+        last_ids = {row.sequence: row.sequence * IDS for row in self.rows}
+        return InputBuilder(*place, PastBuilder(*place, "auto", Wire())).decode(Decode(tuple(self.rows)), last_ids)
+
+    def slots(self, row: Row, rank: int) -> dict[int, int]:
+        """By position, the slots that `rank` holds of what a row's path leads through."""
+        found: dict[int, tuple[int, int]] = {}
+        for segment in row.path:
+            found = {p: place for p, place in found.items() if p < self.runs[segment][0].start}
+            for run in self.runs[segment]:
+                for i, position in enumerate(range(run.start, run.end)):
+                    found[position] = run.rank, run.blocks[i // BLOCK] * BLOCK + i % BLOCK
+        return {position: slot for position, (holder, slot) in found.items() if holder == rank}
+
+
+@st.composite
+def forests(draw: st.DrawFn, longest: int = 20) -> Forest:
+    forest = Forest(draw(st.integers(0, 2**31)), draw(st.integers(1, 3)))
+
+    def parent(num_sealed: int) -> int | None:
+        number = draw(st.integers(0, num_sealed))
+        return number - 1 if number else None
+
+    for _ in range(draw(st.integers(0, 5))):
+        forest.grow(parent(len(forest.paths)), draw(st.integers(1, longest)))
+    sealed = len(forest.paths)
+    for _ in range(draw(st.integers(1, 8))):
+        forest.add_row(parent(sealed), draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 1, 2, 5])))
+    return forest
+
+
+def shown(reads: Reads) -> Counter[tuple[int, int]]:
+    """Each (row, slot) of the reads, and how often they show it."""
+    found: Counter[tuple[int, int]] = Counter()
+    for read in reads:
+        for i, row in enumerate(range(read.row_start, read.row_end)):
+            for j, slot in enumerate(range(read.slot_start, read.slot_end)):
+                distance = 0 if read.offset is None else read.offset + i - j
+                if distance >= 0 and (read.offset is None or read.window is None or distance < read.window):
+                    found[row, slot] += 1
+    return found
+
+
+def tokens(forest: Forest, inputs: Inputs) -> list[tuple[Row, int]]:
+    """The sequence and position of each row, told by its id."""
+    by_id = [divmod(token_id, IDS) for token_id in inputs.token_ids_T.tolist()]
+    return [(forest.rows[number], forest.rows[number].start + i) for number, i in by_id]
+
+
+def check(forest: Forest, reach: Reach) -> list[Inputs]:
+    """On every rank each row reads each key that it sees, once. Gives the inputs by rank."""
+    found = [forest.inputs(rank, reach) for rank in range(forest.world_size)]
+    for rank, inputs in enumerate(found):
+        expected: Counter[tuple[int, int]] = Counter()
+        for row, (sequence, position) in enumerate(tokens(forest, inputs)):
+            seen = visible(range(position, position + 1), range(position + 1), reach)[0].nonzero().flatten().tolist()
+            slots = forest.slots(sequence, rank)
+            expected.update((row, slots[p]) for p in seen if p in slots)
+        assert shown(inputs.reads[0]) == expected
+    return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(forests(), reaches(most=30))
+def test_each_row_reads_each_key_it_sees_once(forest, reach):
+    check(forest, reach)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(longest=3 * MIN_SHARED), reaches(MIN_SHARED, 3 * MIN_SHARED))
+def test_each_row_reads_each_key_of_a_wide_reach_once(forest, reach):
+    check(forest, reach)
+
+
+@settings(max_examples=120, deadline=None)
+@given(forests())
+def test_keys_that_many_sequences_see_are_in_one_read(forest):
+    for inputs in check(forest, Reach()):
+        sequences: dict[int, set[int]] = {}
+        for row, slot in shown(inputs.reads[0]):
+            sequences.setdefault(slot, set()).add(tokens(forest, inputs)[row][0].sequence)
+        num_reads = Counter(slot for read in inputs.reads[0] for slot in range(read.slot_start, read.slot_end))
+        assert all(num_reads[slot] == 1 for slot, readers in sequences.items() if len(readers) > 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests())
+def test_what_belongs_to_a_row_follows_it(forest):
+    for rank, inputs in enumerate(check(forest, Reach())):
+        rows = tokens(forest, inputs)
+        assert inputs.positions_T.tolist() == [position for _, position in rows]
+        trash = NUM_BLOCKS * BLOCK
+        assert inputs.slots_T.tolist() == [forest.slots(row, rank).get(position, trash) for row, position in rows]
+        wanted = [(row, row.start + row.num_tokens - 1) for row in forest.rows if row.token_index >= 0]
+        assert [rows[i] for i in inputs.sample_rows] == wanted, "in the plan's order"
+
+
+SHARED = [
+    (Reach(), True),
+    (Reach(2 * MIN_SHARED), True),
+    (Reach(MIN_SHARED), False),
+    (Reach(section=4 * MIN_SHARED), True),
+    (Reach(section=2 * MIN_SHARED), False),
+]
+
+
+@pytest.mark.parametrize(("reach", "is_shared"), SHARED)
+def test_a_document_is_read_once_however_many_ask(reach, is_shared):
+    def num_keys(num_sequences):
+        forest = Forest(0, 1)
+        document = forest.grow(None, 3 * MIN_SHARED - 8)
+        for _ in range(num_sequences):
+            forest.add_row(document, 3, 1, at_end=True)
+        (inputs,) = check(forest, reach)
+        return inputs.reads[0].num_keys
+
+    one, many = num_keys(1), num_keys(8)
+    assert many == one + 7 * 4 if is_shared else many == 8 * one

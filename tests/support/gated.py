@@ -1,0 +1,73 @@
+"""A service on a real engine, behind a real socket, whose ranks answer by arithmetic and only when they are let."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.calls.views import cluster_of
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.serving.server import Server
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.step import StepPlan, StepResult
+from longleaf.config import EngineConfig
+from longleaf.messages import Cluster, ModelInfo
+from tests.support.service import write_model
+
+VOCAB = 128
+"""Single bytes of ASCII: each token is a character of its own."""
+
+
+class GatedRanks(FakeRanks):
+    """Ranks that do as many steps as they are let, and say that each token takes `seconds_per_token`."""
+
+    def __init__(self, seconds_per_token: float = 1e-6) -> None:
+        super().__init__(num_blocks=256, vocab=VOCAB)
+        self._seconds_per_token = seconds_per_token
+        self._steps = asyncio.Semaphore(0)
+        self.are_asked = asyncio.Event()
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._steps.release()
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        self.are_asked.set()
+        await self._steps.acquire()
+        result = await super().step(plan)
+        return msgspec.structs.replace(result, seconds=self._seconds_per_token * plan.num_tokens)
+
+
+@asynccontextmanager
+async def serving(
+    ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
+) -> AsyncIterator[tuple[Engine, str]]:
+    """The engine, whose clock may be the test's, and the address of its service."""
+    config = EngineConfig(model="none", block_size=4, **settings)
+    engine = Engine(ranks, config, max_positions=4096, clock=clock)
+    ready, *_ = await engine.start()
+
+    def describe() -> Cluster:
+        return cluster_of(engine.cluster(), ModelInfo(name="m"), config, "local", ready)
+
+    loop = asyncio.create_task(engine.run())
+    tokenizer = Tokenizer.load(write_model(folder), split_template)
+    server = Server(engine, tokenizer, describe, config.unread_timeout)
+    try:
+        yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    finally:
+        await server.stop(None)
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+async def comes_to(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Waits until the engine's own changes make `condition` true."""
+    while not condition():
+        await engine.changes.after(engine.changes.count)

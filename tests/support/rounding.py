@@ -1,0 +1,63 @@
+"""How far logits in half precision are from those in float32, and what rounding does to the plain model."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from coordinator.events import Prompt
+from longleaf.sampling import Sampling
+from tests.golden.conftest import Golden, load_plain
+from tests.support.states import ingest, running
+from tests.support.threads import config_for
+
+PROMPT, STEPS = 700, 24
+ALLOWED = 2.0
+"""By how many times what the plain model is off the service may be off."""
+
+
+@torch.inference_mode()
+def plain_logits(golden: Golden, dtype: str = "float32") -> Tensor:
+    """Logits [STEPS, V] of the plain model after the prompt and each further token that the service is led to take."""
+    ids = torch.tensor([golden.prompt[: PROMPT + STEPS - 1]])
+    return load_plain(golden.folder, getattr(torch, dtype))(ids, logits_to_keep=STEPS).logits[0].float()
+
+
+async def served_logits(golden: Golden, held=(), **settings) -> Tensor:
+    """The same of the service: a prompt, then decode steps that are told which token to take.
+
+    With `held` the prompt goes on from a fork of a context, in the middle of the last of the parts that end there.
+    """
+    seen = []
+
+    def lead(_, rank):
+        def choose(rows, logits_RV):
+            seen.append(logits_RV[0].float())
+            return [golden.prompt[PROMPT + len(seen) - 1]], {}
+
+        rank._sampler.choose = choose
+
+    sampling = Sampling(max_tokens=STEPS, ignore_end_token=True)
+    async with running(config_for(golden.folder, chunk_size=320, **settings), lead) as engine:
+        for start, end in itertools.pairwise((0, *held)):
+            await ingest(engine, "book", golden.prompt[start:end])
+        fork = "fork" if held else None
+        num_held = engine.fork_context("book", "fork", held[-1] - 10).tokens if fork else 0
+        prompt = Prompt(context=fork, token_ids=golden.prompt[num_held:PROMPT], sampling=sampling)
+        _ = [event async for event in engine.submit(prompt)]
+    return torch.stack(seen[:STEPS])
+
+
+def ratio(golden: Golden, found: Tensor, plain: Tensor, exact: Tensor) -> float:
+    """By how many times as much as the plain model the service is off, in the Euclidean or the largest distance.
+
+    With experts in the median over the steps: where two experts come close, rounding alone chooses the other one, in
+    the plain model as well, and this step is then off by a hundred times as much.
+    """
+    has_experts = "expert" in (golden.folder / "config.json").read_text()
+
+    def distance(logits: Tensor, norm: float) -> Tensor:
+        by_step = torch.linalg.vector_norm(logits - exact, norm, dim=1)
+        return by_step.median() if has_experts else torch.linalg.vector_norm(by_step, norm)
+
+    return max(float(distance(found, norm) / distance(plain, norm)) for norm in (2.0, torch.inf))

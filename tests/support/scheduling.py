@@ -1,0 +1,125 @@
+"""A scheduler without ranks: plans are executed by arithmetic."""
+
+from coordinator.events import Acknowledged, Event, Prompt, Tokens
+from coordinator.placement.blocks import Placer
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.step import Prefill, StepPlan, StepResult
+from longleaf.config import EngineConfig
+from longleaf.errors import LongleafError
+from longleaf.geometry import Rotary, Windows
+from longleaf.sampling import Sampling
+from tests.support.window_ledger import WindowLedger
+from workers.fakes import Ledger, echo_token
+
+
+class Bench:
+    """A scheduler whose plans are executed by arithmetic, with the laws checked after each step."""
+
+    def __init__(
+        self,
+        *,
+        blocks: tuple[int, ...] = (64, 64),
+        max_positions: int = 2000,
+        windows: Windows | None = None,
+        check_every: int = 1,
+        **changes: object,
+    ) -> None:
+        settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
+        self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
+        self.placer = Placer(blocks, self.config.block_size, windows)
+        self.scheduler = Scheduler(self.config, self.placer, Positions(Rotary(), max_positions), epoch=1)
+        self.ledger = Ledger(self.config.block_size)
+        self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
+        self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
+        self.num_jobs = 0
+        self.seconds_per_token = 1e-6
+        self._check_every = check_every
+        """So many requests and steps; checks of much that is held take long."""
+        self._num_unchecked = 0
+
+    def ask(
+        self,
+        count: int,
+        max_tokens: int = 4,
+        context: str | None = None,
+        ends: tuple[int, ...] = (),
+        priority: int = 0,
+        num_samples: int = 1,
+    ) -> int:
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(range(count)),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset(ends),
+            priority=priority,
+            num_samples=num_samples,
+        )
+        job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
+        self.num_jobs += num_samples - 1
+        return job
+
+    def ingest(self, context: str, count: int, append: bool = False) -> int:
+        tokens = list(range(count))
+        return self._admitted(lambda job: self.scheduler.admit_ingest(job, context, tokens, append=append))
+
+    def _admitted(self, admit) -> int:  # type: ignore[no-untyped-def]
+        try:
+            admit(self.num_jobs)
+        finally:
+            self._check()
+        self.num_jobs += 1
+        return self.num_jobs - 1
+
+    def _check(self) -> None:
+        self._num_unchecked += 1
+        if self._num_unchecked >= self._check_every:
+            self.scheduler.check()
+            self._num_unchecked = 0
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self._see(self.scheduler.drain())
+        self._check()
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        self._see(self.scheduler.commit(plan, self._result(plan), now=9.0))
+        self._check()
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        if self.window_ledger:
+            self.window_ledger.apply(plan)
+        seconds = plan.num_tokens * self.seconds_per_token
+        return StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=seconds)
+
+    def _see(self, outcomes: list[tuple[int, Event | Acknowledged | LongleafError]]) -> None:
+        for job, outcome in outcomes:
+            self.seen.setdefault(job, []).append(outcome)
+
+    def step(self) -> StepPlan | None:
+        """Plans and does one step, if there is something to do."""
+        if (plan := self.schedule()) is not None:
+            self.commit(plan)
+        return plan
+
+    def run(self) -> list[StepPlan]:
+        plans: list[StepPlan] = []
+        while (plan := self.step()) is not None:
+            plans.append(plan)
+        return plans
+
+    @staticmethod
+    def alone(count: int, max_tokens: int) -> list[int]:
+        """The answer to a prompt of `count` tokens."""
+        answer = [count - 1]
+        for index in range(max_tokens):
+            answer.append(echo_token(answer[-1], index))
+        return answer[1:]
+
+    def tokens(self, job: int) -> list[int]:
+        return [t for event in self.seen[job] if isinstance(event, Tokens) for t in event.token_ids]
+
+
+def kinds(plans: list[StepPlan]) -> str:
+    return "".join("P" if isinstance(plan.work, Prefill) else "D" for plan in plans)

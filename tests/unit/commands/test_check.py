@@ -1,0 +1,176 @@
+"""`longleaf models check`: what the two roles say of a checkpoint, and what people are told."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from bench.checkpoints import make_checkpoint
+from coordinator.text.check import check as check_text
+from longleaf.commands.models import spans
+from longleaf.commands.options import dtypes_told
+from longleaf.config import EngineConfig
+from longleaf.model_report import AttentionKind, ReplicatedReport
+from tests.unit.commands.conftest import Terminal
+from workers.check import check
+from workers.model import model as models
+
+FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
+
+
+def config(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    for dtype in ("auto", "bfloat16"):
+        wanted = config(folder, kv_bytes=1 << 20, dtype=dtype)
+        outlined = check(wanted, has_weights=False)
+        assert outlined.reason == ""
+        assert replace(outlined, has_weights=True) == check(wanted, has_weights=True)
+    loaded = models.load(str(folder), "float32", "cpu")
+    assert sum(len(kind.layers) for kind in outlined.kinds) == len(loaded.layers)
+    assert 2 * outlined.bytes_per_token == loaded.bytes_per_token
+    assert outlined.weight_bytes == sum(2 * p.numel() for p in loaded.module.parameters())
+
+
+def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied, loaded = (check(config(folder), has_weights=has_weights) for has_weights in (False, True))
+    assert tied.weight_bytes == loaded.weight_bytes
+
+
+def test_the_length_it_was_trained_for_is_that_of_its_stretched_rope(tmp_path: Path) -> None:
+    """Of a Ministral 3 whose config tells no more than 4096 positions, 512 were stretched by 16."""
+    folder = make_checkpoint(tmp_path, "ministral3", max_positions=4096)
+    assert (check(config(folder), has_weights=False).trained, check_text(folder).max_positions) == (8192, 4096)
+
+
+def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
+    windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
+    assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
+    assert full == AttentionKind(layers=(1, 3), num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_what_replicated_windows_take_is_told_where_there_are_any(tmp_path: Path) -> None:
+    """2 of 4 layers see 256 tokens; each has 2 key heads of 16 in float32."""
+    per_layer = 2 * 2 * 16 * 4
+    mixed = check(config(make_checkpoint(tmp_path / "a", "gemma2")), has_weights=False).replicated
+    assert mixed == ReplicatedReport(bytes_per_token=2 * per_layer, bytes_per_window=256 * 2 * per_layer)
+    windowed = check(config(make_checkpoint(tmp_path / "b", "mistral")), has_weights=False).replicated
+    assert windowed == ReplicatedReport(bytes_per_token=0, bytes_per_window=256 * 4 * per_layer)
+    assert check(config(make_checkpoint(tmp_path / "c", "llama")), has_weights=False).replicated is None
+
+
+def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> None:
+    """4 layers of 2 key heads of 16, with 4 bytes of scale per token and 16 exponents per block."""
+    found = check(config(make_checkpoint(tmp_path, "llama"), kv_dtype="int8", block_size=60), has_weights=False)
+    assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
+    assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
+    assert dtypes_told(found) == "float32, keys in int8"
+
+
+def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:
+    found = check(config(make_checkpoint(tmp_path, "deepseek_v3"), kv_dtype="int8"), has_weights=False)
+    assert found.reason.startswith("kv_dtype: int8 ")
+    assert found.kinds == ()
+
+
+def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
+    """Weights of 8 TiB: nothing of their size may ever be made."""
+    folder = make_checkpoint(tmp_path, "llama", num_layers=2)
+    (folder / "model.safetensors").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"vocab_size": 1 << 30, "hidden_size": 1 << 10, "head_dim": 64, "num_attention_heads": 16}
+    (folder / "config.json").write_text(json.dumps(settings))
+    found = check(config(folder, kv_bytes=1), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", 2 * 2 * 2 * 64 * 4)
+    assert found.weight_bytes > 4 << 40
+    assert "cannot be loaded" in check(config(folder), has_weights=True).reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_bidirectional_attention": True}, "not causal"),
+        ({"model_type": "bert"}, "not causal"),
+        ({"model_type": "no-such-model"}, "cannot be loaded"),
+        ({"model_type": "t5"}, "no causal language model of type t5"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "--load"),
+        ({"hidden_size": "wide"}, ""),
+    ],
+)
+def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    found = check(config(folder), has_weights=False)
+    assert words in found.reason
+    assert found.reason != ""
+    assert found.kinds == ()
+
+
+def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=2)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 3, "layer_types": None}))
+    assert check(config(folder), has_weights=False).reason == ""
+    assert "lacks weights" in check(config(folder), has_weights=True).reason
+
+
+def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = check_text(folder)
+    assert (found.reason, found.architecture, found.max_positions) == ("", "Qwen3ForCausalLM", 8192)
+    assert found.has_chat_template
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in check_text(folder).reason
+
+
+async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "small", "gemma2")
+    per_token = 4 * 2 * 2 * 16 * 4
+    options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
+    code, out, _ = await terminal.plain(*options)
+    assert code == 0
+    assert "small is supported (Gemma2ForCausalLM, float32)" in out
+    assert "; not read, --load does" in out
+    replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
+    assert replicated in " ".join(out.split())
+    assert "nothing: kv_bytes: a context and a generation take" in " ".join(out.split())
+    assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
+    assert "with --window-keys sharded" in " ".join(out.split())
+    code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
+    found = json.loads(out)
+    pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128
+    assert (code, found["is_supported"], found["attention"]["bytes_per_token"]) == (0, True, per_token)
+    sharded = found["attention"]["plans"][0]
+    assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
+    pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
+    code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
+    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
+    assert (code, told in " ".join(out.split())) == (0, True)
+    (folder / "tokenizer.json").unlink()
+    code, out, _ = await terminal.plain("models", "check", str(folder))
+    assert (code, "small is not supported: " in out, "tokenizer.json" in out) == (2, True, True)
+    code, _, err = await terminal.plain("models", "check", str(tmp_path / "nowhere"))
+    assert (code, "is not a folder" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [((0,), "0"), ((0, 1, 2, 5), "0-2 5"), (tuple(range(0, 30, 2)), "0 2 4 … 28"), (tuple(range(64)), "0-63")],
+)
+def test_layers_are_told_in_short(layers: tuple[int, ...], told: str) -> None:
+    assert spans(layers) == told

@@ -1,0 +1,94 @@
+"""`longleaf ask` and `longleaf generate`."""
+
+import io
+import sys
+
+import pytest
+
+from coordinator import events
+from longleaf.sampling import Logprobs, TokenLogprob
+from tests.support.service import byte_tokenizer
+from tests.unit.commands.conftest import ANSWER, Terminal
+
+
+async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> None:
+    *deltas, last = await terminal.json("generate", "--prompt", "x", "--seed", "5", "--stop", "q", "--stop", "z")
+    assert all(delta.keys() == {"text", "token_ids"} for delta in deltas)
+    assert "".join(delta["text"] for delta in deltas) == "Grüße"
+    assert last.keys() == {"finish_reason", "usage", "is_exact"}
+    assert last["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == len(ANSWER)
+    sampling = terminal.engine.prompts[0].sampling
+    assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
+async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
+    ends = (events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
+    terminal.engine.answer = ()
+    terminal.engine.script = (events.Started(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
+    code, _, err = await terminal.run("generate", "--prompt", "x", *options)
+    told = "note: this may go beyond the length that the model was trained for"
+    assert (code, err.splitlines().count(told)) == (0, 1)
+    terminal.engine.script = terminal.engine.script[2:]
+    assert told not in (await terminal.run("generate", "--prompt", "x"))[2]
+
+
+async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
+    typed = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 "
+    typed += "--frequency-penalty 0.4 --logit-bias 5=-1.5 --logit-bias 6=2 --stop-token 9 --stop-token 8 "
+    typed += "--ignore-end-token --logprobs 3 --max-tokens 12 --priority -4 --client me --timeout 60 --resumable"
+    terminal.engine.contexts["moby"] = [1]
+    await terminal.json("ask", "moby", "who?", *typed.split())
+    [prompt] = terminal.engine.prompts
+    assert (prompt.context, prompt.priority, prompt.client) == ("moby", -4, "me")
+    assert prompt.deadline is not None
+    sampling = prompt.sampling
+    assert (sampling.logit_bias, sampling.stop_tokens) == ({5: -1.5, 6: 2.0}, (9, 8))
+    assert (sampling.top_k, sampling.num_logprobs, sampling.max_tokens) == (7, 3, 12)
+    given = (sampling.temperature, sampling.top_p, sampling.min_p)
+    assert given == pytest.approx((0.5, 0.9, 0.1))
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == pytest.approx((1.2, 0.3, 0.4))
+
+
+async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
+    await terminal.run("ask", "moby", "-")
+    assert byte_tokenizer().decode(list(terminal.engine.prompts[0].token_ids)).count("Grüße?") == 1
+
+
+async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
+    await terminal.run("generate", "--prompt", "x")
+    await terminal.run("generate", "--prompt", "x", "--raw")
+    templated, raw = (tuple(prompt.token_ids) for prompt in terminal.engine.prompts)
+    assert raw == tuple(byte_tokenizer().encode("x").ids)
+    assert len(templated) == 4
+
+
+async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -> None:
+    named = ("--resumable", "--request-id", "r1")
+    first = await terminal.json("generate", "--prompt", "x", *named)
+    assert await terminal.json("generate", "--prompt", "x", *named) == first
+    assert len(terminal.engine.prompts) == 1
+    code, _, err = await terminal.run("generate", "--prompt", "y", *named)
+    assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+
+
+async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
+    end, first = events.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
+    terminal.engine.script = (events.Tokens(0, (first,), (Logprobs(-1.0, (TokenLogprob(first, -1.0),)),)), end)
+    terminal.engine.answer = ()
+    asked = ("generate", "--prompt", "x", "--logprobs", "1")
+    [entry] = (await terminal.json(*asked, "--token-bytes"))[0]["logprobs"]
+    assert (entry["token_bytes"], entry["top"][0]["token_bytes"]) == ("Rw==", "Rw==")
+    [entry] = (await terminal.json(*asked))[0]["logprobs"]
+    assert entry == {"logprob": -1.0, "top": [{"token_id": first, "logprob": -1.0}]}
+    code, _, err = await terminal.run("generate", "--prompt", "x", "--token-bytes", "--json")
+    assert (code, err) == (2, "error: --token-bytes: are told with --logprobs alone\n")
+
+
+async def test_logprobs_are_not_dropped_silently(terminal: Terminal) -> None:
+    code, out, err = await terminal.run("generate", "--prompt", "x", "--logprobs", "2")
+    assert (code, out, err) == (2, "", "error: --logprobs: are shown with --json alone\n")

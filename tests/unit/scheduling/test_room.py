@@ -1,0 +1,190 @@
+"""What can never fit, who waits, and who may pass."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.events import Acknowledged, Ended
+from coordinator.scheduling.jobs import Job
+from longleaf.errors import InvalidArgument, ResourceExhausted
+from tests.support.scheduling import Bench
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "context", "field", "words"),
+    [
+        (0, 1, None, "input", "no tokens"),
+        (201, 1, None, "input", "0 tokens of context and 201 of input and 1 to generate make 202.*limit is 200"),
+        (150, 60, None, "sampling.max_token_count", "150 of input and 60 to generate make 210.*limit is 200"),
+        (150, 1, "doc", "input", "60 tokens of context and 150 of input and 1 to generate make 211"),
+        (4, 0, None, "sampling.max_token_count", "between 1 and"),
+    ],
+)
+def test_limits_of_the_model(count: int, max_tokens: int, context: str | None, field: str, words: str) -> None:
+    bench = Bench(max_positions=200)
+    bench.ingest("doc", 60)
+    bench.run()
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        bench.ask(count, max_tokens, context)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "field"), [(44, 1, "input"), (20, 30, "sampling.max_token_count"), (20, 20, None)]
+)
+def test_limits_of_the_pool(count: int, max_tokens: int, field: str | None) -> None:
+    bench = Bench(blocks=(5, 5))
+    if field is None:
+        bench.ask(count, max_tokens)
+        bench.run()
+        return
+    with pytest.raises(InvalidArgument, match="the pool of all ranks holds 40, in blocks of 4") as caught:
+        bench.ask(count, max_tokens)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "no tokens"), (41, "pool"), (201, "model's limit is 200")])
+def test_limits_of_a_document(count: int, words: str) -> None:
+    bench = Bench(blocks=(5, 5), max_positions=200)
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        bench.ingest("doc", count)
+    assert caught.value.field == "text"
+
+
+def test_what_has_no_room_lets_small_ones_pass() -> None:
+    bench = Bench(blocks=(5, 5))
+    first, second, third = bench.ask(20, 10), bench.ask(20, 10), bench.ask(1, 1)
+    plan = bench.schedule()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (2, 1)
+    assert plan is not None
+    bench.commit(plan)
+    bench.run()
+    assert [len(bench.tokens(job)) for job in (first, second, third)] == [10, 10, 1]
+    assert list(bench.seen) == [first, third, second]
+
+
+@pytest.fixture
+def busy() -> tuple[Bench, list[int]]:
+    """One on which two answers run, of 40 of its 100 blocks each; the second one ends later."""
+    bench = Bench(blocks=(100,), max_sequences=6)
+    running = [bench.ask(126, 30), bench.ask(40, 120)]
+    bench.step()
+    assert bench.scheduler.num_running == 2
+    return bench, running
+
+
+def until_ended(bench: Bench, job: int) -> None:
+    while not isinstance(bench.seen[job][-1], Ended):
+        assert bench.step()
+
+
+def test_small_ones_pass_a_document_for_as_long_as_it_has_no_room(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 240)
+    small = [bench.ask(2, 2) for _ in range(60)]
+    until_ended(bench, running[0])
+    assert all(isinstance(bench.seen[job][-1], Ended) for job in small)
+    bench.run()
+    assert bench.seen[document][-1] == Acknowledged("doc")
+
+
+def test_whoever_passes_gives_way_when_nothing_else_is_in_the_way(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 200)
+    passing = [bench.ask(1, 39) for _ in range(2)]
+    until_ended(bench, running[0])
+    assert [0 < len(bench.tokens(job)) < 39 for job in passing] == [True, True]
+    bench.step()
+    assert document in bench.scheduler._running, "it does not wait for what is left of the other answers"
+    assert list(bench.scheduler.positions()) == passing[1:], "one gave enough"
+    bench.run()
+    assert [bench.tokens(job) for job in passing] == [bench.alone(1, 39)] * 2
+    assert bench.seen[document][-1] == Acknowledged("doc")
+
+
+def test_samples_that_passed_give_way_too(busy: tuple[Bench, list[int]]) -> None:
+    bench, running = busy
+    document = bench.ingest("doc", 216)
+    passing = bench.ask(2, 34, num_samples=2)
+    until_ended(bench, running[0])
+    assert 0 < len(bench.tokens(passing)) < 68
+    bench.step()
+    assert document in bench.scheduler._running
+    bench.run()
+    assert len(bench.tokens(passing)) == 68
+
+
+@given(
+    running=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    num_tokens=st.integers(150, 240),
+    small=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=1, max_size=8),
+    per_step=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_document_begins_when_those_before_it_have_ended(
+    running: list[int], num_tokens: int, small: list[tuple[int, int]], per_step: int
+) -> None:
+    """However many small requests come."""
+    bench = Bench(blocks=(40, 40), max_waiting=5000, max_sequences=8)
+    before = [bench.ask(3, max_tokens) for max_tokens in running]
+    bench.step()
+    document, sizes = bench.ingest("doc", num_tokens), itertools.cycle(small)
+    while not all(isinstance(bench.seen[job][-1], Ended) for job in before):
+        assert bench.scheduler.num_running
+        for _ in range(per_step):
+            bench.ask(*next(sizes))
+        bench.step()
+    bench.step()
+    assert document in bench.scheduler._running or document in bench.seen
+
+
+def test_queue_is_bounded() -> None:
+    bench = Bench(max_waiting=2, max_sequences=3)
+    for _ in range(5):
+        bench.ask(4)  # three of them need not wait
+    with pytest.raises(ResourceExhausted, match="2 requests wait already") as caught:
+        bench.ask(4)
+    assert caught.value.retry_seconds
+
+
+def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
+    bench = Bench(blocks=(5, 5), max_sequences=1)
+    bench.ask(4, 2)
+    large = bench.ask(20, 10)
+    with pytest.raises(ResourceExhausted, match="under way") as caught:
+        bench.ingest("doc", 16)  # it might come first, and stay
+    assert caught.value.retry_seconds
+    bench.run()
+    assert len(bench.tokens(large)) == 10
+    bench.ingest("doc", 16)
+    bench.run()
+
+
+def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
+    bench = Bench(blocks=(5, 5))
+    bench.ingest("doc", 30)
+    with pytest.raises(ResourceExhausted, match="the contexts keep 32; delete a context") as caught:
+        bench.ask(10, 4)
+    assert caught.value.retry_seconds is None
+    bench.run()
+    with pytest.raises(ResourceExhausted, match="delete a context"):
+        bench.ingest("other", 10)
+    bench.ask(4, 4, "doc")
+    bench.run()
+
+
+def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be hundreds of them, and dozens that run."""
+    bench = Bench(max_sequences=8)
+    for _ in range(30):
+        bench.ask(3, max_tokens=20)
+    bench.step()
+    asked: list[Job] = []
+    may_preempt = Job.may_preempt
+    monkeypatch.setattr(Job, "may_preempt", lambda job, other: (asked.append(job), may_preempt(job, other))[1])
+    for _ in range(5):
+        bench.scheduler._may_begin = True
+        bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting, asked) == (8, 22, [])

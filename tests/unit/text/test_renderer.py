@@ -1,0 +1,127 @@
+"""Templates that never end, or take all memory, end with their process; honest ones are rendered as ever."""
+
+import asyncio
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coordinator.service import Service, ServiceConfig
+from coordinator.text.check import check
+from coordinator.text.renderer import Renderer
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.config import EngineConfig
+from longleaf.errors import ModelRefused, StartError
+from tests.support.service import TEMPLATE, write_model
+
+ENDLESS = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+"""Ends after days. Each loop is as long as the sandbox allows."""
+
+
+class NoFleet:
+    """Nothing may be launched: the tokenizer comes first."""
+
+    host = "127.0.0.1"
+
+    async def launch(self, *arguments: object) -> None:
+        raise AssertionError("launched")
+
+    async def shutdown(self) -> None:
+        pass
+
+
+def service_of(folder: Path, **settings: float) -> Service:
+    write_model(folder, template=ENDLESS)
+    return Service(ServiceConfig(engine=EngineConfig(model=str(folder), **settings), launcher="local"), NoFleet())  # type: ignore[arg-type]
+
+
+def renderings() -> list[psutil.Process]:
+    """Processes of ours that render."""
+    return [child for child in psutil.Process().children() if "coordinator.text.template" in _command(child)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def test_a_template_is_split_as_in_the_same_process() -> None:
+    tokens = {"bos_token": "<|begin|>"}
+    assert Renderer().split(TEMPLATE, tokens) == split_template(TEMPLATE, tokens) == ("<|begin|><|user|>", "<|model|>")
+    with pytest.raises(ModelRefused, match="cannot be rendered: no users"):
+        Renderer().split("{{ raise_exception('no users') }}", tokens)
+
+
+@pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
+def test_a_template_without_end_is_refused(source: str) -> None:
+    with pytest.raises(ModelRefused, match="more than 1 s of processor time"):
+        Renderer(seconds=1).split(source, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "told"), [("'x' * 10 ** 10", "MemoryError"), ("'x' * 10 ** 7", "10,000,000 characters")]
+)
+def test_a_template_that_makes_too_much_is_refused(tmp_path: Path, source: str, told: str) -> None:
+    folder = write_model(tmp_path / "model", template=f"{{{{ {source} }}}}")
+    assert told in check(folder).reason
+    with pytest.raises(ModelRefused, match=told):
+        Tokenizer.load(folder)
+
+
+async def until_rendering() -> psutil.Process:
+    while True:
+        if found := renderings():
+            return found[0]
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.timeout(60)
+async def test_a_service_that_loads_an_endless_template_can_be_stopped(tmp_path: Path) -> None:
+    service = service_of(tmp_path / "model")
+    starting = asyncio.create_task(service.start())
+    process = await until_rendering()
+    await service.stop()
+    with pytest.raises(StartError, match="was stopped"):
+        await starting
+    assert await asyncio.to_thread(psutil.wait_procs, [process], 20) == ([process], [])
+
+
+@pytest.mark.timeout(60)
+async def test_loading_the_tokenizer_is_part_of_the_time_to_start(tmp_path: Path) -> None:
+    service = service_of(tmp_path / "model", start_timeout=1.5)
+    starting = asyncio.create_task(service.start())
+    process = await until_rendering()
+    with pytest.raises(StartError, match=r"not loaded within 1\.5 s"):
+        await starting
+    await service.stop()
+    assert await asyncio.to_thread(psutil.wait_procs, [process], 20) == ([process], [])
+
+
+def test_what_was_stopped_begins_nothing() -> None:
+    renderer = Renderer()
+    renderer.stop()
+    with pytest.raises(StartError, match="was stopped"):
+        renderer.split(TEMPLATE, {})
+
+
+def test_a_rendering_is_ended_from_another_thread() -> None:
+    renderer, failures = Renderer(), []
+
+    def render() -> None:
+        try:
+            renderer.split(ENDLESS, {})
+        except StartError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    asyncio.run(until_rendering())
+    renderer.stop()
+    thread.join()
+    assert failures == ["the service was stopped while it loaded the chat template"]

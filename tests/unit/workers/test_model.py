@@ -1,0 +1,153 @@
+"""What the worker refuses to load, and what it learns of a model before it serves it."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    PaliGemmaConfig,
+    PreTrainedConfig,
+    Qwen3VLConfig,
+    T5Config,
+)
+
+from bench.checkpoints import make_checkpoint
+from bench.families import SECTION, WINDOW
+from coordinator.engine.engine import Engine
+from coordinator.events import Prompt, Tokens
+from longleaf.attention.masks import Reach
+from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.sampling import Sampling
+from tests.support.threads import ThreadRanks, config_for
+from workers.model import hook, model
+from workers.model.model import Probe, reach_of
+
+Q, K = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
+
+
+def layer(number: int = 0) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.layer_idx = number
+    return module
+
+
+def probe() -> Probe:
+    return Probe(LlamaConfig())
+
+
+def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="0 of 2 layers"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [{"position_bias": torch.zeros(3, 3)}, {"sinks": torch.zeros(2)}, {"s_aux": torch.zeros(3, 2)}],
+    ids=lambda feature: next(iter(feature)),
+)
+def test_attention_that_would_be_wrong_is_refused(feature):
+    hook.attention(layer(), Q, K, K, None, step=probe(), softcap=3.0, s_aux=torch.zeros(2))
+    with pytest.raises(ModelRefused, match="not supported"):
+        hook.attention(layer(), Q, K, K, None, step=probe(), **feature)
+
+
+def test_the_step_arrives_on_the_positions_too():
+    positions = hook.arguments(seen := probe(), torch.zeros(3), torch.arange(3), has_offsets=False)["position_ids"]
+    hook.attention(layer(4), Q, K, K, None, position_ids=positions)
+    assert seen.layers.keys() == {4}
+    with pytest.raises(TypeError, match="neither the step nor the positions"):
+        hook.attention(layer(4), Q, K, K, None, position_ids=torch.arange(3)[None])
+
+
+@pytest.mark.parametrize("mixed", ["query", "key", "value"])
+def test_rows_that_are_mixed_outside_of_attention_are_refused(mixed):
+    tensors = {"query": Q, "key": K, "value": K}
+    tensors[mixed] = torch.arange(3.0)[None, None, :, None].expand(tensors[mixed].shape)
+    with pytest.raises(ModelRefused, match="attention layer 0 depends on more of a token"):
+        hook.attention(layer(), *tensors.values(), None, step=probe())
+
+
+@pytest.mark.parametrize(
+    ("settings", "window", "reach"),
+    [
+        ({}, None, Reach()),
+        ({}, 7, Reach(7)),
+        ({"layer_types": ["sliding_attention"]}, 7, Reach(7)),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 9}, None, Reach(section=9)),
+        ({"layer_types": ["full_attention"], "attention_chunk_size": 9}, None, Reach()),
+    ],
+)
+def test_how_far_a_layer_sees_is_told_by_its_call_and_the_config(settings, window, reach):
+    assert reach_of(PreTrainedConfig(**settings, num_hidden_layers=1), 0, window) == reach
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [("sliding_attention", None), ("full_attention", 7), ("chunked_attention", None)]
+)
+def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
+    with pytest.raises(ModelRefused, match=f"attention layer 0 is of type {kind}"):
+        reach_of(PreTrainedConfig(layer_types=[kind], num_hidden_layers=1), 0, window)
+
+
+@pytest.mark.parametrize(
+    ("family", "reaches"),
+    [
+        ("mistral", [Reach(WINDOW)] * 4),
+        ("qwen2", [Reach()] * 2 + [Reach(WINDOW)] * 2),
+        ("gemma3", [Reach(WINDOW), Reach()] * 2),
+        ("llama4", [Reach(section=SECTION)] * 3 + [Reach()]),
+    ],
+)
+def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
+    loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
+    assert [spec.reach for spec in loaded.layers.values()] == reaches
+
+
+@pytest.mark.parametrize(("family", "name"), [("gemma3_images", "Gemma3TextModel"), ("mistral3", "Ministral3Model")])
+def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
+    """That it is exact is in the golden tests."""
+    loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
+    assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
+
+
+def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
+    PaliGemmaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="not causal"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLConfig, T5Config])
+def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path, kind):
+    kind().save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=f"no causal language model of type {kind.model_type}"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
+    with pytest.raises(ModelRefused, match="cannot be replaced"):
+        model.load(str(make_checkpoint(tmp_path, "gptj")), "float32", "cpu")
+
+
+async def test_nothing_lies_beyond_learned_positions(tmp_path):
+    """Whatever the coordinator believes of the config, the worker knows the table."""
+    config = config_for(make_checkpoint(tmp_path, "gpt2", max_positions=80), block_size=16)
+    engine = Engine(ThreadRanks(config), config, max_positions=1 << 20)
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+
+    def ask(num_tokens: int):
+        sampling = Sampling(max_tokens=10, ignore_end_token=True)
+        return engine.submit(Prompt(context=None, token_ids=tuple(range(3, 3 + num_tokens)), sampling=sampling))
+
+    try:
+        assert engine.max_positions == 80
+        assert sum([len(event.token_ids) async for event in ask(70) if isinstance(event, Tokens)]) == 10
+        with pytest.raises(InvalidArgument, match="limit is 80 positions"):
+            ask(71)
+    finally:
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
