@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from bench.families import SECTION, WINDOW
 from coordinator.calls.verification import judge
 from coordinator.events import Prompt, Tokens
 from longleaf.errors import InvalidArgument
@@ -20,6 +19,7 @@ from tests.golden.test_tree import ask
 from tests.golden.test_verification import MAX_TOKENS, compare
 from tests.threads import ThreadRanks, config_for
 from workers.keys import pools
+from zoo.families import SECTION, WINDOW
 
 FAMILIES = (
     "gemma3",
