@@ -22,14 +22,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.arguments import tell
-from bench.checkpoints import make_checkpoint
-from bench.families import FAMILIES, REFUSED, SEEING, Family, Refused
 from longleaf.errors import LongleafError, ModelRefused
 from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
 from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
 from tests.support.states import STATES, Logits, running
 from tests.support.threads import config_for
 from workers.model import model
+from zoo.checkpoints import make_checkpoint
+from zoo.families import FAMILIES, REFUSED, SEEING, Family, Refused
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from bench.checkpoints import make_checkpoint
 from longleaf.config import embedded_model
+from zoo.checkpoints import make_checkpoint
 
 RANDOM_LLAMA = "random-llama"
 EMBEDDED = "embedded"

@@ -13,7 +13,7 @@ from typing import Self
 import psutil
 import pytest
 
-from bench.checkpoints import make_checkpoint
+from zoo.checkpoints import make_checkpoint
 
 NAME = "acme/small 1"
 """What clients see of the model that all tests share."""

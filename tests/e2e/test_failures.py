@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.checkpoints import make_checkpoint
 from tests.e2e.conftest import CLI, Left, Served, end
+from zoo.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 

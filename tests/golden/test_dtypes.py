@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.families import FAMILIES
 from tests.golden.test_generate import LIVELY
 from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
+from zoo.families import FAMILIES
 
 
 async def check_half_precision(golden, dtype):

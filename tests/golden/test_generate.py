@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from bench.families import FAMILIES
 from coordinator.events import Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.sampling import Sampling
@@ -18,6 +17,7 @@ from tests.support.states import STATES, Logits, answer, running
 from tests.support.threads import config_for
 from workers.model import hook
 from workers.model.hook import LayerCall
+from zoo.families import FAMILIES
 
 WAYS = {
     "world_size": (1, 2, 3, 4),

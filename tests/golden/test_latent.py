@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from bench.checkpoints import make_checkpoint
-from bench.families import LATENT
 from longleaf.errors import ModelRefused
 from tests.golden.conftest import NEW_TOKENS
 from tests.support.states import answer, ingest, running
@@ -14,6 +12,8 @@ from tests.support.threads import config_for, make_spec
 from workers.model import hook, latent, model
 from workers.model.hook import LayerCall
 from workers.rank import Rank
+from zoo.checkpoints import make_checkpoint
+from zoo.families import LATENT
 
 FAMILY = "deepseek_v3"
 LATENT_DIM, ROTARY_DIM = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]

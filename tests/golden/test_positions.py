@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.checkpoints import make_checkpoint
 from coordinator.events import Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import FLOAT32_POSITIONS, Rope
@@ -16,6 +15,7 @@ from longleaf.sampling import Sampling
 from tests.golden.test_generate import running
 from tests.support.threads import config_for
 from workers.model.rotary import replace_rotary
+from zoo.checkpoints import make_checkpoint
 
 NEW_TOKENS = 32
 ORIGINAL = 512

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from bench.families import SECTION, WINDOW
 from coordinator.calls.verification import judge
 from coordinator.events import Prompt, Tokens
 from longleaf.errors import InvalidArgument
@@ -20,6 +19,7 @@ from tests.support.rounding import plain_logits, served_logits
 from tests.support.states import KEPT, STATES, Logits, answer, ingest, running
 from tests.support.threads import ThreadRanks, config_for
 from workers.keys import pools
+from zoo.families import SECTION, WINDOW
 
 FAMILIES = (
     "gemma3",

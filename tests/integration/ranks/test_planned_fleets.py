@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.checkpoints import Family, make_checkpoint
 from coordinator.events import ClusterView
 from longleaf.client import Client
 from longleaf.commands.models import report
@@ -16,6 +15,7 @@ from longleaf.model_report import Plan
 from tests.support.scheduling import Bench
 from tests.support.states import running
 from workers.check import check, num_ends
+from zoo.checkpoints import Family, make_checkpoint
 
 KV_BYTES = 3 << 20
 

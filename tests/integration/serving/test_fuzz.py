@@ -14,9 +14,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from bench.checkpoints import make_checkpoint
 from tests.support.fuzz.messages import bases, edges_of, methods, paths, requests, uploads, with_value
 from tests.support.fuzz.target import Call, Target, fuzzed, fuzzed_ranks
+from zoo.checkpoints import make_checkpoint
 
 SLOW = [pytest.param(60, id="short"), pytest.param(2000, id="long", marks=pytest.mark.slow)]
 RPCS = [pytest.param(method, id=method.name) for method in methods()]

@@ -5,7 +5,7 @@ import json
 import torch
 
 from bench import models
-from bench.families import FAMILIES, REFUSED
+from zoo.families import FAMILIES, REFUSED
 
 EXACT = models.row("llama", True, 2.5e-6, 1024, (1, 2)) | {
     "bfloat16": models.rounded((1, 2), 1.014),

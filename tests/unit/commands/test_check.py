@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from bench.checkpoints import make_checkpoint
 from coordinator.text.check import check as check_text
 from longleaf.commands.models import spans
 from longleaf.commands.options import dtypes_told
@@ -18,6 +17,7 @@ from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.unit.commands.conftest import Terminal
 from workers.check import check
 from workers.model import model as models
+from zoo.checkpoints import make_checkpoint
 
 FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
 

@@ -14,8 +14,6 @@ from transformers import (
     T5Config,
 )
 
-from bench.checkpoints import make_checkpoint
-from bench.families import SECTION, WINDOW
 from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
 from longleaf.attention.masks import Reach
@@ -24,6 +22,8 @@ from longleaf.sampling import Sampling
 from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
 from workers.model.model import Probe, reach_of
+from zoo.checkpoints import make_checkpoint
+from zoo.families import SECTION, WINDOW
 
 Q, K = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
 

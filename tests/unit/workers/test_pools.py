@@ -3,8 +3,6 @@
 import msgspec
 import pytest
 
-from bench.checkpoints import make_checkpoint
-from bench.families import SECTION, WINDOW
 from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
@@ -14,6 +12,8 @@ from tests.unit.scheduling.test_sharing import Asker
 from workers.check import kv_bytes_beside, outline
 from workers.keys.pools import make_pool
 from workers.rank import Rank
+from zoo.checkpoints import make_checkpoint
+from zoo.families import SECTION, WINDOW
 
 BLOCK = 64
 LAYER = 2 * (2 * 16) * 4

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.checkpoints import make_checkpoint
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
 from workers.check import outline
 from workers.model import model as models
+from zoo.checkpoints import make_checkpoint
 
 CLI = str(Path(sys.executable).with_name("longleaf"))
 CODE = """

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from bench.families import Family, Refused, config_of
+from zoo.families import Family, Refused, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 SINK = 8.0
