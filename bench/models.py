@@ -25,9 +25,9 @@ from bench.arguments import tell
 from bench.checkpoints import make_checkpoint
 from bench.families import FAMILIES, REFUSED, SEEING, Family, Refused
 from longleaf.errors import LongleafError, ModelRefused
-from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
-from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
-from tests.support.states import STATES, Logits, running
+from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
+from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
+from tests.support.golden.states import STATES, Logits, running
 from tests.support.threads import config_for
 from workers.model import model
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bench.checkpoints import make_checkpoint
-from tests.e2e.conftest import CLI, Left, Served, end
+from tests.support.command_line import CLI, Left, Served, end
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.families import FAMILIES
-from tests.golden.test_generate import LIVELY
-from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
+from tests.support.golden.plain import LIVELY
+from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
 
 
 async def check_half_precision(golden, dtype):
