@@ -23,9 +23,9 @@ from typing import Any
 
 from bench.arguments import tell
 from longleaf.errors import LongleafError, ModelRefused
-from tests.golden.conftest import NEW_TOKENS, Golden, make_golden
-from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
-from tests.support.states import STATES, Logits, running
+from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
+from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
+from tests.support.golden.states import STATES, Logits, running
 from tests.support.threads import config_for
 from workers.model import model
 from zoo.checkpoints import make_checkpoint

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 RAY_SLOTS = 3
+pytest.register_assert_rewrite("tests.support")
 
 
 @pytest.fixture(scope="session")

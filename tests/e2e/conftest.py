@@ -1,129 +1,14 @@
 """The service as users meet it: `longleaf serve` in a process of its own, and the other commands against it."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
-import psutil
 import pytest
 
+from tests.support.command_line import NAME, Served
 from zoo.checkpoints import make_checkpoint
-
-NAME = "acme/small 1"
-"""What clients see of the model that all tests share."""
-CLI = [str(Path(sys.executable).with_name("longleaf"))]
-
-
-class Served:
-    """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it.
-
-    `before` is a command that becomes the command that follows it; `beside` is one that client commands go through, to
-    where the service is.
-    """
-
-    def __init__(self, *options: str, before: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
-        # a session of its own, so that nothing that it leaves behind can hide
-        self.process = subprocess.Popen(
-            [*before, *CLI, "serve", "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.output = ""
-        self._beside = beside
-
-    def __enter__(self) -> Self:
-        try:
-            self.address = self._wait_ready()
-        except BaseException:
-            end(self.process)
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        end(self.process)
-
-    def _wait_ready(self) -> str:
-        """The address."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if line.startswith("listening on "):
-                return line.removeprefix("listening on ").strip()
-            if line.startswith("{"):
-                return json.loads(line)["address"]
-        raise AssertionError(f"exit code {self.process.wait()}: {self.output}")
-
-    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs a client command against the service."""
-        command = [*self._beside, *CLI, *arguments, "--server", self.address]
-        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, check=False)
-
-    def json(self, *arguments: str) -> dict:
-        """What a command that succeeds prints with --json."""
-        found = self.run(*arguments, "--json")
-        assert found.returncode == 0, found.stderr
-        return json.loads(found.stdout)
-
-    def rank_pids(self) -> list[int]:
-        return [worker["pid"] for worker in self.json("cluster")["workers"]]
-
-    def processes(self) -> list[psutil.Process]:
-        return [self._parent(), *self._parent().children(recursive=True)]
-
-    def _parent(self) -> psutil.Process:
-        return psutil.Process(self.process.pid)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ends the service with a signal and proves that nothing of it is left; returns the exit code."""
-        left = Left(self.process)
-        self.process.send_signal(number)
-        code = self.process.wait(timeout=60)
-        left.check()
-        return code
-
-
-class Left:
-    """What a service has made so far, and must not leave behind: processes, and the folder of a Ray."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self.processes: list[psutil.Process] = []
-        self.folders: list[Path] = []
-        with suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(process.pid)
-            self.processes = [parent, *parent.children(recursive=True)]
-        for one in self.processes:
-            with suppress(psutil.Error):
-                words = one.cmdline()
-                self.folders += [Path(words[-1])] if "coordinator.ranks.ray_folder" in words else []
-
-    def check(self) -> None:
-        assert psutil.wait_procs(self.processes, timeout=20)[1] == []
-        assert [folder for folder in self.folders if folder.exists()] == []
-
-
-def end(process: subprocess.Popen) -> None:
-    """Kills the leader of a session, all in it, and what they started."""
-    family = {one for one in psutil.process_iter() if _session(one.pid) == process.pid}
-    for one in list(family):
-        with suppress(psutil.NoSuchProcess):
-            family.update(one.children(recursive=True))
-    for one in family:
-        with suppress(psutil.NoSuchProcess):
-            one.kill()
-    process.wait(timeout=20)
-
-
-def _session(pid: int) -> int | None:
-    with suppress(ProcessLookupError):
-        return os.getsid(pid)
 
 
 @pytest.fixture

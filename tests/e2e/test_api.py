@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from tests.e2e.conftest import Served
+from tests.support.command_line import Served
 from tests.support.fuzz.messages import methods
 
 API = Path(__file__).parents[2] / "docs" / "api.md"

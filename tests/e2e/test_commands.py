@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.conftest import CLI, NAME, Served
+from tests.support.command_line import CLI, NAME, Served
 
 TEXT = "The lighthouse keeper wrote: ümläute, 日本語, and 🌲 trees.\n" * 20
 

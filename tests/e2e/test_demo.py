@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import CLI, Served
+from tests.support.command_line import CLI, Served
 
 
 def demo(*options: str) -> dict:

@@ -10,7 +10,7 @@ from time import sleep
 import psutil
 import pytest
 
-from tests.e2e.conftest import CLI, end
+from tests.support.command_line import CLI, end
 
 pytestmark = pytest.mark.timeout(180)
 LOOP = "{% for i in range(9999) %}"

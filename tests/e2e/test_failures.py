@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import CLI, Left, Served, end
+from tests.support.command_line import CLI, Left, Served, end
 from zoo.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.timeout(180)

@@ -13,8 +13,8 @@ import pytest
 
 from bench.hosts import Network
 from longleaf.config import join_address
-from tests.e2e.conftest import Served, end
-from tests.support.namespaces import two_hosts
+from tests.support.command_line import Served, end
+from tests.support.network.namespaces import two_hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.e2e.conftest import Served
-from tests.support import stranger
+from tests.support.command_line import Served
+from tests.support.network import stranger
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -1,70 +1,9 @@
 """Small checkpoints and what transformers' own `generate` says about them."""
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
-import torch
-import transformers
-from transformers import PreTrainedModel
 
-from zoo.checkpoints import make_checkpoint
-from zoo.families import Family, Refused
-
-PROMPT_TOKENS = 1000
-NEW_TOKENS = 48
-HIDDEN = 16
-"""Keys that are hidden, just before the last ones, to see whether the text tells."""
-
-
-@dataclass(frozen=True)
-class Golden:
-    """A checkpoint, a prompt, the greedy continuation and the logits [T, V] from which it was chosen."""
-
-    folder: Path
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logits_TV: torch.Tensor
-
-
-def make_golden(folder: Path, family: Family | Refused) -> Golden:
-    """The first weights whose text would tell of an error."""
-    for seed in range(1, 9):
-        make_checkpoint(folder, family, seed=seed)
-        golden, least_gap = ask_plain(folder)
-        is_lively = len(set(golden.tokens)) > NEW_TOKENS // 3 and least_gap > 1e-3
-        if is_lively and tokens_with_hidden_keys(golden) != golden.tokens:
-            return golden
-    raise AssertionError(f"{family}: all weights repeat themselves, come close to ties, or overlook hidden keys")
-
-
-def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """By the class that the checkpoint names."""
-    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype)
-
-
-def ask_plain(folder: Path) -> tuple[Golden, float]:
-    """What `generate` answers, and the least distance by which a token was chosen."""
-    prompt = torch.randint(3, 512, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7))
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
-    found = load_plain(folder).generate(prompt, max_new_tokens=NEW_TOKENS, output_scores=True, **options)
-    scores_TV = torch.stack(found.scores)[:, 0]
-    top_T2 = scores_TV.topk(2, dim=-1).values
-    tokens = tuple(found.sequences[0, PROMPT_TOKENS:].tolist())
-    return Golden(folder, tuple(prompt[0].tolist()), tokens, scores_TV), float((top_T2[:, 0] - top_T2[:, 1]).min())
-
-
-@torch.inference_mode()
-def tokens_with_hidden_keys(golden: Golden) -> tuple[int, ...]:
-    """The greedy choice after each beginning of the text when nobody sees a few keys of the prompt."""
-    ids = torch.tensor([golden.prompt + golden.tokens[:-1]])
-    mask = torch.ones_like(ids)
-    mask[:, PROMPT_TOKENS - 2 * HIDDEN : PROMPT_TOKENS - HIDDEN] = 0
-    positions = torch.arange(ids.shape[1])[None]
-    found = load_plain(golden.folder)(ids, attention_mask=mask, position_ids=positions, logits_to_keep=NEW_TOKENS)
-    return tuple(found.logits[0].argmax(dim=-1).tolist())
+from tests.support.golden.plain import Golden, make_golden
+from zoo.families import Family
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.golden.test_generate import LIVELY
-from tests.support.rounding import ALLOWED, plain_logits, ratio, served_logits
+from tests.support.golden.plain import LIVELY
+from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
 from zoo.families import FAMILIES
 
 

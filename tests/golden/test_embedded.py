@@ -12,8 +12,8 @@ from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import distinct_facts, make_haystack
 from longleaf.sampling import Sampling
+from tests.support.golden.states import running
 from tests.support.service import encoded
-from tests.support.states import running
 from tests.support.threads import config_for
 
 NEW_TOKENS = 40

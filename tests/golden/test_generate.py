@@ -12,8 +12,9 @@ import torch
 from coordinator.events import Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.sampling import Sampling
-from tests.golden.conftest import NEW_TOKENS, load_plain
-from tests.support.states import STATES, Logits, answer, running
+from tests.support.golden.asking import answer
+from tests.support.golden.plain import LIVELY, LOGIT_TOLERANCE, NEW_TOKENS, load_plain
+from tests.support.golden.states import STATES, Logits, running
 from tests.support.threads import config_for
 from workers.model import hook
 from workers.model.hook import LayerCall
@@ -26,10 +27,6 @@ WAYS = {
     "state": tuple(STATES),
     "prefill": ("auto", "queries", "keys"),
 }
-LOGIT_TOLERANCE = 1e-4
-"""Of the largest difference of a logit in float32, in standard deviations of the logits."""
-LIVELY = ("llama", "mistral", "llama4", "gemma2", "gpt_oss")
-"""Families that differ in who sees whom, for tests that need not run on all of them."""
 
 
 def pairwise_cover():

@@ -9,9 +9,10 @@ from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
-from tests.support.rounding import plain_logits, served_logits
+from tests.support.golden.asking import ingest
+from tests.support.golden.rounding import plain_logits, served_logits
+from tests.support.golden.states import running
 from tests.support.service import encoded
-from tests.support.states import ingest, running
 from tests.support.threads import config_for
 
 

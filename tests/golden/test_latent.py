@@ -6,8 +6,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from longleaf.errors import ModelRefused
-from tests.golden.conftest import NEW_TOKENS
-from tests.support.states import answer, ingest, running
+from tests.support.golden.asking import answer, ingest
+from tests.support.golden.plain import NEW_TOKENS
+from tests.support.golden.states import running
 from tests.support.threads import config_for, make_spec
 from workers.model import hook, latent, model
 from workers.model.hook import LayerCall

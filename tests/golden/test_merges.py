@@ -7,7 +7,8 @@ import torch
 
 from longleaf.attention.fold import NativeFold
 from longleaf.tree import MERGES
-from tests.support.states import Logits, answer, ingest, running
+from tests.support.golden.asking import answer, ingest
+from tests.support.golden.states import Logits, running
 from tests.support.threads import config_for
 
 PARTIALS_TOLERANCE = 0.05

@@ -8,8 +8,9 @@ import pytest
 from coordinator.events import Ended, Prompt, Tokens
 from longleaf.errors import NotFinite, NotFound
 from longleaf.sampling import Sampling
-from tests.golden.conftest import NEW_TOKENS
-from tests.support.states import answer, ingest, running
+from tests.support.golden.asking import answer, ingest
+from tests.support.golden.plain import NEW_TOKENS
+from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.keys.cache import Pool
 

@@ -12,7 +12,7 @@ from longleaf.errors import InvalidArgument
 from longleaf.geometry import FLOAT32_POSITIONS, Rope
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
-from tests.golden.test_generate import running
+from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.model.rotary import replace_rotary
 from zoo.checkpoints import make_checkpoint

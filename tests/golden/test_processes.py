@@ -12,7 +12,8 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
-from tests.support.states import KEPT, answer, ingest
+from tests.support.golden.asking import answer, ingest
+from tests.support.golden.states import KEPT
 from tests.support.threads import config_for
 from workers.__main__ import main
 

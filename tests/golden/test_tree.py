@@ -2,24 +2,9 @@
 
 import pytest
 
-from coordinator.events import Ended, Prompt, Tokens
-from longleaf.sampling import Sampling
-from tests.golden.conftest import NEW_TOKENS
-from tests.support.states import ingest, running
+from tests.support.golden.asking import ask, ingest
+from tests.support.golden.states import running
 from tests.support.threads import config_for
-
-
-async def ask(engine, prompt, num_samples=1):
-    """Tokens by sample, and how many of the prompt's were held."""
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
-    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=num_samples))
-    found, cached = [() for _ in range(num_samples)], set()
-    async for event in stream:
-        if isinstance(event, Tokens):
-            found[event.sample] += event.token_ids
-        if isinstance(event, Ended):
-            cached.add(event.cached_tokens)
-    return found, *cached
 
 
 @pytest.mark.parametrize(("family", "world_size", "prefill"), [("qwen3", 1, "auto"), ("gemma2", 3, "keys")])

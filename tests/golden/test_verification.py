@@ -8,21 +8,12 @@ from coordinator.events import Ended, Prompt
 from longleaf.attention import Partial
 from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
-from tests.golden.conftest import load_plain
-from tests.golden.test_generate import LIVELY
-from tests.support.states import running
+from tests.support.golden.asking import MAX_TOKENS, compare
+from tests.support.golden.plain import LIVELY, load_plain
+from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.model import model
 from workers.verification import computing_in, distance, plain_attention, plain_logits
-
-MAX_TOKENS = 6
-
-
-async def compare(engine, prompt, **claims):
-    sampling = Sampling(max_tokens=MAX_TOKENS, ignore_end_token=True)
-    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, is_compared=True, **claims))
-    [comparison] = [event.comparison async for event in stream if isinstance(event, Ended)]
-    return comparison
 
 
 @pytest.mark.parametrize("family", [*LIVELY, "gpt_neox", "gpt2", "deepseek_v3"])

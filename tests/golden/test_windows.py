@@ -10,13 +10,11 @@ from coordinator.calls.verification import judge
 from coordinator.events import Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
-from tests.golden.conftest import NEW_TOKENS
-from tests.golden.test_generate import LOGIT_TOLERANCE
-from tests.golden.test_together import BOUNDS, holding
-from tests.golden.test_tree import ask
-from tests.golden.test_verification import MAX_TOKENS, compare
-from tests.support.rounding import plain_logits, served_logits
-from tests.support.states import KEPT, STATES, Logits, answer, ingest, running
+from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
+from tests.support.golden.holding import BOUNDS, holding
+from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
+from tests.support.golden.rounding import plain_logits, served_logits
+from tests.support.golden.states import KEPT, STATES, Logits, running
 from tests.support.threads import ThreadRanks, config_for
 from workers.keys import pools
 from zoo.families import SECTION, WINDOW

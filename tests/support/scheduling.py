@@ -1,6 +1,6 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
-from coordinator.events import Acknowledged, Event, Prompt, Tokens
+from coordinator.events import Acknowledged, Event, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
@@ -123,3 +123,24 @@ class Bench:
 
 def kinds(plans: list[StepPlan]) -> str:
     return "".join("P" if isinstance(plan.work, Prefill) else "D" for plan in plans)
+
+
+class Asker(Bench):
+    """A bench whose prompts are given token by token."""
+
+    def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
+        sampling = Sampling(max_tokens=max_tokens, seed=seed)
+        prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
+        job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
+        self.num_jobs += num_samples - 1
+        return job
+
+    def cached(self, job: int) -> int:
+        return next(event.cached_tokens for event in self.seen[job] if isinstance(event, Started))
+
+    def answer(self, job: int, sample: int = 0) -> list[int]:
+        events = [event for event in self.seen[job] if isinstance(event, Tokens)]
+        return [token for event in events if event.sample == sample for token in event.token_ids]
+
+    def read(self, plans: list[StepPlan]) -> int:
+        return sum(len(plan.work.token_ids) for plan in plans if isinstance(plan.work, Prefill))

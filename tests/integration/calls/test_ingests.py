@@ -16,7 +16,7 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavail
 from longleaf.messages import Context
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to, serving
-from tests.support.proxy import Proxy, breaking
+from tests.support.network.proxy import Proxy, breaking
 
 CHUNK = 64
 DOCUMENT = tuple(range(100)) * 6

@@ -22,7 +22,7 @@ from longleaf.errors import ResourceExhausted, Unavailable
 from longleaf.messages import Delta, ModelInfo
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.support.proxy import breaking
+from tests.support.network.proxy import breaking
 from workers.__main__ import main as worker_main
 
 pytestmark = pytest.mark.timeout(240)

@@ -21,7 +21,7 @@ from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, S
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.gated import VOCAB, GatedRanks, comes_to, serving
-from tests.support.proxy import Proxy, breaking
+from tests.support.network.proxy import Proxy, breaking
 from tests.support.service import Served, encoded
 
 NUM_TOKENS = 200

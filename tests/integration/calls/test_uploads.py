@@ -22,7 +22,7 @@ from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, U
 from longleaf.messages import IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
-from tests.support.proxy import breaking
+from tests.support.network.proxy import breaking
 from tests.support.service import BYTES, Served, ids
 
 OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]

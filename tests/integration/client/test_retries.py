@@ -24,7 +24,7 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.messages import Started
-from tests.support.proxy import breaking
+from tests.support.network.proxy import breaking
 from tests.support.service import Served, collect, ids
 
 FULL = ResourceExhausted("queue", "is full", 0.01)

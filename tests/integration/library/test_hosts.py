@@ -12,7 +12,7 @@ from bench.hosts import Network, enter
 from longleaf.comm.process_group import open_store
 from longleaf.config import network_environment
 from longleaf.interfaces import interface_of
-from tests.support.namespaces import two_hosts
+from tests.support.network.namespaces import two_hosts
 from tests.support.processes import RankProcess, Ranks
 
 

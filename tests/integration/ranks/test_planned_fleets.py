@@ -12,8 +12,8 @@ from longleaf.geometry import Windows
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster
 from longleaf.model_report import Plan
+from tests.support.golden.states import running
 from tests.support.scheduling import Bench
-from tests.support.states import running
 from workers.check import check, num_ends
 from zoo.checkpoints import Family, make_checkpoint
 

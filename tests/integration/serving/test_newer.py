@@ -17,9 +17,9 @@ from longleaf.errors import Cancelled, InvalidArgument, LongleafError, ModelRefu
 from longleaf.messages import Context, Delta, Event, Finished, IngestProgress, Progress, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from tests.support.fuzz.messages import methods
-from tests.support.newer import NEWER, VALUE, Newer
+from tests.support.network.newer import NEWER, VALUE, Newer
 from tests.support.service import Served
-from tests.unit.commands.conftest import Terminal
+from tests.support.terminal import Terminal
 
 NEW = Newer()
 QUICK = Retries(limit=2, first_delay=0.001, longest_delay=0.002)

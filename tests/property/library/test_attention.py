@@ -11,14 +11,13 @@ from longleaf.attention.kernels import CpuKernel, by_reads, dense
 from longleaf.attention.masks import QueryRun, Read, causal_reads, reads_within
 from longleaf.attention.native import NativeDecode
 from longleaf.runs import Extent
-from tests.support.dense import reaches, visible
+from tests.support.attention.dense import reaches, visible
+from tests.support.attention.partials import TOLERANCE, assert_same, seeds
 
-TOLERANCE = 2e-6
 FLASH, DENSE, NATIVE = CpuKernel(None), by_reads(dense), CpuKernel(NativeDecode.load())
 KERNELS = pytest.mark.parametrize("kernel", [FLASH, DENSE, NATIVE], ids=["flash", "dense", "native"])
 
 sizes = st.integers(1, 5)
-seeds = st.integers(0, 2**31)
 
 
 def random_partial(generator, shape, *, scale=1.0, centre=0.0, empty=(), dtype=torch.float32):
@@ -31,11 +30,6 @@ def random_partial(generator, shape, *, scale=1.0, centre=0.0, empty=(), dtype=t
 
 def double(part: Partial) -> Partial:
     return Partial(part.out_THD.double(), part.lse_TH.double())
-
-
-def assert_same(a: Partial, b: Partial, atol=TOLERANCE):
-    torch.testing.assert_close(a.out_THD.double(), b.out_THD.double(), atol=atol, rtol=atol)
-    torch.testing.assert_close(a.lse_TH.double(), b.lse_TH.double(), atol=atol, rtol=atol)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,8 +12,8 @@ from longleaf.attention import reference
 from longleaf.attention.fold import NativeFold
 from longleaf.attention.masks import Reach, Read, Reads
 from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
-from tests.property.library.test_attention import assert_same, seeds
-from tests.support.dense import visible
+from tests.support.attention.dense import visible
+from tests.support.attention.partials import assert_same, seeds
 
 
 def native_kernel():

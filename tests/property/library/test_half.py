@@ -15,10 +15,10 @@ from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
 from longleaf.attention.quantized import QuantizedLayer
 from longleaf.runs import Extent
 from longleaf.tree import MERGES, Wire
-from tests.property.library.test_attention import assert_same, seeds
-from tests.property.library.test_masks import Largest
-from tests.property.workers.test_prefill import cases, decode, prefill
-from tests.support.dense import visible
+from tests.support.attention.dealt import cases, decode, prefill
+from tests.support.attention.dense import visible
+from tests.support.attention.largest import Largest
+from tests.support.attention.partials import assert_same, seeds
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 NATIVE = NativeDecode.load()

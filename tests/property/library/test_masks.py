@@ -4,32 +4,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longleaf.attention import kernels, masks, reference
 from longleaf.attention.kernels import CpuKernel, by_reads, dense
 from longleaf.attention.masks import QueryRun, Reach, Read, band, cut, hidden, reads_within
 from longleaf.attention.quantized import QuantizedLayer
 from longleaf.runs import Extent
-from tests.property.library.test_attention import assert_same
-from tests.support.dense import visible
+from tests.support.attention.dense import visible
+from tests.support.attention.largest import Largest
+from tests.support.attention.partials import assert_same
 
 MIB = 1 << 20
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation gave, views left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(tensor, torch.Tensor) and not func.is_view:
-                self.num_bytes = max(self.num_bytes, tensor.nbytes)
-        return found
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from longleaf.attention.masks import Read, Reads, hidden
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.quantized import LOWEST, QuantizedLayer, tiles
 from longleaf.tree import MERGES
-from tests.property.workers.test_prefill import BLOCK as POOL_BLOCK
-from tests.property.workers.test_prefill import cases, decode, prefill
+from tests.support.attention.dealt import BLOCK as POOL_BLOCK
+from tests.support.attention.dealt import cases, decode, prefill
 from workers.keys.quantized import QuantizedPool
 
 HEADS, BLOCK, NUM_BLOCKS, DIM = 2, 8, 6, 16

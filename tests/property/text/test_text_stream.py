@@ -5,31 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders as decoding
 
 from coordinator.text.detokenizer import MAX_OPEN_TOKENS, Alphabet, Piece, TextStream, overlap
 from tests.support.service import byte_tokenizer
-
-MERGES = [("Ã", "©"), ("Ġ", "a"), ("ä", "¸"), ("ä¸", "ĸ"), ("ð", "Ł"), ("¦", "Ļ"), ("b", "ä¸")]
-
-
-def metaspace_tokenizer(has_bytes: bool) -> FastTokenizer:
-    """Pieces that begin with a mark for the space, and bytes for what no piece holds (as Llama 2 has)."""
-    words = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "世", "\ufffd", "▁▁"]
-    fallback = [f"<0x{byte:02X}>" for byte in (0x0A, 0x41, 0x80, 0xA9, 0xC3, 0xF0, 0x9F, 0xA6, 0x99)]
-    names = ["<unk>", *words, *(fallback if has_bytes else [])]
-    vocabulary = {name: i for i, name in enumerate(names)}
-    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=has_bytes))
-    if has_bytes:
-        steps = [decoding.Replace("▁", " "), decoding.ByteFallback(), decoding.Fuse(), decoding.Strip(" ", 1, 0)]
-        tokenizer.decoder = decoding.Sequence(steps)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoding.Metaspace()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    return tokenizer
+from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
 
 def alphabet_of(tokenizer: FastTokenizer) -> Alphabet:

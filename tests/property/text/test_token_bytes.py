@@ -17,8 +17,8 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.messages import Delta
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from tests.property.text.test_text_stream import MERGES, metaspace_tokenizer
 from tests.support.service import byte_tokenizer, write_model
+from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
 WORDS = ("a", "##b", "▁a", "▁", "▁▁", ".", " .", "é", "世", "\ufffd", "don", "'", "t")
 ADDED = (

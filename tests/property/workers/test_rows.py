@@ -13,7 +13,7 @@ from longleaf.attention.masks import Reach, Reads
 from longleaf.channel.step import Decode, Row
 from longleaf.runs import Run
 from longleaf.tree import Wire
-from tests.support.dense import reaches, visible
+from tests.support.attention.dense import reaches, visible
 from workers.keys.cache import Pool, Segments
 from workers.model.model import LayerSpec
 from workers.step.inputs import InputBuilder, Inputs

@@ -19,7 +19,7 @@ from longleaf.comm.loopback import loopback_groups
 from longleaf.geometry import Windows
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
-from tests.support.dense import reaches, visible
+from tests.support.attention.dense import reaches, visible
 from workers.keys.cache import Pool, Segments
 from workers.keys.quantized import QuantizedPool
 from workers.model.hook import LayerCall

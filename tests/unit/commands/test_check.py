@@ -14,7 +14,7 @@ from longleaf.commands.models import spans
 from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
 from longleaf.model_report import AttentionKind, ReplicatedReport
-from tests.unit.commands.conftest import Terminal
+from tests.support.terminal import Terminal
 from workers.check import check
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint

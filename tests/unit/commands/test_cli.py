@@ -31,7 +31,7 @@ from longleaf.errors import (
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
 from longleaf.messages import Cluster, ModelInfo, Worker
-from tests.unit.commands.conftest import Terminal
+from tests.support.terminal import Terminal
 
 
 async def test_a_book_is_ingested_asked_listed_and_deleted(terminal: Terminal, book: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from longleaf.messages import ContextSettings
 from tests.support.service import byte_tokenizer
-from tests.unit.commands.conftest import ANSWER, Terminal
+from tests.support.terminal import ANSWER, Terminal
 
 
 async def test_a_context_is_forked(terminal: Terminal) -> None:

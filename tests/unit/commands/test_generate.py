@@ -8,7 +8,7 @@ import pytest
 from coordinator import events
 from longleaf.sampling import Logprobs, TokenLogprob
 from tests.support.service import byte_tokenizer
-from tests.unit.commands.conftest import ANSWER, Terminal
+from tests.support.terminal import ANSWER, Terminal
 
 
 async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> None:

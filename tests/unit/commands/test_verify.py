@@ -3,7 +3,7 @@
 import json
 
 from longleaf.channel.step import Comparison
-from tests.unit.commands.conftest import Terminal
+from tests.support.terminal import Terminal
 
 GOOD = Comparison(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_equal=8, num_ranks=1, dtype="float32")
 BAD = Comparison(max_difference=0.5, max_logit=10.0, num_tokens=8, num_equal=3, num_ranks=1, dtype="float32")

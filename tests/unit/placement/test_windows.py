@@ -8,8 +8,7 @@ from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.geometry import EVERY_RANK, Windows
 from longleaf.runs import Run
-from tests.support.scheduling import kinds
-from tests.unit.scheduling.test_sharing import Asker
+from tests.support.scheduling import Asker, kinds
 
 WINDOW = Windows(windows=(8,), num_blocks=40)
 

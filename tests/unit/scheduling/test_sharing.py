@@ -2,33 +2,11 @@
 
 import pytest
 
-from coordinator.events import Ended, Prompt, Started, Tokens
+from coordinator.events import Ended
 from coordinator.placement.blocks import Blocks
-from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.channel.step import Decode
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from longleaf.sampling import Sampling
-from tests.support.scheduling import Bench, kinds
-
-
-class Asker(Bench):
-    """A bench whose prompts are given token by token."""
-
-    def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
-        sampling = Sampling(max_tokens=max_tokens, seed=seed)
-        prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
-        job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
-        self.num_jobs += num_samples - 1
-        return job
-
-    def cached(self, job: int) -> int:
-        return next(event.cached_tokens for event in self.seen[job] if isinstance(event, Started))
-
-    def answer(self, job: int, sample: int = 0) -> list[int]:
-        events = [event for event in self.seen[job] if isinstance(event, Tokens)]
-        return [token for event in events if event.sample == sample for token in event.token_ids]
-
-    def read(self, plans: list[StepPlan]) -> int:
-        return sum(len(plan.work.token_ids) for plan in plans if isinstance(plan.work, Prefill))
+from tests.support.scheduling import Asker, kinds
 
 
 def test_a_repeated_prompt_computes_its_last_token_alone() -> None:

@@ -7,8 +7,8 @@ from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
 from longleaf.geometry import Windows
+from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from tests.unit.scheduling.test_sharing import Asker
 from workers.check import kv_bytes_beside, outline
 from workers.keys.pools import make_pool
 from workers.rank import Rank

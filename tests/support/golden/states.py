@@ -7,21 +7,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import torch
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
 from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
-from longleaf.messages import ContextSettings
-from longleaf.sampling import Logprobs, Sampling
-from tests.golden.conftest import NEW_TOKENS
+from longleaf.sampling import Logprobs
+from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.threads import Spoil, ThreadRanks
 from workers.rank import Rank
 
-Ids = tuple[int, ...]
 State = Callable[[Engine, Ids], Awaitable[list[Ids]]]
 """Brings a prompt into its state and asks it; each of the answers must be the golden one."""
 
-CAPACITY = 4096
-"""Of contexts: what is scaled by its length is scaled as `generate` scales a whole prompt."""
 KEPT = 900
 """Tokens of the prompt that a context holds; the rest is asked."""
 
@@ -37,19 +32,6 @@ async def running(config: EngineConfig, spoil: Spoil | None = None, machines: st
     finally:
         await engine.close()
         await asyncio.gather(loop, return_exceptions=True)
-
-
-async def answer(engine: Engine, prompt: Ids, context: str | None = None) -> Ids:
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
-    stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
-    return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
-
-
-async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
-    """Into a new context that may become long, or on the end of one."""
-    is_new = context not in [view.id for view in engine.list_contexts()]
-    settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
-    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new, settings=settings)]
 
 
 class Logits:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from coordinator.events import Prompt
 from longleaf.sampling import Sampling
-from tests.golden.conftest import Golden, load_plain
-from tests.support.states import ingest, running
+from tests.support.golden.asking import ingest
+from tests.support.golden.plain import Golden, load_plain
+from tests.support.golden.states import running
 from tests.support.threads import config_for
 
 PROMPT, STEPS = 700, 24

@@ -1,0 +1,172 @@
+"""A chunk or row over keys that are dealt over ranks."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from coordinator.placement.blocks import Placer
+from longleaf.attention import reference
+from longleaf.attention.kernels import kernel_for
+from longleaf.channel.step import Decode, Prefill, Row
+from longleaf.comm.counting import CountingComm
+from longleaf.comm.loopback import loopback_groups
+from longleaf.runs import Run
+from longleaf.topology import Topology
+from longleaf.tree import Wire, make_merge
+from tests.support.attention.dense import reaches, visible
+from workers.keys.cache import Pool, Segments
+from workers.model.hook import LayerCall
+from workers.model.model import LayerSpec
+from workers.step.forward import DecodeStep, Peers, PrefillStep
+from workers.step.inputs import InputBuilder
+from workers.step.past import PastBuilder
+
+BLOCK = 4
+NUM_BLOCKS = 40
+SCALE = 0.6
+KERNEL = kernel_for("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A path of segments whose keys are dealt over ranks, and new tokens [start, end) that attend to it."""
+
+    world_size: int
+    seed: int
+    lengths: tuple[int, ...]
+    """Tokens of each segment; the last ones are new."""
+    spec: LayerSpec
+    softcap: float | None
+    has_sink: bool
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        return tuple(range(len(self.lengths)))
+
+    @property
+    def start(self) -> int:
+        return sum(self.lengths[:-1])
+
+    @property
+    def end(self) -> int:
+        return sum(self.lengths)
+
+    def call(self) -> LayerCall:
+        sink_H = torch.linspace(-1, 4, self.spec.num_heads) if self.has_sink else None
+        return LayerCall(SCALE, self.spec.reach.window, self.softcap, sink_H, None)
+
+    def tensors(self, dtype=torch.float32):
+        """Queries [S, H, D], keys [S, K, D] and values [S, K, V] of all positions."""
+        generator, spec = torch.Generator().manual_seed(self.seed), self.spec
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        q, k, v = (torch.randn(self.end, n, spec.head_dim, generator=generator).to(dtype) for n in heads)
+        return q, k, v if spec.latent_dim is None else k[..., : spec.latent_dim]
+
+    def rows(self, positions_T, dtype=torch.float32):
+        """The same of some positions as layers hand them over: [T, H, D], [K, T, D] and [K, T, V]."""
+        q, k, v = (t[positions_T] for t in self.tensors(dtype))
+        keys = k.transpose(0, 1)
+        return q, keys, v.transpose(0, 1) if self.spec.latent_dim is None else keys[..., : self.spec.latent_dim]
+
+    def runs(self, *, in_rows: bool) -> list[tuple[Run, ...]]:
+        """Runs of each segment: chunks of any size, or rows where the new tokens are rows."""
+        dice, placer = random.Random(self.seed), Placer([NUM_BLOCKS] * self.world_size, BLOCK)
+        reservation = placer.reserve(placer.num_blocks)
+        found, start = [], 0
+        for turn, length in enumerate(self.lengths):
+            is_new = turn == len(self.lengths) - 1
+            if in_rows if is_new else dice.random() < 0.3:
+                found.append(placer.grow(None, start, length, reservation))
+            else:
+                found.append(placer.place_chunk(start, start + length, turn + dice.randrange(2), reservation))
+            start += length
+        return found
+
+    def expected(self, keys=None, dtype=torch.float32):
+        """Out [T, H, D] of the new tokens, over other keys and values [S, K, D] if they are given."""
+        q, k, v = self.tensors(dtype)
+        k, v = keys or (k, v)
+        mask = visible(range(self.start, self.end), range(self.end), self.spec.reach)
+        options = {"softcap": self.softcap, "sink_H": self.call().sink_H}
+        return reference.attend(q[self.start :], k, v, mask, SCALE, **options).out_THD
+
+
+def builder(case, rank, runs, way, dtype=torch.float32, kind=Pool):
+    """One rank's inputs, and its pool with the keys and values before the new tokens; NaN is what nobody may read."""
+    layers = {0: case.spec}
+    pool, segments = kind(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Segments(rank, BLOCK)
+    _, k, v = case.tensors(dtype)
+    for tensor in (pool.keys[0], pool.values[0]) if kind is Pool else ():
+        tensor.fill_(float("nan"))
+    for segment, held in enumerate(runs[:-1]):
+        segments.put(segment, held)
+        for run in held:
+            if run.rank == rank:
+                slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
+                keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
+                pool.store(0, torch.tensor(slots), keys, values)
+    place = (rank, case.world_size, pool, segments, layers)
+    return InputBuilder(*place, PastBuilder(*place, way, Wire())), pool
+
+
+def on_ranks(case, work):
+    groups = loopback_groups(Topology(("here",) * case.world_size))
+    with ThreadPoolExecutor(case.world_size) as threads:
+        return list(threads.map(work, range(case.world_size), groups))
+
+
+def prefill(case, way, merge="gather", dtype=torch.float32, kind=Pool):
+    """Out of the new tokens as a chunk, [T, H, D], and the bytes that each rank sent."""
+    runs = case.runs(in_rows=False)
+    chunk = Prefill(case.path, case.start, tuple(range(case.start, case.end)), runs[-1])
+
+    def work(rank, groups):
+        make, pool = builder(case, rank, runs, way, dtype, kind)
+        inputs, comm = make.prefill(chunk), CountingComm(groups.world)
+        counted = type(groups)(groups.topology, comm, comm, None)
+        peers = Peers(comm, make_merge(merge, counted, Wire())) if case.world_size > 1 else None
+        step = PrefillStep(inputs, pool, KERNEL, peers, last_layer=1)
+        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call()), comm.bytes_sent
+
+    found = on_ranks(case, work)
+    return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
+
+
+def decode(case, merge, kind=Pool, dtype=torch.float32):
+    """Out of the new tokens as rows, [T, H, D], from each rank."""
+    runs = case.runs(in_rows=True)
+    ids = tuple(range(case.start, case.end))
+    rows = Decode((Row(0, case.path, case.start, ids, runs[-1], 0),))
+
+    def work(rank, groups):
+        make, pool = builder(case, rank, runs, "auto", dtype, kind)
+        inputs = make.decode(rows, {})
+        peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
+        step = DecodeStep(inputs, pool, KERNEL, peers)
+        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call())
+
+    return on_ranks(case, work)
+
+
+def cases(most_new=40):
+    spec = st.builds(
+        lambda kv_heads, group, *sizes: LayerSpec(kv_heads * group, kv_heads, *sizes),
+        st.integers(1, 2),
+        st.integers(1, 4),
+        st.sampled_from([8, 16]),
+        reaches(most=20),
+        st.sampled_from([None, None, 5]),
+    )
+    lengths = st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(1, most_new))
+    return st.builds(
+        Case,
+        world_size=st.integers(1, 4),
+        seed=st.integers(0, 2**31),
+        lengths=lengths.map(lambda pair: (*pair[0], pair[1])),
+        spec=spec,
+        softcap=st.sampled_from([None, 1.5, 30.0]),
+        has_sink=st.booleans(),
+    )

@@ -1,0 +1,46 @@
+"""What is asked of an engine, and what it says."""
+
+from coordinator.engine.engine import Engine
+from coordinator.events import Ended, Prompt, Tokens
+from longleaf.messages import ContextSettings
+from longleaf.sampling import Sampling
+from tests.support.golden.plain import NEW_TOKENS
+
+Ids = tuple[int, ...]
+MAX_TOKENS = 6
+"""Of a prompt that is compared."""
+CAPACITY = 4096
+"""Of contexts: what is scaled by its length is scaled as `generate` scales a whole prompt."""
+
+
+async def answer(engine: Engine, prompt: Ids, context: str | None = None) -> Ids:
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
+    return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
+
+
+async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
+    """Into a new context that may become long, or on the end of one."""
+    is_new = context not in [view.id for view in engine.list_contexts()]
+    settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
+    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new, settings=settings)]
+
+
+async def ask(engine, prompt, num_samples=1):
+    """Tokens by sample, and how many of the prompt's were held."""
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=num_samples))
+    found, cached = [() for _ in range(num_samples)], set()
+    async for event in stream:
+        if isinstance(event, Tokens):
+            found[event.sample] += event.token_ids
+        if isinstance(event, Ended):
+            cached.add(event.cached_tokens)
+    return found, *cached
+
+
+async def compare(engine, prompt, **claims):
+    sampling = Sampling(max_tokens=MAX_TOKENS, ignore_end_token=True)
+    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, is_compared=True, **claims))
+    [comparison] = [event.comparison async for event in stream if isinstance(event, Ended)]
+    return comparison

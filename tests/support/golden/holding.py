@@ -1,0 +1,43 @@
+"""An engine that holds a context of a golden prompt, and ranks that count."""
+
+import asyncio
+import contextlib
+
+from coordinator.engine.engine import Engine
+from longleaf.channel.step import Decode
+from tests.support.threads import ThreadRanks, config_for
+
+BOUNDS = (900, 985)
+"""The context is ingested in two parts; what follows is the question."""
+
+
+class CountingRanks(ThreadRanks):
+    """Notes the rows of each decode step, and the bytes of keys and values that rank 0 read."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.steps = []
+
+    async def step(self, plan):
+        result = await super().step(plan)
+        if isinstance(plan.work, Decode):
+            self.steps.append((len(plan.work.rows), result.kv_bytes_read))
+        return result
+
+
+@contextlib.asynccontextmanager
+async def holding(golden, **settings):
+    """An engine that holds the context, and its ranks."""
+    config = config_for(golden.folder, **settings)
+    ranks = CountingRanks(config)
+    engine = Engine(ranks, config, max_positions=8192)
+    await engine.start()
+    loop = asyncio.create_task(engine.run())
+    try:
+        for start, end in zip((0, *BOUNDS), BOUNDS, strict=False):
+            _ = [event async for event in engine.ingest("book", golden.prompt[start:end], append=start > 0)]
+        yield engine, ranks
+        engine.check()
+    finally:
+        await engine.close()
+        await asyncio.gather(loop, return_exceptions=True)
