@@ -21,6 +21,7 @@ from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, ReplicatedReport, Room
+from longleaf.runs import ceil_div
 from workers.keys.pools import (
     FREE_MEMORY_SHARE,
     kv_bytes_per_token,
@@ -93,7 +94,7 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
 def num_ends(windows: Windows, block_size: int) -> int:
     """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
     read it takes as much again, for what its chunks see."""
-    span_blocks = -(-windows.span // block_size)
+    span_blocks = ceil_div(windows.span, block_size)
     return (windows.num_blocks - span_blocks) // (span_blocks + 1)
 
 

@@ -1,8 +1,8 @@
 """The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
 
-from coordinator.placement.pool import BlockPool, ceil_div
+from coordinator.placement.pool import BlockPool
 from longleaf.geometry import EVERY_RANK, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, ceil_div
 
 
 class WindowPool(BlockPool):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.runs import Extent, overlaps
+from longleaf.runs import Extent, ceil_div, overlaps
 
 MIN_TILE = 128
 """Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
@@ -132,7 +132,7 @@ def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]
 
     Within a section that is plain causal attention, so kernels need no mask of their own for it.
     """
-    first, end = max(query.start, keys.start) // section, -(-min(query.end, keys.end) // section)
+    first, end = max(query.start, keys.start) // section, ceil_div(min(query.end, keys.end), section)
     for start in range(first * section, end * section, section):
         low, high = max(query.start, start), min(query.end, start + section)
         key_low, key_high = max(keys.start, start), min(keys.end, start + section)
