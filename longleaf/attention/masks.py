@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longleaf.geometry import Reach
 from longleaf.runs import Extent, ceil_div, overlaps
 
 MIN_TILE = 128
@@ -19,26 +20,6 @@ ROWS = 256
 """Rows of a masked read that `cut` leaves together: of what they see, only the two edges of the band need a mask."""
 FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
 """In a table, an offset at which every query sees every key, and the window of a read without one."""
-
-
-class Reach(NamedTuple):
-    """How far back the queries of a layer see: to the beginning, unless a field says otherwise."""
-
-    window: int | None = None
-    """A query sees only the last so many keys, itself included."""
-    section: int | None = None
-    """Positions are cut into sections of this size, and a query sees only keys of its own section: the chunked
-    attention of Llama 4."""
-
-    @property
-    def is_full(self) -> bool:
-        return self == Reach()
-
-    def first(self, position: int) -> int:
-        """The first position that a query at `position` sees; never falls when the position grows."""
-        if self.section is not None:
-            return position - position % self.section
-        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 class QueryRun(NamedTuple):

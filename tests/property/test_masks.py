@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longleaf.attention import kernels, masks, reference
 from longleaf.attention.kernels import CpuKernel, by_reads, dense
-from longleaf.attention.masks import QueryRun, Reach, Read, band, cut, hidden, reads_within
+from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
 from longleaf.attention.quantized import QuantizedLayer
+from longleaf.geometry import Reach
 from longleaf.runs import Extent
 from tests.dense import visible
 from tests.property.test_attention import assert_same

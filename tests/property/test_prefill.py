@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
-from longleaf.attention.masks import Reach
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
+from longleaf.geometry import Reach
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, make_merge

@@ -18,8 +18,8 @@ from bench.checkpoints import make_checkpoint
 from bench.families import SECTION, WINDOW
 from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
-from longleaf.attention.masks import Reach
 from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.geometry import Reach
 from longleaf.sampling import Sampling
 from tests.threads import ThreadRanks, config_for
 from workers.model import hook, model

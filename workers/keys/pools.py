@@ -72,13 +72,11 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
         if config.window_keys == "replicated":
             log.info("window_keys: no layer of this model has a window, so all keys are sharded")
         return None
-    windows, block_size = reaches_of(layers), config.block_size
-    span_blocks = ceil_div(windows.span, block_size)
+    windows, block_size = windows_of(layers), config.block_size
     size = bytes_per_block(layers, model.dtype, config)
-    # what is seen after the context, with the prompt's chunks and after them, and with the answer's first row and later
-    least = (4 * span_blocks + 3 + ceil_div(max(config.replicate_below, block_size), block_size)) * size
+    least = windows.least_blocks(max(config.replicate_below, block_size), block_size) * size
     most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
-    usual = min(most, max(least, 2 * config.max_sequences * (2 * span_blocks + 2) * size))
+    usual = min(most, max(least, 4 * config.max_sequences * windows.seen_blocks(block_size) * size))
     taken = usual if config.window_bytes is None else config.window_bytes
     if taken > kv_bytes:
         raise StartError(f"window_bytes: {taken:,} bytes are more than the {kv_bytes:,} for all keys and values")
@@ -90,13 +88,9 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 
 
-def reaches_of(layers: dict[int, LayerSpec]) -> Windows:
-    """How far layers with a limited reach see."""
-    reaches = {spec.reach for spec in layers.values()}
-    return Windows(
-        windows=tuple(sorted(reach.window for reach in reaches if reach.window is not None)),
-        sections=tuple(sorted(reach.section for reach in reaches if reach.section is not None)),
-    )
+def windows_of(layers: dict[int, LayerSpec]) -> Windows:
+    """How far layers see whose reach is limited, without blocks yet."""
+    return Windows(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:

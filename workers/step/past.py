@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
 from longleaf.config import PrefillName
+from longleaf.geometry import Reach
 from longleaf.runs import Extent, Run, ceil_div, union
 from longleaf.tree import Wire
 from workers.keys.cache import Segments, Slots

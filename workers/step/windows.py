@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
-from longleaf.geometry import EVERY_RANK
+from longleaf.geometry import EVERY_RANK, Reach
 from longleaf.runs import Extent, Run, union
 from workers.keys.cache import Segments, slots_of
 from workers.model.model import LayerSpec
