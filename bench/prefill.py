@@ -28,7 +28,6 @@ from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.subjects import RANDOM_LLAMA, subject
 from coordinator.placement.blocks import Placer
-from coordinator.placement.pool import ceil_div
 from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Prefill
 from longleaf.comm import Groups
@@ -36,7 +35,7 @@ from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
-from longleaf.runs import Run
+from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from workers.keys.cache import Pool, Segments

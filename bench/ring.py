@@ -17,6 +17,7 @@ from longleaf.attention import Partial, merge
 from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
 from longleaf.comm import AsyncComm, Comm, Transfer
+from longleaf.runs import ceil_div
 
 
 class Ring:
@@ -83,7 +84,7 @@ class QueryRing:
     def attend(self, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Partial:
         """Attention over all keys, the same bits on every rank."""
         comm, (num_rows, num_heads, dim) = self._comm, q_THD.shape
-        share = -(-num_heads // comm.world_size)
+        share = ceil_div(num_heads, comm.world_size)
         first = comm.rank * share
         q_ThD = F.pad(q_THD, (0, 0, 0, share * comm.world_size - num_heads))[:, first : first + share]
         part = self._over(q_ThD, first, num_heads, kv_2KSD, scale)
@@ -102,7 +103,7 @@ class QueryRing:
         group = num_heads // kv_2KSD.shape[1]
         end = min(first + q_ThD.shape[1], num_heads)
         parts: list[Partial] = []
-        for key_head in range(first // group, -(-end // group)):
+        for key_head in range(first // group, ceil_div(end, group)):
             heads = slice(max(key_head * group, first) - first, min((key_head + 1) * group, end) - first)
             parts.append(over(self._kernel, q_ThD[:, heads], kv_2KSD[:, key_head : key_head + 1], scale))
         num_rows, share, dim = q_ThD.shape

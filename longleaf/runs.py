@@ -3,7 +3,7 @@
 A run is the unit of ownership, attention, snapshot and recovery. Positions are counted over the whole context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -30,6 +30,33 @@ class Extent(NamedTuple):
     start: int
     end: int
     slot: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    """How many of size `b` hold `a`."""
+    return -(-a // b)
+
+
+def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges [start, end) in their order; those that begin where the one before ends are one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What any of some ranges [start, end) holds, in rising order, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        elif start < end:
+            joined.append((start, end))
+    return joined
 
 
 def extents(run: Run, block_size: int) -> Iterator[Extent]:
@@ -79,7 +106,7 @@ def cut_chunk(start: int, end: int, block_size: int, num_pieces: int) -> list[tu
 
     Pieces end at multiples of block_size counted from `start`, or at `end`. Fewer blocks than pieces give fewer pieces.
     """
-    num_blocks = -(-(end - start) // block_size)
+    num_blocks = ceil_div(end - start, block_size)
     pieces = min(num_pieces, num_blocks)
     bounds = [start + (num_blocks * i // pieces) * block_size for i in range(pieces)] + [end]
     return list(zip(bounds[:-1], bounds[1:], strict=True)) if pieces else []

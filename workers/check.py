@@ -27,11 +27,11 @@ from workers.keys.pools import (
     kv_dtype,
     memory_of,
     name_of,
-    reaches_of,
     sharded_layers,
     share_out,
     sharing,
     windowed_layers,
+    windows_of,
 )
 from workers.model import model as models
 from workers.model.model import LayerSpec, Model, hook
@@ -93,8 +93,8 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
 def num_ends(windows: Windows, block_size: int) -> int:
     """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
     read it takes as much again, for what its chunks see."""
-    span_blocks = -(-windows.span // block_size)
-    return (windows.num_blocks - span_blocks) // (span_blocks + 1)
+    seen_blocks = windows.seen_blocks(block_size)
+    return (windows.num_blocks - (windows.chunk_blocks(block_size) - seen_blocks)) // seen_blocks
 
 
 def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
@@ -104,7 +104,7 @@ def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
         return None
     return ReplicatedReport(
         bytes_per_token=kv_bytes_per_token(sharded_layers(model, config), model.dtype, config),
-        bytes_per_window=reaches_of(windowed).span * kv_bytes_per_token(windowed, model.dtype, config),
+        bytes_per_window=windows_of(windowed).span * kv_bytes_per_token(windowed, model.dtype, config),
     )
 
 

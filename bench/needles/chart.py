@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from bench.needles.answers import DEPTHS
+from longleaf.runs import ceil_div
 
 Row = dict[str, Any]
 
@@ -18,9 +19,9 @@ def draw(rows: list[Row], path: Path) -> None:
     """Writes a heat map per task, length by depth, as PNG. Tasks whose questions have no depth have one band."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lengths = sorted({row["context_tokens"] for row in rows})
-    figure, axes = pyplot.subplots(
-        2, -(-len(tasks) // 2), figsize=(3.2 * -(-len(tasks) // 2) + 1, 6.4), squeeze=False, layout="constrained"
-    )
+    num_columns = ceil_div(len(tasks), 2)
+    size = (3.2 * num_columns + 1, 6.4)
+    figure, axes = pyplot.subplots(2, num_columns, figsize=size, squeeze=False, layout="constrained")
     panels = list(axes.flat)
     image: Any = None
     for axis, task in zip(panels, tasks, strict=False):

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.placement.pool import BlockPool, ceil_div
+from coordinator.placement.pool import BlockPool
 from coordinator.placement.windows import WindowPool
 from longleaf.errors import ResourceExhausted
 from longleaf.geometry import EVERY_RANK, Windows
-from longleaf.runs import Run, cut_chunk, serpentine
+from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.placement.blocks import Blocks
 from longleaf.geometry import OWN_ROPE, Rope, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,9 @@ class Path:
         """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
         held = [(0, 0)]
         for segment, _, part_end in self.parts():
-            runs = [(run.start, min(run.end, part_end)) for run in segment.window_runs if run.start < part_end]
-            for start, end in (*runs, (part_end, part_end)):
-                if held[-1][1] == start:
-                    held[-1] = (held[-1][0], end)
-                else:
-                    held.append((start, end))
-        return held
+            held += [(run.start, min(run.end, part_end)) for run in segment.window_runs if run.start < part_end]
+            held.append((part_end, part_end))
+        return join(held)
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> "array[int]":
         """The tokens from position `start` on, up to `stop` if it is given."""

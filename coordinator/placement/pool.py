@@ -1,13 +1,10 @@
 """A pool of blocks: which are free. Integers only; nothing is stored here."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from longleaf.errors import ResourceExhausted
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+from longleaf.runs import join
 
 
 class BlockPool:
@@ -50,9 +47,10 @@ class BlockPool:
 
     def free(self, ids: Iterable[int]) -> None:
         """Gives blocks back. Raises ValueError when one is not in use."""
-        for first, length in _stretches(sorted(ids)):
-            self._insert(first, length)
-            self.num_used -= length
+        # an id that is given twice is no neighbour of itself, and refused like one that is free
+        for first, end in join((block, block + 1) for block in sorted(ids)):
+            self._insert(first, end - first)
+            self.num_used -= end - first
 
     def _insert(self, first: int, length: int) -> None:
         index = bisect_left(self._free, (first, 0))
@@ -74,14 +72,3 @@ class BlockPool:
         assert all(end < first for end, (first, _) in zip(ends, self._free[1:], strict=False))
         assert all(length > 0 for _, length in self._free)
         assert not ends or ends[-1] <= self.num_blocks
-
-
-def _stretches(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted ids as (first, length) of neighbours. A repeated id starts a stretch of its own."""
-    stretches: list[tuple[int, int]] = []
-    for block in ids:
-        if stretches and sum(stretches[-1]) == block:
-            stretches[-1] = (stretches[-1][0], stretches[-1][1] + 1)
-        else:
-            stretches.append((block, 1))
-    return stretches

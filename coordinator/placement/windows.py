@@ -1,8 +1,8 @@
 """The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
 
-from coordinator.placement.pool import BlockPool, ceil_div
+from coordinator.placement.pool import BlockPool
 from longleaf.geometry import EVERY_RANK, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, ceil_div
 
 
 class WindowPool(BlockPool):
@@ -17,34 +17,21 @@ class WindowPool(BlockPool):
         self._block_size = block_size
 
     @property
-    def _span_blocks(self) -> int:
-        """Blocks of all that a token sees, if the first one begins a block."""
-        return ceil_div(self._windows.span, self._block_size) if self._windows else 0
-
-    @property
     def seen_blocks(self) -> int:
         """Blocks of all that a token sees, if it was read at once: pieces of few tokens have a block each."""
-        return self._span_blocks + 1 if self._windows else 0
+        return self._windows.seen_blocks(self._block_size) if self._windows else 0
 
     def chunk_blocks(self, num_tokens: int) -> int:
-        """Blocks that a segment takes at most while it grows by `num_tokens` in chunks.
-
-        It has up to two runs, what the chunk sees and what is seen after it: fewer than `span` tokens each, of which
-        the first run may begin within a block.
-        """
+        """Blocks that a segment takes at most while it grows by `num_tokens` in chunks."""
         if not self._windows or not num_tokens:
             return 0
-        return min(ceil_div(num_tokens, self._block_size) + 1, 2 * self._span_blocks + 1)
+        return min(ceil_div(num_tokens, self._block_size) + 1, self._windows.chunk_blocks(self._block_size))
 
     def row_blocks(self, num_tokens: int, num_at_once: int) -> int:
-        """Blocks that a segment takes at most while it grows by `num_tokens` in rows of up to `num_at_once`.
-
-        It has one run: the row, and fewer than `span` tokens before it, which may begin within a block.
-        """
+        """Blocks that a segment takes at most while it grows by `num_tokens` in rows of up to `num_at_once`."""
         if not self._windows:
             return 0
-        most = ceil_div(self._windows.span + num_at_once, self._block_size) + 1
-        return min(ceil_div(num_tokens, self._block_size), most)
+        return min(ceil_div(num_tokens, self._block_size), self._windows.row_blocks(num_at_once, self._block_size))
 
     def trim(self, runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
         """`runs` without the leading blocks of which a token at `position` sees nothing; these are freed."""

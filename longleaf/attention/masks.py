@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.runs import Extent, overlaps
+from longleaf.geometry import Reach
+from longleaf.runs import Extent, ceil_div, overlaps
 
 MIN_TILE = 128
 """Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
@@ -19,26 +20,6 @@ ROWS = 256
 """Rows of a masked read that `cut` leaves together: of what they see, only the two edges of the band need a mask."""
 FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
 """In a table, an offset at which every query sees every key, and the window of a read without one."""
-
-
-class Reach(NamedTuple):
-    """How far back the queries of a layer see: to the beginning, unless a field says otherwise."""
-
-    window: int | None = None
-    """A query sees only the last so many keys, itself included."""
-    section: int | None = None
-    """Positions are cut into sections of this size, and a query sees only keys of its own section: the chunked
-    attention of Llama 4."""
-
-    @property
-    def is_full(self) -> bool:
-        return self == Reach()
-
-    def first(self, position: int) -> int:
-        """The first position that a query at `position` sees; never falls when the position grows."""
-        if self.section is not None:
-            return position - position % self.section
-        return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 class QueryRun(NamedTuple):
@@ -132,7 +113,7 @@ def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]
 
     Within a section that is plain causal attention, so kernels need no mask of their own for it.
     """
-    first, end = max(query.start, keys.start) // section, -(-min(query.end, keys.end) // section)
+    first, end = max(query.start, keys.start) // section, ceil_div(min(query.end, keys.end), section)
     for start in range(first * section, end * section, section):
         low, high = max(query.start, start), min(query.end, start + section)
         key_low, key_high = max(keys.start, start), min(keys.end, start + section)

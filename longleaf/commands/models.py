@@ -15,6 +15,7 @@ from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import Cluster
 from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
+from longleaf.runs import join
 from longleaf.topology import count_ranks
 from longleaf.units import human_bytes
 
@@ -191,11 +192,6 @@ def _told(plan: Plan, is_running: bool) -> str:
 
 def spans(layers: tuple[int, ...]) -> str:
     """Layers in short: 0-3, or 0 2 4 … 30 where they are many and apart."""
-    joined: list[list[int]] = []
-    for layer in layers:
-        if joined and joined[-1][1] == layer - 1:
-            joined[-1][1] = layer
-        else:
-            joined.append([layer, layer])
-    told = [str(low) if low == high else f"{low}-{high}" for low, high in joined]
+    joined = join((layer, layer + 1) for layer in layers)
+    told = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
     return " ".join(told if len(told) <= 6 else [*told[:3], "…", told[-1]])

@@ -3,16 +3,16 @@
 from hypothesis import strategies as st
 
 from longleaf.channel.step import Prefill, Row, StepPlan
-from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.geometry import EVERY_RANK, Reach, Windows
 from longleaf.runs import Run
 
-SIZES = st.lists(st.integers(1, 10), max_size=2).map(tuple)
+SIZES = st.integers(1, 10)
+REACHES = st.lists(SIZES.map(Reach) | SIZES.map(lambda size: Reach(section=size)), min_size=1, max_size=4).map(tuple)
 
 
 def windows_of(least: int, most: int) -> st.SearchStrategy[Windows]:
     """Windows and sections, at least one, in a pool of `least` to `most` blocks."""
-    windows = st.builds(Windows, windows=SIZES, sections=SIZES, num_blocks=st.integers(least, most))
-    return windows.filter(lambda windows: windows.windows or windows.sections)
+    return st.builds(Windows, reaches=REACHES, num_blocks=st.integers(least, most))
 
 
 class WindowLedger:

@@ -16,7 +16,7 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
 from longleaf.geometry import EVERY_RANK
-from longleaf.runs import Extent, Run, extents
+from longleaf.runs import Extent, Run, extents, join
 from workers.model.model import LayerSpec
 
 
@@ -207,11 +207,4 @@ def slots_of(extents: Iterable[Extent]) -> list[int]:
 def stretches(extents: Iterable[Extent]) -> list[tuple[int, int]]:
     """Slots [start, end) of extents, neighbours joined: order and gaps in the positions do not matter to queries that
     see all of them."""
-    joined: list[tuple[int, int]] = []
-    for extent in extents:
-        low, high = extent.slot, extent.slot + extent.end - extent.start
-        if joined and joined[-1][1] == low:
-            joined[-1] = (joined[-1][0], high)
-        else:
-            joined.append((low, high))
-    return joined
+    return join((extent.slot, extent.slot + extent.end - extent.start) for extent in extents)

@@ -9,6 +9,7 @@ from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
+from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
 from workers.keys.cache import Pool
 from workers.keys.quantized import QuantizedPool
@@ -56,7 +57,7 @@ def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple
     windows = make_windows(model, config, kv_bytes)
     taken = windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config) if windows else 0
     needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
-    num_blocks = (kv_bytes - taken) // needed if needed else -(-UNLIMITED_TOKENS // config.block_size)
+    num_blocks = (kv_bytes - taken) // needed if needed else ceil_div(UNLIMITED_TOKENS, config.block_size)
     if not num_blocks:
         beside = f" beside {taken:,} for windows" if taken else ""
         raise StartError(f"kv_bytes: {kv_bytes:,} bytes do not hold one block of {needed:,} bytes{beside}")
@@ -71,13 +72,11 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
         if config.window_keys == "replicated":
             log.info("window_keys: no layer of this model has a window, so all keys are sharded")
         return None
-    windows, block_size = reaches_of(layers), config.block_size
-    span_blocks = -(-windows.span // block_size)
+    windows, block_size = windows_of(layers), config.block_size
     size = bytes_per_block(layers, model.dtype, config)
-    # what is seen after the context, with the prompt's chunks and after them, and with the answer's first row and later
-    least = (4 * span_blocks + 3 - (-max(config.replicate_below, block_size) // block_size)) * size
+    least = windows.least_blocks(max(config.replicate_below, block_size), block_size) * size
     most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
-    usual = min(most, max(least, 2 * config.max_sequences * (2 * span_blocks + 2) * size))
+    usual = min(most, max(least, 4 * config.max_sequences * windows.seen_blocks(block_size) * size))
     taken = usual if config.window_bytes is None else config.window_bytes
     if taken > kv_bytes:
         raise StartError(f"window_bytes: {taken:,} bytes are more than the {kv_bytes:,} for all keys and values")
@@ -89,13 +88,9 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 
 
-def reaches_of(layers: dict[int, LayerSpec]) -> Windows:
-    """How far layers with a limited reach see."""
-    reaches = {spec.reach for spec in layers.values()}
-    return Windows(
-        windows=tuple(sorted(reach.window for reach in reaches if reach.window is not None)),
-        sections=tuple(sorted(reach.section for reach in reaches if reach.section is not None)),
-    )
+def windows_of(layers: dict[int, LayerSpec]) -> Windows:
+    """How far layers see whose reach is limited, without blocks yet."""
+    return Windows(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
@@ -107,7 +102,7 @@ def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: En
 
 def kv_bytes_per_token(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
     """The same of one token, rounded up."""
-    return -(-bytes_per_block(layers, dtype, config) // config.block_size)
+    return ceil_div(bytes_per_block(layers, dtype, config), config.block_size)
 
 
 def kv_dtype(model: models.Model, config: EngineConfig) -> str:

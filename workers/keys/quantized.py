@@ -11,6 +11,7 @@ from longleaf.attention.masks import Read
 from longleaf.attention.native import NativeDecode
 from longleaf.attention.quantized import QuantizedLayer
 from longleaf.errors import ModelRefused
+from longleaf.runs import ceil_div
 from workers.model.model import LayerSpec
 
 
@@ -58,7 +59,7 @@ class QuantizedPool:
 
     def bytes_per_slot(self, layer: int) -> int:
         """Of a token's keys and values in a layer."""
-        return -(-self._bytes[layer] // self.block_size)
+        return ceil_div(self._bytes[layer], self.block_size)
 
     def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """Rounds the keys and values of T tokens into their slots, and gives them as they are there."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
 from longleaf.channel.step import Decode, Prefill, Row
-from longleaf.geometry import EVERY_RANK, OWN_ROPE, Rope
+from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
 from longleaf.runs import Run
 from workers.keys.cache import Segments, Slots, slots_of, stretches
 from workers.model.model import LayerSpec

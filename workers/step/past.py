@@ -12,17 +12,18 @@ The queries' bytes do not grow with the past, the keys' do; within a limited rea
 decided per chunk and layer on integers that all ranks have.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
 from longleaf.config import PrefillName
-from longleaf.runs import Extent, Run
+from longleaf.geometry import Reach
+from longleaf.runs import Extent, Run, ceil_div, union
 from longleaf.tree import Wire
 from workers.keys.cache import Segments, Slots
 from workers.model.model import LayerSpec
@@ -77,7 +78,7 @@ class PastBuilder:
         for reach in {spec.reach for spec in self._layers.values()}:
             layers = [layer for layer, spec in self._layers.items() if spec.reach == reach]
             wanted = before_pieces(work.pieces, reach)
-            fewest = -(-sum(high - low for low, high in wanted) // self._world_size)
+            fewest = ceil_div(sum(high - low for low, high in wanted), self._world_size)
             if not self._that_gather(layers, work, fewest):
                 continue  # not even if all shares were equal: long pasts need not be looked through
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
@@ -119,18 +120,7 @@ class PastBuilder:
 
 def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:
     """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
-    return join((reach.first(piece.start), piece.start) for piece in pieces)
-
-
-def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What any of some ranges [start, end) holds, in order, neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
-        elif low < high:
-            joined.append((low, high))
-    return joined
+    return union((reach.first(piece.start), piece.start) for piece in pieces)
 
 
 def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: Reach) -> list[Read]:

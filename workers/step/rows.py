@@ -17,7 +17,8 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, causal_reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
+from longleaf.geometry import Reach
 from longleaf.runs import Extent
 from workers.keys.cache import Part, Segments, stretches
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longleaf.attention.masks import QueryRun, Reach, Read, Reads, reads_within
+from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
-from longleaf.geometry import EVERY_RANK
-from longleaf.runs import Extent, Run
+from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.runs import Extent, Run, union
 from workers.keys.cache import Segments, slots_of
 from workers.model.model import LayerSpec
-from workers.step.past import before_pieces, join, num_tokens, past_reads
+from workers.step.past import before_pieces, num_tokens, past_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class WindowBuilder:
     def _fresh(self, work: Prefill, reach: Reach) -> Fresh:
         end = work.start + len(work.token_ids)
         kept = list(self._segments.held(work.path[-1], work.start, end, EVERY_RANK))
-        wanted = join([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in kept)])
+        wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in kept)])
         shares = [self._share(work.pieces, wanted, rank) for rank in range(self._world_size)]
         longest = max(map(num_tokens, shares))
         gathered_at = {

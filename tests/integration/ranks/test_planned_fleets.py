@@ -8,7 +8,7 @@ from coordinator.events import ClusterView
 from longleaf.client import Client
 from longleaf.commands.models import report
 from longleaf.config import EngineConfig, WindowKeys
-from longleaf.geometry import Windows
+from longleaf.geometry import Reach, Windows
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster
 from longleaf.model_report import Plan
@@ -75,7 +75,7 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("rest", [0, 3])
 def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int, num_blocks: int, rest: int) -> None:
-    windows = Windows(windows=(span,), num_blocks=num_blocks)
+    windows = Windows(reaches=(Reach(span),), num_blocks=num_blocks)
     sizes = {"block_size": block_size, "chunk_size": span, "max_positions": 10**6, "check_every": 1000}
     bench = Bench(windows=windows, blocks=(10**5, 10**5), **sizes)
     for number in range(num_ends(windows, block_size)):

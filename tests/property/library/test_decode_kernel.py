@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from longleaf import native
 from longleaf.attention import reference
 from longleaf.attention.fold import NativeFold
-from longleaf.attention.masks import Reach, Read, Reads
+from longleaf.attention.masks import Read, Reads
 from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
+from longleaf.geometry import Reach
 from tests.support.attention.dense import visible
 from tests.support.attention.partials import assert_same, seeds
 

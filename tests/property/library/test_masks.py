@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from longleaf.attention import kernels, masks, reference
 from longleaf.attention.kernels import CpuKernel, by_reads, dense
-from longleaf.attention.masks import QueryRun, Reach, Read, band, cut, hidden, reads_within
+from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
 from longleaf.attention.quantized import QuantizedLayer
+from longleaf.geometry import Reach
 from longleaf.runs import Extent
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest

@@ -1,9 +1,11 @@
 """Bookkeeping of positions: nothing is lost, nothing is seen twice."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.runs import Run, cut_chunk, extents, overlaps, serpentine
+from longleaf.runs import Run, ceil_div, cut_chunk, extents, join, overlaps, serpentine, union
 
 positions = st.integers(0, 60)
 
@@ -44,3 +46,29 @@ def test_extents_give_each_position_the_slot_of_its_block(start, blocks, block_s
 
 def test_serpentine_turns_around():
     assert [serpentine(turn, 3) for turn in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+ranges = st.lists(st.tuples(positions, positions).map(sorted).map(tuple), max_size=8)
+
+
+@given(ranges)
+def test_joined_ranges_hold_the_same_in_the_same_order_and_have_no_neighbours(ranges):
+    def held(ranges):
+        return [position for start, end in ranges for position in range(start, end)]
+
+    found = join(ranges)
+    assert held(found) == held(ranges)
+    assert all(before[1] != after[0] for before, after in itertools.pairwise(found))
+
+
+@given(ranges)
+def test_a_union_holds_each_position_once_in_rising_order(ranges):
+    found = union(ranges)
+    held = [position for start, end in found for position in range(start, end)]
+    assert held == sorted({position for start, end in ranges for position in range(start, end)})
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
+
+
+@given(positions, st.integers(1, 9))
+def test_the_ceiling_of_a_division_is_the_least_number_that_is_enough(total, size):
+    assert (ceil_div(total, size) - 1) * size < total <= ceil_div(total, size) * size

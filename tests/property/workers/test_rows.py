@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
-from longleaf.attention.masks import Reach, Reads
+from longleaf.attention.masks import Reads
 from longleaf.channel.step import Decode, Row
+from longleaf.geometry import Reach
 from longleaf.runs import Run
 from longleaf.tree import Wire
 from tests.support.attention.dense import reaches, visible

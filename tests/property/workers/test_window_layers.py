@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
 from longleaf.attention.kernels import kernel_for
-from longleaf.attention.masks import Reach
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
-from longleaf.geometry import Windows
+from longleaf.geometry import Reach, Windows
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible
@@ -65,11 +64,8 @@ class Case:
 
     @property
     def windows(self) -> Windows:
-        return Windows(
-            windows=tuple(reach.window for reach in self.reaches if reach.window is not None),
-            sections=tuple(reach.section for reach in self.reaches if reach.section is not None),
-            num_blocks=NUM_BLOCKS,
-        )
+        reaches = tuple(reach for reach in self.reaches if not reach.is_full)
+        return Windows(reaches=reaches, num_blocks=NUM_BLOCKS)
 
 
 class Rank:

@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from bench.checkpoints import make_checkpoint
-from bench.families import Family, Refused
+from zoo.checkpoints import make_checkpoint
+from zoo.families import Family, Refused
 
 PROMPT_TOKENS = 1000
 NEW_TOKENS = 48

@@ -14,7 +14,7 @@ from coordinator.events import Ended, Progress, Prompt, Started, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
-from longleaf.geometry import Windows
+from longleaf.geometry import Reach, Windows
 from longleaf.messages import ContextSettings, RankShare
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to
@@ -70,7 +70,7 @@ async def test_views_and_streams() -> None:
 
 
 async def test_views_tell_of_windows_on_every_rank() -> None:
-    windows = Windows(windows=(5,), num_blocks=10, bytes_per_token=8)
+    windows = Windows(reaches=(Reach(5),), num_blocks=10, bytes_per_token=8)
     async with running(FakeRanks(2, 100, windows=windows)) as (engine, _):
         _ = [event async for event in engine.ingest("doc", list(range(64)), append=False)]
         view = engine.get_context("doc")

@@ -16,8 +16,8 @@ from transformers import (
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
-from longleaf.attention.masks import Reach
 from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.geometry import Reach
 from longleaf.sampling import Sampling
 from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
