@@ -21,13 +21,14 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
-from workers.control import connect, taking_notes
-from workers.fakes import EchoMain, Fault, echo_token
+from workers.control import connect, serve, taking_notes
+from workers.fakes import EchoMain, EchoRank, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -225,6 +226,26 @@ async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
     assert (await step).token_ids == {3: 7}
     await control.close()
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("joined", "message"),
+    [
+        (None, StepPlan(1, 1, Decode(()))),
+        (1, StepPlan(2, 1, Decode(()))),
+        (1, Join(2, "127.0.0.1", 0, ("here",))),
+    ],
+)
+async def test_a_message_out_of_place_ends_the_rank(joined: int | None, message: StepPlan | Join) -> None:
+    control = Control(config())
+    place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
+    spec = RankSpec(rank=0, config=config(), invitation=control.invitations[0], **place)
+    life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
+    await (control._wait_for(control._hellos) if joined is None else control.start(joined))
+    await control._send_all(message)
+    assert f"out of place in epoch {joined}: {type(message).__name__}" in str(await control.wait_lost())
+    assert await life == 1
+    await control.close()
 
 
 def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
