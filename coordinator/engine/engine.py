@@ -185,9 +185,16 @@ class Engine:
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
+        """What clients reach the service through. Raises Unavailable with what keeps it from answering: WorkerLost is
+        for those whose streams a rank's loss broke off."""
+        if self._failure is not None:
+            raise Unavailable(str(self._failure)) from self._failure
+        return self._current()
+
+    def _current(self) -> Scheduler:
         """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
         if self._failure is not None:
-            raise Unavailable(str(self._failure))
+            raise self._failure
         assert self._scheduler is not None
         self._expire(self._scheduler)
         return self._scheduler
@@ -227,7 +234,7 @@ class Engine:
 
     async def run(self) -> None:
         """Runs steps until `close`. When a rank is lost every stream fails with WorkerLost, and it is raised here."""
-        self._open()
+        self._current()
         self._loop_task = asyncio.current_task()
         lost = asyncio.create_task(self._ranks.wait_lost())
         lost.add_done_callback(lambda _: self._wake.set())
@@ -252,7 +259,7 @@ class Engine:
 
     async def _turn(self) -> None:
         """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
-        scheduler, outcomes = self._open(), list[Outcome]()
+        scheduler, outcomes = self._current(), list[Outcome]()
         self._wake.clear()
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()
