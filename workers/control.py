@@ -5,9 +5,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -25,8 +25,6 @@ CLOSE_SECONDS = 5.0
 MAX_REASON_CHARACTERS = 8192
 """Of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
 log = logging.getLogger(__name__)
-
-MessageT = TypeVar("MessageT", bound=ToRank)
 
 
 class Rank(Protocol):
@@ -62,14 +60,9 @@ class Channel:
     def send(self, message: FromRank) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, kind: type[MessageT]) -> MessageT | None:
-        """The next message, or None when the rank is to leave. Raises TypeError when it is not of `kind`."""
-        message = decode_to_rank(self._socket.recv())
-        if isinstance(message, Stop):
-            return None
-        if not isinstance(message, kind):
-            raise TypeError(f"expected {kind.__name__}, got {message}")
-        return message
+    def receive(self) -> ToRank:
+        """Waits for the next message."""
+        return decode_to_rank(self._socket.recv())
 
     def close(self) -> None:
         self._socket.close()
@@ -139,7 +132,7 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
     code = 0
     try:
         rank = make_rank(spec)
-        _work(spec, rank, channel)
+        Life(spec, rank, channel).run()
     except Exception as error:
         if not isinstance(error, StartError):  # its message says it all
             log.exception("rank %d failed", spec.rank)
@@ -207,18 +200,43 @@ def _reason(error: Exception) -> str:
     return reason[:MAX_REASON_CHARACTERS]
 
 
-def _work(spec: RankSpec, rank: Rank, channel: Channel) -> None:
-    """All that a rank does between its birth and its end. Raises whatever ends it."""
-    port = rank.open_store() if spec.rank == 0 else 0
-    channel.send(Hello(spec.rank, spec.node, spec.host, os.getpid(), port))
-    with taking_notes() as notes:
-        rank.load()
-        if (join := channel.receive(Join)) is None:
-            return
-        ready = rank.join(join)
-    channel.send(msgspec.structs.replace(ready, notes=tuple(notes)))
-    while (plan := channel.receive(StepPlan)) is not None:
+class Life:
+    """What a rank does between its birth and its end: it says hello, loads, and then does what it is told. Whatever is
+    raised ends it."""
+
+    def __init__(self, spec: RankSpec, rank: Rank, channel: Channel) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._channel = channel
+        self._epoch: int | None = None
+        """The epoch that the rank has joined; None before the first."""
+
+    def run(self) -> None:
+        """Returns when the rank is to leave. Raises TypeError when a message is out of place."""
+        port = self._rank.open_store() if self._spec.rank == 0 else 0
+        self._channel.send(Hello(self._spec.rank, self._spec.node, self._spec.host, os.getpid(), port))
+        with taking_notes() as notes:
+            self._rank.load()
+        while True:
+            match self._channel.receive():
+                case StepPlan() as plan if plan.epoch == self._epoch:
+                    self._execute(plan)
+                case Join() as join if self._epoch is None:
+                    self._join(join, notes)
+                case Stop():
+                    return
+                case message:
+                    raise TypeError(f"out of place in epoch {self._epoch}: {message}")
+
+    def _join(self, join: Join, notes: Sequence[str]) -> None:
+        """Reports what `notes` say and what is logged meanwhile."""
+        with taking_notes() as more:
+            ready = self._rank.join(join)
+        self._epoch = join.epoch
+        self._channel.send(msgspec.structs.replace(ready, notes=(*notes, *more)))
+
+    def _execute(self, plan: StepPlan) -> None:
         began = time.monotonic()
-        result = rank.execute(plan)
-        if spec.rank == 0 and result is not None:
-            channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))
+        result = self._rank.execute(plan)
+        if self._spec.rank == 0 and result is not None:
+            self._channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))

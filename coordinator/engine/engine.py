@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from coordinator.engine.changes import Changes
+from coordinator.engine.epoch import Epoch
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
 from coordinator.events import NO_CLAIM, Claim, ClusterView, ContextView, Outcome, Prompt
-from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
@@ -23,7 +23,7 @@ from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
 from longleaf.messages import UNCHANGED, ContextSettings, expired
 
-EPOCH = 1
+FIRST_EPOCH = 1
 
 
 class Engine:
@@ -46,8 +46,8 @@ class Engine:
         """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
+        self._epoch: Epoch | None = None
         self._scheduler: Scheduler | None = None
-        self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
         self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
@@ -80,17 +80,20 @@ class Engine:
     @property
     def total_tokens(self) -> int:
         """Tokens that the pools of all ranks can hold."""
-        return sum(ready.num_blocks for ready in self._readies) * self._config.block_size
+        return self._epoch.num_tokens if self._epoch else 0
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
-        self._readies = await self._ranks.start()
-        num_blocks, size = [ready.num_blocks for ready in self._readies], self._config.block_size
-        placer = Placer(num_blocks, size, self._readies[0].windows)
-        self.positions = self.positions.told(self._readies[0].rotary)
-        self._scheduler = Scheduler(self._config, placer, self.positions, EPOCH)
+        readies = await self._ranks.start(FIRST_EPOCH)
+        self._begin(Epoch.of(FIRST_EPOCH, self._ranks.hellos, readies, self._config.block_size))
+        return readies
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Serves with the ranks of an epoch."""
+        self._epoch = epoch
+        self.positions = self.positions.told(epoch.readies[0].rotary)
+        self._scheduler = Scheduler(self._config, epoch.placer, self.positions, epoch.number)
         self._failure = None
-        return self._readies
 
     # --- what clients do ---
 
@@ -167,12 +170,13 @@ class Engine:
         return None if following is None else following - now
 
     def cluster(self) -> ClusterView:
-        scheduler = self._open()
+        scheduler, epoch = self._open(), self._epoch
+        assert epoch is not None
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        pairs, size = zip(self._ranks.hellos, self._readies, strict=True), self._config.block_size
+        pairs, size = zip(epoch.hellos, epoch.readies, strict=True), self._config.block_size
         workers = tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs)
-        windows = (windowed, max_window_tokens(self._readies[0], size))
-        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running, *windows)
+        windows = (windowed, max_window_tokens(epoch.readies[0], size))
+        return ClusterView(workers, epoch.number, scheduler.num_waiting, scheduler.num_running, *windows)
 
     def check(self) -> None:
         """The scheduler adds up, and every open stream belongs to a job."""
@@ -181,15 +185,23 @@ class Engine:
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
+        """What clients reach the service through. Raises Unavailable with what keeps it from answering: WorkerLost is
+        for those whose streams a rank's loss broke off."""
+        if self._failure is not None:
+            raise Unavailable(str(self._failure)) from self._failure
+        return self._current()
+
+    def _current(self) -> Scheduler:
         """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
         if self._failure is not None:
-            raise Unavailable(str(self._failure))
+            raise self._failure
         assert self._scheduler is not None
         self._expire(self._scheduler)
         return self._scheduler
 
     def _view(self, context: Context) -> ContextView:
-        return view_context(context, self._readies, self.positions, self.is_exact)
+        assert self._epoch is not None
+        return view_context(context, self._epoch.readies, self.positions, self.is_exact)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:
         job_id, self._next_id = self._next_id, self._next_id + num_samples
@@ -222,7 +234,7 @@ class Engine:
 
     async def run(self) -> None:
         """Runs steps until `close`. When a rank is lost every stream fails with WorkerLost, and it is raised here."""
-        self._open()
+        self._current()
         self._loop_task = asyncio.current_task()
         lost = asyncio.create_task(self._ranks.wait_lost())
         lost.add_done_callback(lambda _: self._wake.set())
@@ -247,7 +259,7 @@ class Engine:
 
     async def _turn(self) -> None:
         """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
-        scheduler, outcomes = self._open(), list[Outcome]()
+        scheduler, outcomes = self._current(), list[Outcome]()
         self._wake.clear()
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()

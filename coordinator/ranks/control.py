@@ -39,9 +39,8 @@ class Control:
     `max_missed` is the number of seconds without a word after which a rank that has spoken before is given up.
     """
 
-    def __init__(self, config: EngineConfig, host: str = LOOPBACK, *, epoch: int = 1, max_missed: int = 15) -> None:
+    def __init__(self, config: EngineConfig, host: str = LOOPBACK, *, max_missed: int = 15) -> None:
         self._config = config
-        self._epoch = epoch
         self._max_missed = max_missed
         self._context = zmq.asyncio.Context()
         self._members = Members(self._context)
@@ -66,6 +65,7 @@ class Control:
         self._changed = asyncio.Event()
         self._sending = asyncio.Lock()
         self._results: dict[tuple[int, int], asyncio.Future[StepResult]] = {}
+        """By the epoch and number of a step under way: an answer to any other is dropped."""
         self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch_pulses())]
         self._is_closed = False
 
@@ -94,22 +94,22 @@ class Control:
 
     # --- start ---
 
-    async def start(self) -> tuple[Ready, ...]:
+    async def start(self, epoch: int) -> tuple[Ready, ...]:
         """All ranks say hello, are told where to meet, load, meet and report."""
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await self._wait_for(self._hellos)
-                await self._send_all(self._join())
+                await self._send_all(self._join(epoch))
                 await self._wait_for(self._readies)
         except TimeoutError:
             raise self._late() from None
         return tuple(self._readies[rank] for rank in sorted(self._readies))
 
-    def _join(self) -> Join:
+    def _join(self, epoch: int) -> Join:
         first = self._hellos[0]
         topology = Topology(tuple(hello.node for hello in self.hellos))
         topology.check(self._config.world_size)
-        return Join(self._epoch, first.host, first.store_port, topology.nodes)
+        return Join(epoch, first.host, first.store_port, topology.nodes)
 
     async def _wait_for(self, reports: dict[int, Hello] | dict[int, Ready]) -> None:
         """Waits until every rank has put something into `reports`. Raises what ended a rank."""

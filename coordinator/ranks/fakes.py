@@ -56,7 +56,7 @@ class FakeRanks:
     def hellos(self) -> tuple[Hello, ...]:
         return tuple(Hello(rank, "fake", "127.0.0.1", 1000 + rank) for rank in range(self.world_size))
 
-    async def start(self) -> tuple[Ready, ...]:
+    async def start(self, epoch: int) -> tuple[Ready, ...]:
         facts = ("cpu", "float32", self.num_blocks, 64)
         return tuple(Ready(rank, *facts, rotary=self.rotary, windows=self.windows) for rank in range(self.world_size))
 

@@ -18,8 +18,11 @@ class Ranks(Protocol):
         """Who the ranks are, in rank order; complete once `start` has returned."""
         ...
 
-    async def start(self) -> tuple[Ready, ...]:
-        """Waits until all ranks are ready; in rank order. Raises StartError, ModelRefused or WorkerLost."""
+    async def start(self, epoch: int) -> tuple[Ready, ...]:
+        """Waits until all ranks have joined the epoch of this number and are ready; in rank order.
+
+        Raises StartError, ModelRefused or WorkerLost.
+        """
         ...
 
     async def step(self, plan: StepPlan) -> StepResult:

@@ -43,7 +43,8 @@ class ThreadRanks:
         self._spoil = spoil
         self.hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(config.world_size))
 
-    async def start(self) -> tuple[Ready, ...]:
+    async def start(self, epoch: int) -> tuple[Ready, ...]:
+        self._join = Join(epoch, "", 0, ("here",))
         for index, rank in enumerate(self._ranks):
             rank.load()
             self._threads[index].start()
@@ -69,8 +70,8 @@ class ThreadRanks:
                 thread.join(timeout=60)
 
     def _run(self, index: int) -> None:
-        rank, alone = self._ranks[index], Join(1, "", 0, ("here",))
-        self._readies.put(rank.connect(self._groups[index]) if len(self._ranks) > 1 else rank.join(alone))
+        rank = self._ranks[index]
+        self._readies.put(rank.connect(self._groups[index]) if len(self._ranks) > 1 else rank.join(self._join))
         if self._spoil:
             self._spoil(index, rank)
         while (data := self._plans[index].get()) is not None:

@@ -21,13 +21,14 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
-from workers.control import connect, taking_notes
-from workers.fakes import EchoMain, Fault, echo_token
+from workers.control import connect, serve, taking_notes
+from workers.fakes import EchoMain, EchoRank, Fault, echo_token
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -127,7 +128,7 @@ async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
     fault = Fault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
     control, fleet = Control(config(), max_missed=1000), LocalFleet(EchoMain(fault))
     await fleet.launch(config(), control.invitations, control.lost)
-    await control.start()
+    await control.start(1)
     process = psutil.Process(control.hellos[0].pid)
     plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
     await control.step(plans[0])
@@ -195,7 +196,7 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
     rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
     await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
     await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
-    await control.start()
+    await control.start(1)
     assert isinstance(decode_to_rank(await rank.recv()), Join)
     plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
     steps = [asyncio.create_task(control.step(plan)) for plan in plans[:2]]
@@ -209,6 +210,42 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
             await step
     await control.close()
     context.destroy(linger=0)
+
+
+async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
+    control = Control(config())
+    context: zmq.asyncio.Context = zmq.asyncio.Context()
+    rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
+    await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
+    await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+    await control.start(3)
+    assert decode_to_rank(await rank.recv()) == Join(3, "127.0.0.1", 0, ("node",))
+    step = asyncio.create_task(control.step(StepPlan(3, 1, Decode(()))))
+    for epoch in (2, 4, 3):
+        await rank.send(encode(StepResult(epoch, 1, {epoch: 7})))
+    assert (await step).token_ids == {3: 7}
+    await control.close()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("joined", "message"),
+    [
+        (None, StepPlan(1, 1, Decode(()))),
+        (1, StepPlan(2, 1, Decode(()))),
+        (1, Join(2, "127.0.0.1", 0, ("here",))),
+    ],
+)
+async def test_a_message_out_of_place_ends_the_rank(joined: int | None, message: StepPlan | Join) -> None:
+    control = Control(config())
+    place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
+    spec = RankSpec(rank=0, config=config(), invitation=control.invitations[0], **place)
+    life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
+    await (control._wait_for(control._hellos) if joined is None else control.start(joined))
+    await control._send_all(message)
+    assert f"out of place in epoch {joined}: {type(message).__name__}" in str(await control.wait_lost())
+    assert await life == 1
+    await control.close()
 
 
 def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
@@ -233,7 +270,7 @@ async def main():
     config = EngineConfig(model="none", world_size=2)
     control, fleet = Control(config), LocalFleet(EchoMain())
     await fleet.launch(config, control.invitations, control.lost)
-    await control.start()
+    await control.start(1)
     print(*(hello.pid for hello in control.hellos), flush=True)
     await asyncio.Event().wait()
 

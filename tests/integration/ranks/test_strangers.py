@@ -78,7 +78,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def check_service(control: Control, first: Socket) -> None:
     """The ranks are heard, nobody else was, and a step is answered by rank 0."""
-    assert [ready.num_blocks for ready in await control.start()] == [4, 4]
+    assert [ready.num_blocks for ready in await control.start(1)] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
     step = asyncio.create_task(control.step(PLAN))
     await asyncio.to_thread(lambda: [decode_to_rank(first.recv()) for _ in ("join", "plan")])

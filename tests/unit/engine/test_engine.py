@@ -223,8 +223,10 @@ async def test_lost_rank_fails_every_stream() -> None:
         assert [(type(result), getattr(result, "rank", None)) for result in results] == [(WorkerLost, 1)] * 2
         with pytest.raises(WorkerLost):
             await loop
-        with pytest.raises(Unavailable, match="rank 1 was lost"):
+        with pytest.raises(Unavailable, match="rank 1 was lost") as refused:
             engine.submit(prompt(3, 1))
+        assert type(refused.value) is Unavailable, "nothing of this call's was lost"
+        assert refused.value.__cause__ is results[0], "but it is known here why"
 
 
 async def test_loss_between_steps() -> None:
