@@ -23,7 +23,6 @@ from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.step_times import Gap, TimedMain, gaps, read
 from bench.subjects import EMBEDDED, Subject, subject
-from coordinator.calls.views import cluster_of
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
@@ -118,14 +117,10 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
     running: asyncio.Task[None] | None = None
     try:
         await fleet.launch(config, control.invitations, control.lost)
-        (ready, *_) = await engine.start()
+        await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
-        server = Server(
-            engine,
-            Tokenizer.load(Path(config.model)),
-            lambda: cluster_of(engine.cluster(), model, config, "local", ready),
-        )
+        server = Server(engine, Tokenizer.load(Path(config.model)), lambda: engine.cluster(model, "local"))
         yield control, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         await server.stop()
     finally:

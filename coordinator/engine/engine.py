@@ -10,20 +10,22 @@ from coordinator.engine.changes import Changes
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
-from coordinator.events import NO_CLAIM, Claim, ClusterView, ContextView, Outcome, Prompt
+from coordinator.events import NO_CLAIM, Claim, Outcome, Prompt
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf import messages
 from longleaf.channel.lives import Ready
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
-from longleaf.messages import UNCHANGED, ContextSettings, expired
+from longleaf.messages import UNCHANGED, Cluster, ContextSettings, ModelInfo, expired
 
 EPOCH = 1
+ANY_MODEL = ModelInfo(name="")
 
 
 class Engine:
@@ -122,22 +124,26 @@ class Engine:
         )
         return self._new_stream()
 
-    def get_context(self, context_id: str) -> ContextView:
-        """Raises NotFound."""
+    def num_tokens(self, context_id: str) -> int:
+        """Tokens of a context. Raises NotFound."""
+        return self._open().contexts.get(context_id).num_tokens
+
+    def get_context(self, context_id: str) -> messages.Context:
+        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
         return self._view(self._open().contexts.get(context_id))
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[ContextView]:
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
         """Sorted by id: those that come after `after`, at most `limit`."""
         return [self._view(context) for context in self._open().contexts.list(after, limit)]
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
         """
         return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> ContextView:
+    def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, and InvalidArgument for a time that has passed."""
         contexts, now = self._open().contexts, self._wall_clock()
         settings.check(now, "context")
@@ -166,13 +172,28 @@ class Engine:
         following = scheduler.next_expiry
         return None if following is None else following - now
 
-    def cluster(self) -> ClusterView:
-        scheduler = self._open()
+    def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
+        """The ranks and the load. Which model they serve, and what started them, the engine is told."""
+        scheduler, config, ready = self._open(), self._config, self._readies[0]
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        pairs, size = zip(self._ranks.hellos, self._readies, strict=True), self._config.block_size
-        workers = tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs)
-        windows = (windowed, max_window_tokens(self._readies[0], size))
-        return ClusterView(workers, EPOCH, scheduler.num_waiting, scheduler.num_running, *windows)
+        pairs, size = zip(self._ranks.hellos, self._readies, strict=True), config.block_size
+        return Cluster(
+            model=model,
+            workers=tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs),
+            world_size=len(self._readies),
+            epoch=EPOCH,
+            launcher=launcher,
+            merge=config.merge,
+            transport=ready.transport,
+            merge_timings=ready.merges,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            block_size=size,
+            is_exact=config.is_exact,
+            window_keys=config.window_keys,
+            window_tokens=windowed,
+            max_window_tokens=max_window_tokens(ready, size),
+        )
 
     def check(self) -> None:
         """The scheduler adds up, and every open stream belongs to a job."""
@@ -188,7 +209,7 @@ class Engine:
         self._expire(self._scheduler)
         return self._scheduler
 
-    def _view(self, context: Context) -> ContextView:
+    def _view(self, context: Context) -> messages.Context:
         return view_context(context, self._readies, self.positions, self.is_exact)
 
     def _new_stream(self, num_samples: int = 1) -> Stream:

@@ -10,17 +10,15 @@ from typing import ParamSpec, Protocol, TypeVar
 import msgspec
 from google.protobuf.empty_pb2 import Empty
 
-from coordinator import events
 from coordinator.calls.generation import Generation
 from coordinator.calls.ingest import Ingest
 from coordinator.calls.tokens import MAX_TOKENS, Tokenization
 from coordinator.calls.verification import Verifications
-from coordinator.calls.views import context_of
 from coordinator.engine.changes import Changes, Watch
 from coordinator.text.threads import TextThreads
 from longleaf import codec
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
+from longleaf.messages import Cluster, Context, ContextSettings, Generate, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -43,19 +41,19 @@ MANY_IDS = 1 << 14
 class ContextStore(Protocol):
     """The engine, as the context service sees it."""
 
-    def get_context(self, context_id: str) -> events.ContextView:
+    def get_context(self, context_id: str) -> Context:
         """Raises NotFound."""
         ...
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
         """By id, those that come after `after`, at most `limit`."""
         ...
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         """Raises NotFound, AlreadyExists or InvalidArgument."""
         ...
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+    def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         """Raises NotFound or InvalidArgument."""
         ...
 
@@ -140,7 +138,7 @@ class ContextServicer(ContextServiceServicer):
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(codec.context_id(request.name))
-        return codec.encode_context(context_of(view))
+        return codec.encode_context(view)
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -151,17 +149,17 @@ class ContextServicer(ContextServiceServicer):
         after = _decode_page_token(request.page_token)
         views = self._contexts.list_contexts(after, size + 1)
         return ingest_pb.ListContextsResponse(
-            contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
+            contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = codec.decode_fork(request)
         view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(context_of(view))
+        return codec.encode_context(view)
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
-        return codec.encode_context(context_of(self._contexts.update_context(*codec.decode_update(request))))
+        return codec.encode_context(self._contexts.update_context(*codec.decode_update(request)))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         self._contexts.delete_context(codec.context_id(request.name))

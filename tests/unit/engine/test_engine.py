@@ -10,12 +10,12 @@ import pytest
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.events import Ended, Progress, Prompt, Started, Tokens
+from coordinator.events import Ended, Prompt, Started, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Windows
-from longleaf.messages import ContextSettings, RankShare
+from longleaf.messages import ContextSettings, Progress, RankShare
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to
 
