@@ -23,6 +23,7 @@ from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.step_times import Gap, TimedMain, gaps, read
 from bench.subjects import EMBEDDED, Subject, subject
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
@@ -120,9 +121,12 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
         await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
-        server = Server(engine, Tokenizer.load(Path(config.model)), lambda: engine.cluster(model, "local"))
+        tokenizer = Tokenizer.load(Path(config.model))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
         yield control, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         await server.stop()
+        await use_cases.close()
     finally:
         await engine.close()
         await fleet.shutdown()

@@ -1,4 +1,5 @@
-"""A whole service: fleet, control channel, engine and gRPC server, brought up and taken down in the right order."""
+"""A whole service: fleet, control channel, engine, use cases and their door, brought up and taken down in the right
+order."""
 
 import asyncio
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.memory import return_large
 from coordinator.placement.positions import UNLIMITED
@@ -59,6 +61,7 @@ class Service:
         self._fleet = fleet
         self._renderer = Renderer()
         self._engine: Engine | None = None
+        self._use_cases: UseCases | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
         self.notes: tuple[str, ...] = ()
@@ -83,7 +86,8 @@ class Service:
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
-        self._server = Server(self._engine, tokenizer, describe, config.unread_timeout)
+        self._use_cases = UseCases(self._engine, tokenizer, describe)
+        self._server = Server(self._use_cases, config.unread_timeout)
         return await self._server.start(self._config.host, self._config.port)
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
@@ -118,6 +122,8 @@ class Service:
             self._engine.end_streams()
         if self._server is not None:
             await self._server.stop(GRACE_SECONDS)
+        if self._use_cases is not None:
+            await self._use_cases.close()
         if self._engine is not None:
             await self._engine.close()
         await self._fleet.shutdown()

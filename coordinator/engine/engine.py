@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from coordinator.engine.changes import Changes
+from coordinator.changes import Changes
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
@@ -52,11 +53,13 @@ async def serving(
     await engine.start()
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(write_model(folder), split_template)
-    server = Server(engine, tokenizer, engine.cluster, config.unread_timeout)
+    use_cases = UseCases(engine, tokenizer, engine.cluster)
+    server = Server(use_cases, config.unread_timeout)
     try:
         yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     finally:
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         await asyncio.gather(loop, return_exceptions=True)
 

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.engine.changes import Changes
+from coordinator.calls.use_cases import UseCases
+from coordinator.changes import Changes
 from coordinator.events import NO_CLAIM, Claim
 from coordinator.placement.positions import Positions
 from coordinator.serving.server import Server
@@ -268,12 +269,14 @@ class FakeEngine:
 @asynccontextmanager
 async def serving(engine: FakeEngine, folder: Path, host: str = "127.0.0.1") -> AsyncIterator[tuple[Server, str]]:
     """The service on a port of its own; gives the server and its address."""
-    server = Server(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
+    server = Server(use_cases)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)
     finally:
         await server.stop(None)
+        await use_cases.close()
 
 
 class Served:

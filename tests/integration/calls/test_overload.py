@@ -10,6 +10,7 @@ import grpc
 import psutil
 import pytest
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
@@ -67,11 +68,13 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
         loop = asyncio.create_task(engine.run())
         model = ModelInfo(name="embedded")
         tokenizer = Tokenizer.load(Path(config.model))
-        server = Server(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         async with AsyncClient(address, retries=0) as client:
             yield Served(engine, address, client)
         await server.stop()
+        await use_cases.close()
     finally:
         await engine.close()
         await fleet.shutdown()

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
@@ -48,7 +49,9 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     await engine.start()
     model = engine.positions.describe_model(ModelInfo(name="fake"))
     loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder / "model")), lambda: engine.cluster(model, "local"))
+    tokenizer = Tokenizer.load(write_model(folder / "model"))
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+    server = Server(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
         async with AsyncClient(address) as client:
@@ -56,6 +59,7 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
         engine.check()
     finally:
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         await asyncio.wait([loop])
 

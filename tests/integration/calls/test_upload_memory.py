@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from bench.memory import parse
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
@@ -64,11 +65,13 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     await engine.start()
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(embedded_model())
-    server = Server(engine, tokenizer, lambda: engine.cluster(model, "local"))
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+    server = Server(use_cases)
     pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
     await asyncio.to_thread(pipe.recv)
     pipe.send(ranks.hash.hexdigest())
     await server.stop()
+    await use_cases.close()
     await engine.close()
     await asyncio.gather(loop, return_exceptions=True)
 

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
@@ -210,7 +211,8 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     await engine.start()
     loop = asyncio.create_task(engine.run())
-    server = Server(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
+    server = Server(use_cases)
     port = await server.start("127.0.0.1", 0)
     target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
     try:
@@ -218,6 +220,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     finally:
         await target.close()
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         with suppress(asyncio.CancelledError):
             await loop
