@@ -24,8 +24,15 @@ from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
 from longleaf.messages import UNCHANGED, Cluster, ContextSettings, ModelInfo, expired
 
+Observer = Callable[[StepPlan, StepResult], None]
+"""Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
+raise."""
 EPOCH = 1
 ANY_MODEL = ModelInfo(name="")
+
+
+def unobserved(*_: object) -> None:
+    """Nobody looks at the steps."""
 
 
 class Engine:
@@ -41,6 +48,7 @@ class Engine:
         max_positions: int,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        observe: Observer = unobserved,
     ) -> None:
         self._ranks = ranks
         self._config = config
@@ -48,6 +56,7 @@ class Engine:
         """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
+        self._observe = observe
         self._scheduler: Scheduler | None = None
         self._readies: tuple[Ready, ...] = ()
         self._failure: LongleafError | None = Unavailable("the service is starting")
@@ -268,11 +277,12 @@ class Engine:
 
     async def _turn(self) -> None:
         """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
-        scheduler, outcomes = self._open(), list[Outcome]()
+        scheduler, outcomes, answered = self._open(), list[Outcome](), list[tuple[StepPlan, StepResult]]()
         self._wake.clear()
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()
             outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
+            answered.append((plan, step.result()))
         while (plan := scheduler.schedule(self._clock())) is not None:
             # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
             step = asyncio.create_task(self._ranks.step(plan))
@@ -280,6 +290,8 @@ class Engine:
             self._steps.append((plan, step))
         for job_id in self._readers.publish(outcomes + scheduler.drain()):
             self._pause(job_id, True)
+        for plan, result in answered:
+            self._observe(plan, result)
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)
         await self._wait(scheduler)
