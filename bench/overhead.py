@@ -23,7 +23,7 @@ from bench.arguments import tell, unwind_on_terminate
 from bench.machine import describe
 from bench.step_times import Gap, TimedMain, gaps, read
 from bench.subjects import EMBEDDED, Subject, subject
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
@@ -39,17 +39,15 @@ WARM_UP_STEPS = 8
 TARGET_SHARE = 0.1
 
 
-class WatchedControl(Control):
-    """Keeps the numbers of decode steps, by the number of their rows."""
+class DecodeSteps:
+    """The numbers of decode steps, by the number of their rows."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.steps: defaultdict[int, list[int]] = defaultdict(list)
+    def __init__(self) -> None:
+        self.by_rows: defaultdict[int, list[int]] = defaultdict(list)
 
-    async def step(self, plan: StepPlan) -> StepResult:
+    def note(self, plan: StepPlan, _: StepResult) -> None:
         if isinstance(plan.work, Decode):
-            self.steps[len(plan.work.rows)].append(plan.step)
-        return await super().step(plan)
+            self.by_rows[len(plan.work.rows)].append(plan.step)
 
 
 def main() -> None:
@@ -82,15 +80,15 @@ async def measure(
     steps: list[list[int]] = []
     deltas: list[float] = []
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-        async with serving(config, measured, Path(folder)) as (control, address):
+        async with serving(config, measured, Path(folder)) as (decodes, address):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 tell(f"ingesting {context} tokens")
                 await loop.run_in_executor(pool, ingest, address, ids)
                 for batch in batches:
                     tell(f"batch {batch}")
-                    control.steps.clear()
+                    decodes.by_rows.clear()
                     messages = await loop.run_in_executor(pool, ask, address, batch, num_tokens)
-                    steps.append(control.steps[batch][WARM_UP_STEPS:])
+                    steps.append(decodes.by_rows[batch][WARM_UP_STEPS:])
                     deltas.append(messages / (batch * num_tokens))
         ranks = read(Path(folder), world_size)
     told = zip(batches, steps, deltas, strict=True)
@@ -111,23 +109,22 @@ def row(found: list[Gap], batch: int) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[WatchedControl, str]]:
+async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[DecodeSteps, str]]:
     """A service on a port of its own, without Ray; it ends with the block, and then the times lie in `folder`."""
-    control, fleet = WatchedControl(config), LocalFleet(TimedMain(folder))
-    engine = Engine(control, config, measured.max_positions)
+    control, fleet, decodes = Control(config), LocalFleet(TimedMain(folder)), DecodeSteps()
+    engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None
     try:
         await fleet.launch(config, control.invitations, control.lost)
-        (ready, *_) = await engine.start()
+        await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
-        server = Server(
-            engine,
-            Tokenizer.load(Path(config.model)),
-            lambda: cluster_of(engine.cluster(), model, config, "local", ready),
-        )
-        yield control, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        tokenizer = Tokenizer.load(Path(config.model))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
+        yield decodes, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         await server.stop()
+        await use_cases.close()
     finally:
         await engine.close()
         await fleet.shutdown()

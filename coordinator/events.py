@@ -7,7 +7,7 @@ import msgspec
 
 from longleaf.channel.step import Comparison
 from longleaf.errors import LongleafError, NotFinite
-from longleaf.messages import PositionInfo, RankShare
+from longleaf.messages import Progress
 from longleaf.sampling import Logprobs, Sampling
 
 EndReason = Literal["end_token", "length", "stop_token"]
@@ -65,13 +65,6 @@ class Started(msgspec.Struct, frozen=True):
     """Prompt and answer may go beyond the positions that the model was trained for."""
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """`processed` of `total` prompt (or document) tokens have their keys and values by now."""
-
-    processed: int
-    total: int
-
-
 class Tokens(msgspec.Struct, frozen=True):
     """Generated ids; `index` is the index in the answer of the first one."""
 
@@ -113,44 +106,3 @@ class Acknowledged(msgspec.Struct, frozen=True):
 Event = Started | Progress | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
 """Job id, and what its stream gets. An error, the last Ended or Failed, and Acknowledged are the last one of a job."""
-
-
-class ContextView(msgspec.Struct, frozen=True):
-    """A context as clients see it. Times in seconds since the epoch."""
-
-    id: str
-    tokens: int
-    kv_bytes: int
-    created: float
-    updated: float
-    shares: tuple[RankShare, ...]
-    display_name: str = ""
-    expires: float | None = None
-    is_pinned: bool = False
-    positions: PositionInfo = PositionInfo()
-    is_exact: bool = False
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """A rank as clients see it. Capacity and content of its pool, in tokens and in bytes."""
-
-    rank: int
-    node: str
-    pid: int
-    device: str
-    tokens: int
-    max_tokens: int
-    kv_bytes: int
-    max_kv_bytes: int = 0
-
-
-class ClusterView(msgspec.Struct, frozen=True):
-    """The ranks and the load."""
-
-    workers: tuple[WorkerView, ...]
-    epoch: int
-    waiting: int
-    running: int
-    window_tokens: int = 0
-    """Tokens whose keys of windowed layers lie on every rank."""
-    max_window_tokens: int = 0

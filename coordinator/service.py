@@ -1,13 +1,15 @@
-"""A whole service: fleet, control channel, engine and gRPC server, brought up and taken down in the right order."""
+"""A whole service: fleet, control channel, engine, use cases and their door, brought up and taken down in the right
+order."""
 
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.memory import return_large
 from coordinator.placement.positions import UNLIMITED
@@ -19,7 +21,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.lives import Ready
 from longleaf.config import LOOPBACK, EngineConfig, Launcher, check_model_name
 from longleaf.errors import StartError
-from longleaf.messages import Cluster, ModelInfo
+from longleaf.messages import ModelInfo
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
@@ -59,6 +61,7 @@ class Service:
         self._fleet = fleet
         self._renderer = Renderer()
         self._engine: Engine | None = None
+        self._use_cases: UseCases | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
         self.notes: tuple[str, ...] = ()
@@ -81,8 +84,10 @@ class Service:
         readies = await self._engine.start()
         self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
         self._loop = asyncio.create_task(self._engine.run())
-        description = self._describe(self._engine, tokenizer, readies)
-        self._server = Server(self._engine, tokenizer, description, config.unread_timeout)
+        model = self._describe(self._engine, tokenizer, readies[0])
+        describe = partial(self._engine.cluster, model, self._config.launcher)
+        self._use_cases = UseCases(self._engine, tokenizer, describe)
+        self._server = Server(self._use_cases, config.unread_timeout)
         return await self._server.start(self._config.host, self._config.port)
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
@@ -93,17 +98,17 @@ class Service:
         except TimeoutError:
             raise StartError(f"the tokenizer was not loaded within {human_seconds(config.start_timeout)}") from None
 
-    def _describe(self, engine: Engine, tokenizer: Tokenizer, readies: tuple[Ready, ...]) -> "Description":
+    def _describe(self, engine: Engine, tokenizer: Tokenizer, ready: Ready) -> ModelInfo:
         checkpoint = tokenizer.checkpoint
         model = ModelInfo(
             name=self._config.shown_name,
             architecture=checkpoint.architecture,
-            dtype=readies[0].dtype,
+            dtype=ready.dtype,
             vocabulary_size=checkpoint.vocabulary_size,
             has_chat_template=checkpoint.chat_template is not None,
-            kv_dtype=readies[0].kv_dtype,
+            kv_dtype=ready.kv_dtype,
         )
-        return Description(engine, engine.positions.describe_model(model), self._config, readies[0])
+        return engine.positions.describe_model(model)
 
     async def wait(self) -> None:
         """Returns when the service was stopped; raises what ended it, for instance WorkerLost."""
@@ -117,22 +122,10 @@ class Service:
             self._engine.end_streams()
         if self._server is not None:
             await self._server.stop(GRACE_SECONDS)
+        if self._use_cases is not None:
+            await self._use_cases.close()
         if self._engine is not None:
             await self._engine.close()
         await self._fleet.shutdown()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
-
-
-class Description:
-    """Answers GetCluster."""
-
-    def __init__(self, engine: Engine, model: ModelInfo, config: ServiceConfig, ready: Ready) -> None:
-        self._engine = engine
-        self._model = model
-        self._config = config
-        self._ready = ready
-
-    def __call__(self) -> Cluster:
-        view, config = self._engine.cluster(), self._config
-        return cluster_of(view, self._model, config.engine, config.launcher, self._ready)

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable
 
 from coordinator import events
-from coordinator.calls.views import finished_of, timings_of
 from coordinator.text.detokenizer import Alphabet, Piece, TextStream
 from coordinator.text.spelling import Speller
-from longleaf.messages import Delta, Event, Finished, Progress, Started, Usage
+from longleaf.messages import Delta, Event, Finished, Progress, Started, Timings, Usage
 from longleaf.sampling import Logprobs, Sampling
 
 
@@ -66,8 +65,8 @@ class Answer:
                     sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
                 counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
                 return [Started(*counts, self._request_id, event.is_beyond_trained, self._is_exact)]
-            case events.Progress(processed, total):
-                return [Progress(processed, total)]
+            case Progress():
+                return [event]
             case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:
                 return []
             case events.Tokens():
@@ -150,3 +149,19 @@ class Sample:
         del self._logprobs[: len(token_ids)]
         text = "".join(piece.text for piece in pieces)
         return [Delta(pieces[0].index, token_ids, text, logprobs, self._index)]
+
+
+def finished_of(event: events.Ended, is_exact: bool) -> Finished:
+    return Finished(
+        event.reason,
+        "",
+        Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
+        timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
+        event.sample,
+        is_exact,
+    )
+
+
+def timings_of(queue: float, first_token: float, decode: float) -> Timings:
+    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token on."""
+    return Timings(queue, first_token, decode, max(0.0, first_token - queue))

@@ -141,7 +141,7 @@ class Generation:
 
     async def _check(self, request: Generate) -> Sequence[int]:
         """The prompt's ids. Raises InvalidArgument or NotFound."""
-        held = self._engine.get_context(request.context).tokens if request.context is not None else 0
+        held = self._engine.num_tokens(request.context) if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
             raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")

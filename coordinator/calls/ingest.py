@@ -10,17 +10,24 @@ from typing import Protocol
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator import events
 from coordinator.calls.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
 from coordinator.calls.generation import EventStream
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.calls.uploads import Prefill, Upload, Uploads
-from coordinator.calls.views import context_of
 from coordinator.events import Claim
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
-from longleaf.messages import Context, ContextSettings, IngestHeader, IngestPhase, IngestPiece, IngestProgress, expired
+from longleaf.messages import (
+    Context,
+    ContextSettings,
+    IngestHeader,
+    IngestPhase,
+    IngestPiece,
+    IngestProgress,
+    Progress,
+    expired,
+)
 from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
@@ -36,6 +43,10 @@ class Ingester(Capacity, Protocol):
 
     def check_capacity(self, declared: int) -> None:
         """Raises InvalidArgument when no context may be made for so many positions."""
+        ...
+
+    def get_context(self, context_id: str) -> Context:
+        """Raises NotFound."""
         ...
 
     def ingest(
@@ -130,7 +141,7 @@ class Ingest:
     def _limit(self, header: IngestHeader) -> TextLimit:
         """What the document may be at most."""
         try:
-            held = self._engine.get_context(header.context).tokens
+            held = self._engine.num_tokens(header.context)
         except NotFound:
             if header.append:
                 raise
@@ -208,7 +219,7 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         began = self._clock()
         async for event in stream:
-            if isinstance(event, events.Progress):
+            if isinstance(event, Progress):
                 seconds = self._clock() - began
                 speed = event.processed / seconds if seconds > 0 else 0.0
                 report = replace(report, processed=event.processed, tokens_per_second=speed)
@@ -218,7 +229,7 @@ class Ingest:
     def _acknowledged(self, header: IngestHeader) -> Context:
         """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""
         try:
-            return context_of(self._engine.get_context(header.context))
+            return self._engine.get_context(header.context)
         except NotFound:
             expires = header.settings.ingest_expiry
             if expires is not None and expires <= self._wall_clock():

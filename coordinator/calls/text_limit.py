@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-from coordinator import events
 from longleaf.errors import InvalidArgument
 
 
@@ -24,8 +23,8 @@ class Capacity(Protocol):
         """Tokens that the pools of all ranks hold."""
         ...
 
-    def get_context(self, context_id: str) -> events.ContextView:
-        """Raises NotFound."""
+    def num_tokens(self, context_id: str) -> int:
+        """Tokens of a context. Raises NotFound."""
         ...
 
 

@@ -6,24 +6,33 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from coordinator.engine.changes import Changes
+from coordinator.changes import Changes
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
-from coordinator.events import NO_CLAIM, Claim, ClusterView, ContextView, Outcome, Prompt
+from coordinator.events import NO_CLAIM, Claim, Outcome, Prompt
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf import messages
 from longleaf.channel.lives import Ready
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
-from longleaf.messages import UNCHANGED, ContextSettings, expired
+from longleaf.messages import UNCHANGED, Cluster, ContextSettings, ModelInfo, expired
 
+Observer = Callable[[StepPlan, StepResult], None]
+"""Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
+raise."""
 FIRST_EPOCH = 1
+ANY_MODEL = ModelInfo(name="")
+
+
+def unobserved(*_: object) -> None:
+    """Nobody looks at the steps."""
 
 
 class Engine:
@@ -39,6 +48,7 @@ class Engine:
         max_positions: int,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        observe: Observer = unobserved,
     ) -> None:
         self._ranks = ranks
         self._config = config
@@ -47,6 +57,7 @@ class Engine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._epoch: Epoch | None = None
+        self._observe = observe
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
@@ -125,22 +136,26 @@ class Engine:
         )
         return self._new_stream()
 
-    def get_context(self, context_id: str) -> ContextView:
-        """Raises NotFound."""
+    def num_tokens(self, context_id: str) -> int:
+        """Tokens of a context. Raises NotFound."""
+        return self._open().contexts.get(context_id).num_tokens
+
+    def get_context(self, context_id: str) -> messages.Context:
+        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
         return self._view(self._open().contexts.get(context_id))
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[ContextView]:
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
         """Sorted by id: those that come after `after`, at most `limit`."""
         return [self._view(context) for context in self._open().contexts.list(after, limit)]
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> ContextView:
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
         """
         return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> ContextView:
+    def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, and InvalidArgument for a time that has passed."""
         contexts, now = self._open().contexts, self._wall_clock()
         settings.check(now, "context")
@@ -169,14 +184,29 @@ class Engine:
         following = scheduler.next_expiry
         return None if following is None else following - now
 
-    def cluster(self) -> ClusterView:
-        scheduler, epoch = self._open(), self._epoch
+    def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
+        """The ranks and the load. Which model they serve, and what started them, the engine is told."""
+        scheduler, config, epoch = self._open(), self._config, self._epoch
         assert epoch is not None
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        pairs, size = zip(epoch.hellos, epoch.readies, strict=True), self._config.block_size
-        workers = tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs)
-        windows = (windowed, max_window_tokens(epoch.readies[0], size))
-        return ClusterView(workers, epoch.number, scheduler.num_waiting, scheduler.num_running, *windows)
+        pairs, size = zip(epoch.hellos, epoch.readies, strict=True), config.block_size
+        return Cluster(
+            model=model,
+            workers=tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs),
+            world_size=len(epoch.readies),
+            epoch=epoch.number,
+            launcher=launcher,
+            merge=config.merge,
+            transport=epoch.readies[0].transport,
+            merge_timings=epoch.readies[0].merges,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            block_size=size,
+            is_exact=config.is_exact,
+            window_keys=config.window_keys,
+            window_tokens=windowed,
+            max_window_tokens=max_window_tokens(epoch.readies[0], size),
+        )
 
     def check(self) -> None:
         """The scheduler adds up, and every open stream belongs to a job."""
@@ -199,7 +229,7 @@ class Engine:
         self._expire(self._scheduler)
         return self._scheduler
 
-    def _view(self, context: Context) -> ContextView:
+    def _view(self, context: Context) -> messages.Context:
         assert self._epoch is not None
         return view_context(context, self._epoch.readies, self.positions, self.is_exact)
 
@@ -259,11 +289,12 @@ class Engine:
 
     async def _turn(self) -> None:
         """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
-        scheduler, outcomes = self._current(), list[Outcome]()
+        scheduler, outcomes, answered = self._current(), list[Outcome](), list[tuple[StepPlan, StepResult]]()
         self._wake.clear()
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()
             outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
+            answered.append((plan, step.result()))
         while (plan := scheduler.schedule(self._clock())) is not None:
             # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
             step = asyncio.create_task(self._ranks.step(plan))
@@ -271,6 +302,8 @@ class Engine:
             self._steps.append((plan, step))
         for job_id in self._readers.publish(outcomes + scheduler.drain()):
             self._pause(job_id, True)
+        for plan, result in answered:
+            self._observe(plan, result)
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)
         await self._wait(scheduler)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from coordinator.events import Ended, Event, Progress, Started, Tokens
+from coordinator.events import Ended, Event, Started, Tokens
+from longleaf.messages import Progress
 from longleaf.sampling import Logprobs
 
 MAX_UNREAD = 256

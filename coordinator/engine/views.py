@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-from coordinator.events import ContextView, WorkerView
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
+from longleaf import messages
 from longleaf.channel.lives import Hello, Ready
-from longleaf.messages import RankShare
 
 
-def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> ContextView:
+def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> messages.Context:
     ready, num_windowed = readies[0], context.path.num_window_tokens
     held = enumerate(context.shares(len(readies)))
-    shares = tuple(RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
-    return ContextView(
+    shares = tuple(messages.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
+    return messages.Context(
         id=context.id,
         tokens=context.num_tokens,
         kv_bytes=sum(share.kv_bytes for share in shares),
@@ -28,10 +27,10 @@ def view_context(context: Context, readies: Sequence[Ready], positions: Position
     )
 
 
-def view_worker(hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int) -> WorkerView:
+def view_worker(hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int) -> messages.Worker:
     """A rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
-    return WorkerView(
+    return messages.Worker(
         rank=ready.rank,
         node=hello.node,
         pid=hello.pid,

@@ -16,7 +16,6 @@ from coordinator.events import (
     Ended,
     EndReason,
     Outcome,
-    Progress,
     Prompt,
     Started,
     Tokens,
@@ -38,7 +37,7 @@ from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
-from longleaf.messages import UNCHANGED, ContextSettings
+from longleaf.messages import UNCHANGED, ContextSettings, Progress
 from longleaf.sampling import Logprobs
 
 

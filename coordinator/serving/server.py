@@ -1,32 +1,23 @@
 """The gRPC server: the services, health and reflection on one port."""
 
 import socket
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
-from coordinator.calls.generation import Generation, Submitter
-from coordinator.calls.ingest import Ingest, Ingester
-from coordinator.calls.tokens import Tokenization
-from coordinator.calls.verification import Verifications
-from coordinator.engine.changes import Changes
+from coordinator.calls.use_cases import UseCases
 from coordinator.serving.interceptors import ErrorInterceptor
 from coordinator.serving.requests import MAX_CALLS, MAX_REQUEST_BYTES, Requests
 from coordinator.serving.servicers import (
     ClusterServicer,
     ContextServicer,
-    ContextStore,
     GenerationServicer,
     TokenizerServicer,
 )
-from coordinator.text.threads import TextThreads
-from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import MAX_SECONDS, join_address
 from longleaf.errors import StartError
-from longleaf.messages import Cluster
 from longleaf.v1 import (
     cluster_service_pb2_grpc,
     context_service_pb2_grpc,
@@ -62,39 +53,17 @@ def check_address(host: str, port: int) -> None:
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
-class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
-    """All that the services ask of the engine."""
-
-    @property
-    def changes(self) -> Changes:
-        """Of jobs, and of what ranks hold."""
-        ...
-
-
 class Server:
-    """Serves one engine. `cluster` describes it; raises what the engine raises. A stream that nobody reads for
-    `unread_timeout` seconds is let go."""
+    """The door for gRPC. A stream that nobody reads for `unread_timeout` seconds is let go."""
 
-    def __init__(
-        self,
-        engine: ServedEngine,
-        tokenizer: Tokenizer,
-        cluster: Callable[[], Cluster],
-        unread_timeout: float = MAX_SECONDS,
-    ) -> None:
+    def __init__(self, use_cases: UseCases, unread_timeout: float = MAX_SECONDS) -> None:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Requests(), unread_timeout)], options=OPTIONS)
         untyped: Any = health
         self._health: Any = untyped.aio.HealthServicer()
-        self._threads = TextThreads()
-        contexts = ContextServicer(Ingest(engine, tokenizer, self._threads), self._threads, engine)
-        generations = GenerationServicer(Generation(engine, tokenizer, self._threads), self._threads)
-        self._add(generation_service_pb2_grpc, "GenerationService", generations)
-        self._add(context_service_pb2_grpc, "ContextService", contexts)
-        texts = TokenizerServicer(Tokenization(tokenizer, self._threads), self._threads)
-        self._add(tokenizer_service_pb2_grpc, "TokenizerService", texts)
-        verifications = Verifications(engine, tokenizer, self._threads, cluster)
-        fleet = ClusterServicer(cluster, engine.changes, verifications)
-        self._add(cluster_service_pb2_grpc, "ClusterService", fleet)
+        self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(use_cases))
+        self._add(context_service_pb2_grpc, "ContextService", ContextServicer(use_cases))
+        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(use_cases))
+        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(use_cases))
         self._add(health_pb2_grpc, "Health", self._health)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -132,4 +101,3 @@ class Server:
         """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
         await self.set_serving(False)
         await self._server.stop(grace)
-        await self._threads.close()

@@ -10,17 +10,13 @@ from typing import ParamSpec, Protocol, TypeVar
 import msgspec
 from google.protobuf.empty_pb2 import Empty
 
-from coordinator import events
-from coordinator.calls.generation import Generation
-from coordinator.calls.ingest import Ingest
-from coordinator.calls.tokens import MAX_TOKENS, Tokenization
-from coordinator.calls.verification import Verifications
-from coordinator.calls.views import context_of
-from coordinator.engine.changes import Changes, Watch
+from coordinator.calls.tokens import MAX_TOKENS
+from coordinator.calls.use_cases import UseCases
+from coordinator.changes import Watch
 from coordinator.text.threads import TextThreads
 from longleaf import codec
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Cluster, ContextSettings, Generate, IngestHeader, IngestPiece
+from longleaf.messages import Generate, IngestHeader, IngestPiece, Verify
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -34,34 +30,11 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
+Request = TypeVar("Request", Generate, IngestHeader, Verify)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_IDS = 1 << 14
 """Token ids above which decoding a message would keep other calls waiting."""
-
-
-class ContextStore(Protocol):
-    """The engine, as the context service sees it."""
-
-    def get_context(self, context_id: str) -> events.ContextView:
-        """Raises NotFound."""
-        ...
-
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
-        """By id, those that come after `after`, at most `limit`."""
-        ...
-
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
-        """Raises NotFound, AlreadyExists or InvalidArgument."""
-        ...
-
-    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
-        """Raises NotFound or InvalidArgument."""
-        ...
-
-    def delete_context(self, context_id: str) -> None:
-        """Raises NotFound."""
-        ...
 
 
 class Call(Protocol):
@@ -76,8 +49,15 @@ class Call(Protocol):
         ...
 
 
-def _host(peer: str) -> str:
+def caller(call: Call) -> str:
+    """Who makes a call, as long as its requests do not say: the client's host."""
+    peer = call.peer()
     return peer.rpartition(":")[0] or peer
+
+
+def _by(request: Request, client: str) -> Request:
+    """The request, of `client` unless it names another."""
+    return request if request.client else msgspec.structs.replace(request, client=client)
 
 
 async def _decoded(
@@ -101,17 +81,17 @@ def random_seed() -> int:
 class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and ends those that are held."""
 
-    def __init__(self, generation: Generation, threads: TextThreads, seed: Callable[[], int] = random_seed) -> None:
-        self._generation = generation
-        self._threads = threads
+    def __init__(self, use_cases: UseCases, seed: Callable[[], int] = random_seed) -> None:
+        self._generation = use_cases.generation
+        self._threads = use_cases.threads
         self._seed = seed
 
     async def Generate(
         self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         decoded = await _decoded(self._threads, request.token_ids, codec.decode_generate, request, self._seed())
-        if isinstance(decoded, Generate) and not decoded.client:
-            decoded = msgspec.structs.replace(decoded, client=_host(context.peer()))
+        if isinstance(decoded, Generate):
+            decoded = _by(decoded, caller(context))
         async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer long
             async for event in answer:
@@ -125,22 +105,22 @@ class GenerationServicer(GenerationServiceServicer):
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts."""
 
-    def __init__(self, ingest: Ingest, threads: TextThreads, contexts: ContextStore) -> None:
-        self._ingest = ingest
-        self._threads = threads
-        self._contexts = contexts
+    def __init__(self, use_cases: UseCases) -> None:
+        self._ingest = use_cases.ingest
+        self._threads = use_cases.threads
+        self._contexts = use_cases.contexts
 
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        pieces = _pieces(request_iterator, self._threads, _host(context.peer()))
+        pieces = _pieces(request_iterator, self._threads, caller(context))
         async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
                 yield codec.encode_ingest_progress(report)
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(codec.context_id(request.name))
-        return codec.encode_context(context_of(view))
+        return codec.encode_context(view)
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -151,17 +131,17 @@ class ContextServicer(ContextServiceServicer):
         after = _decode_page_token(request.page_token)
         views = self._contexts.list_contexts(after, size + 1)
         return ingest_pb.ListContextsResponse(
-            contexts=[codec.encode_context(context_of(view)) for view in views[:size]],
+            contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = codec.decode_fork(request)
         view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(context_of(view))
+        return codec.encode_context(view)
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
-        return codec.encode_context(context_of(self._contexts.update_context(*codec.decode_update(request))))
+        return codec.encode_context(self._contexts.update_context(*codec.decode_update(request)))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         self._contexts.delete_context(codec.context_id(request.name))
@@ -169,13 +149,13 @@ class ContextServicer(ContextServiceServicer):
 
 
 async def _pieces(
-    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, host: str
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, client: str
 ) -> AsyncGenerator[IngestPiece, None]:
-    """The requests decoded; `host` is the client that names none."""
+    """The requests decoded; they come from `client`."""
     async for request in requests:
         piece = await _decoded(threads, request.token_ids, codec.decode_ingest_piece, request)
-        if isinstance(piece, IngestHeader) and not piece.client:
-            piece = msgspec.structs.replace(piece, client=host)
+        if isinstance(piece, IngestHeader):
+            piece = _by(piece, client)
         yield piece
         del request, piece  # they may be large, and the next ones long in coming
 
@@ -195,9 +175,9 @@ def _decode_page_token(token: str) -> str:
 class TokenizerServicer(TokenizerServiceServicer):
     """Turns texts into ids and back, and counts."""
 
-    def __init__(self, tokenization: Tokenization, threads: TextThreads) -> None:
-        self._tokenization = tokenization
-        self._threads = threads
+    def __init__(self, use_cases: UseCases) -> None:
+        self._tokenization = use_cases.tokenization
+        self._threads = use_cases.threads
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
@@ -220,12 +200,12 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes and verifies the cluster. `changes` are those of what `cluster` says."""
+    """Describes and verifies the cluster."""
 
-    def __init__(self, cluster: Callable[[], Cluster], changes: Changes, verifications: Verifications) -> None:
-        self._cluster = cluster
-        self._watch = Watch(self._look, changes)
-        self._verifications = verifications
+    def __init__(self, use_cases: UseCases) -> None:
+        self._cluster = use_cases.cluster
+        self._verifications = use_cases.verifications
+        self._watch = Watch(self._look, use_cases.changes)
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())
@@ -243,5 +223,5 @@ class ClusterServicer(ClusterServiceServicer):
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call
     ) -> cluster_pb.VerifyClusterResponse:
-        wanted = msgspec.structs.replace(codec.decode_verify(request), client=_host(context.peer()))
+        wanted = _by(codec.decode_verify(request), caller(context))
         return codec.encode_verification(await self._verifications.run(wanted, context.time_remaining()))

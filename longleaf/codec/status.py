@@ -1,29 +1,20 @@
-"""Typed errors to gRPC statuses with google.rpc details, and back.
-
-InvalidArgument    INVALID_ARGUMENT     BadRequest
-NotFound           NOT_FOUND            ResourceInfo
-AlreadyExists      ALREADY_EXISTS       ResourceInfo
-ResourceExhausted  RESOURCE_EXHAUSTED   QuotaFailure, RetryInfo when waiting helps
-DeadlineExceeded   DEADLINE_EXCEEDED    ErrorInfo DEADLINE_EXCEEDED
-Cancelled          ABORTED              ErrorInfo CANCELLED
-NotFinite          DATA_LOSS            ErrorInfo NOT_FINITE with the tokens
-WorkerLost         UNAVAILABLE          ErrorInfo WORKER_LOST with the rank
-Unavailable        UNAVAILABLE          ErrorInfo UNAVAILABLE
-StartError         FAILED_PRECONDITION  ErrorInfo START_ERROR or MODEL_REFUSED
+"""Typed errors to gRPC statuses with google.rpc details, and back, by one table: KINDS.
 
 Where only a reason tells errors of one code apart, one that is unknown becomes a LongleafError that names the code.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
+from grpc import StatusCode
 
 from longleaf.errors import (
     AlreadyExists,
@@ -51,127 +42,45 @@ MAX_TEXT = 1000
 """Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
 
 Detail = TypeVar("Detail", bound=Message)
+Read = Callable[[status_pb2.Status], LongleafError | None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How errors of one type travel."""
+
+    error: type[LongleafError]
+    code: StatusCode
+    details: Callable[[Any], list[Message]]
+    """What a status carries of such an error beside its message."""
+    read: Read
+    """The error that a status with this code stands for; None where it is not of this kind."""
 
 
 def encode_error(error: LongleafError) -> status_pb2.Status:
     """The status that carries `error`, with its details."""
-    code, details = _encode(error)
-    status = status_pb2.Status(code=code, message=_short(str(error)))
-    for detail in details:
+    kind = next((kind for kind in KINDS if isinstance(error, kind.error)), None)
+    code = StatusCode.UNKNOWN if kind is None else kind.code
+    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=_short(str(error)))
+    for detail in kind.details(error) if kind is not None else ():
         packed = Packed()
         packed.Pack(detail)
         status.details.append(packed)
     return status
 
 
-def _short(text: str) -> str:
-    text = text.encode(errors="replace").decode()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def _encode(error: LongleafError) -> tuple[int, list[Message]]:
-    match error:
-        case InvalidArgument():
-            violation = error_details_pb2.BadRequest.FieldViolation(
-                field=_short(error.field), description=_short(error.description)
-            )
-            return code_pb2.INVALID_ARGUMENT, [error_details_pb2.BadRequest(field_violations=[violation])]
-        case NotFound():
-            return code_pb2.NOT_FOUND, [_resource(error.name, str(error))]
-        case AlreadyExists():
-            return code_pb2.ALREADY_EXISTS, [_resource(error.name, str(error))]
-        case ResourceExhausted():
-            return code_pb2.RESOURCE_EXHAUSTED, _quota(error)
-        case DeadlineExceeded():
-            return code_pb2.DEADLINE_EXCEEDED, [_info("DEADLINE_EXCEEDED", {})]
-        case Cancelled():  # not CANCELLED: the library takes that for the caller's own doing
-            return code_pb2.ABORTED, [_info("CANCELLED", {})]
-        case NotFinite():
-            return code_pb2.DATA_LOSS, [_info("NOT_FINITE", {"tokens": error.tokens})]
-        case WorkerLost():
-            facts = {"rank": str(error.rank), "reason": error.reason}
-            return code_pb2.UNAVAILABLE, [_info("WORKER_LOST", facts)]
-        case Unavailable():
-            return code_pb2.UNAVAILABLE, [_info("UNAVAILABLE", {})]
-        case ModelRefused():
-            return code_pb2.FAILED_PRECONDITION, [_info("MODEL_REFUSED", {})]
-        case StartError():
-            return code_pb2.FAILED_PRECONDITION, [_info("START_ERROR", {})]
-        case _:
-            return code_pb2.UNKNOWN, []
-
-
-def _resource(name: str, description: str) -> error_details_pb2.ResourceInfo:
-    kind = name.partition("/")[0]
-    return error_details_pb2.ResourceInfo(
-        resource_type=kind, resource_name=_short(name), description=_short(description)
-    )
-
-
-def _quota(error: ResourceExhausted) -> list[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(
-        subject=_short(error.subject), description=_short(error.description)
-    )
-    details: list[Message] = [error_details_pb2.QuotaFailure(violations=[violation])]
-    if error.retry_seconds is not None:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_seconds))
-        details.append(retry)
-    return details
-
-
-def _info(reason: str, metadata: dict[str, str]) -> error_details_pb2.ErrorInfo:
-    clipped = {key: _short(value) for key, value in metadata.items()}
-    return error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=clipped)
-
-
-def grpc_code(status: status_pb2.Status) -> grpc.StatusCode:
+def grpc_code(status: status_pb2.Status) -> StatusCode:
     """gRPC's own name of the code in `status`."""
-    return grpc.StatusCode[code_pb2.Code.Name(status.code)]
+    return StatusCode[code_pb2.Code.Name(status.code)]
 
 
 def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
     """The typed error that `error`, raised by a call to `server`, stands for."""
     status = _status_of(error)
-    code, message = grpc_code(status), status.message
-    match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return _decode_invalid(status)
-        case grpc.StatusCode.NOT_FOUND if info := _find(status, error_details_pb2.ResourceInfo):
-            return NotFound(info.resource_name)
-        case grpc.StatusCode.ALREADY_EXISTS if info := _find(status, error_details_pb2.ResourceInfo):
-            return AlreadyExists(info.resource_name)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if found := TOO_LARGE.search(message):
-            return InvalidArgument(
-                "request", f"has {int(found[1]):,} bytes, at most {int(found[2]):,} fit in one message"
-            )
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return _decode_exhausted(status)
-        case grpc.StatusCode.UNAVAILABLE:
-            return _decode_unavailable(status, server)
-        case grpc.StatusCode.FAILED_PRECONDITION if _reason(status) == "MODEL_REFUSED":
-            return ModelRefused(message)
-        case grpc.StatusCode.FAILED_PRECONDITION if _reason(status) == "START_ERROR":
-            return StartError(message)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            is_told = _find(status, error_details_pb2.ErrorInfo) is not None
-            return DeadlineExceeded(message if is_told else f"{server} did not answer in time")
-        case grpc.StatusCode.ABORTED if _reason(status) == "CANCELLED":
-            return Cancelled(message)
-        case grpc.StatusCode.DATA_LOSS if (info := _find(status, error_details_pb2.ErrorInfo)) and info.metadata[
-            "tokens"
-        ]:
-            return NotFinite(info.metadata["tokens"])
-        case grpc.StatusCode.CANCELLED:  # not by us: that would be a CancelledError
-            return Unavailable(f"{server} ended the call")
-        case grpc.StatusCode.INTERNAL if message == BROKEN_SEND:
-            return Unavailable(f"the connection to {server} broke while it was being sent to")
-        case grpc.StatusCode.UNIMPLEMENTED:
-            return LongleafError(f"{server} does not serve this call of longleaf.v1: {message}")
-        case grpc.StatusCode.UNKNOWN:
-            return LongleafError(message)
-        case _:
-            return LongleafError(f"{code.name}: {message}")
+    code, found = grpc_code(status), _of_library(status, server)
+    of_code = (kind for kind in KINDS if kind.code == code)
+    found = found or next((read for kind in of_code if (read := kind.read(status)) is not None), None)
+    return found or LongleafError(status.message if code == StatusCode.UNKNOWN else f"{code.name}: {status.message}")
 
 
 def _status_of(error: grpc.RpcError) -> status_pb2.Status:
@@ -186,6 +95,27 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     return status_pb2.Status(code=code_pb2.Code.Value(error.code().name), message=error.details() or "")
 
 
+def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
+    """What the library itself says of a call; None for what comes from the service."""
+    is_told = _find(status, error_details_pb2.ErrorInfo) is not None
+    match grpc_code(status):
+        case StatusCode.RESOURCE_EXHAUSTED if sizes := TOO_LARGE.search(status.message):
+            told = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
+            return InvalidArgument("request", told)
+        case StatusCode.UNAVAILABLE if not is_told:
+            return Unavailable(f"the server at {server} does not answer ({status.message})")
+        case StatusCode.DEADLINE_EXCEEDED if not is_told:
+            return DeadlineExceeded(f"{server} did not answer in time")
+        case StatusCode.CANCELLED:  # not by us: that would be a CancelledError
+            return Unavailable(f"{server} ended the call")
+        case StatusCode.INTERNAL if status.message == BROKEN_SEND:
+            return Unavailable(f"the connection to {server} broke while it was being sent to")
+        case StatusCode.UNIMPLEMENTED:
+            return LongleafError(f"{server} does not serve this call of longleaf.v1: {status.message}")
+        case _:
+            return None
+
+
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     for packed in status.details:
         detail = kind()
@@ -195,20 +125,94 @@ def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
     return None
 
 
-def _reason(status: status_pb2.Status) -> str:
-    """Empty when none is told."""
-    info = _find(status, error_details_pb2.ErrorInfo)
-    return info.reason if info else ""
+def _short(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def _decode_invalid(status: status_pb2.Status) -> InvalidArgument:
+# --- what a status carries, and how it is read ---
+
+
+def _info(reason: str, *names: str) -> Callable[[LongleafError], list[Message]]:
+    """An ErrorInfo with `reason` and these attributes of the error."""
+
+    def details(error: LongleafError) -> list[Message]:
+        facts = {name: _short(str(getattr(error, name))) for name in names}
+        return [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=facts)]
+
+    return details
+
+
+def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
+    """An empty one where there is none."""
+    return _find(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo()
+
+
+def _of_reason(error: type[LongleafError], reason: str) -> Read:
+    return lambda status: error(status.message) if _info_of(status).reason == reason else None
+
+
+def _of_message(error: type[LongleafError]) -> Read:
+    return lambda status: error(status.message)
+
+
+def _worker_lost(status: status_pb2.Status) -> WorkerLost | None:
+    info = _info_of(status)
+    is_one = info.reason == "WORKER_LOST" and RANK.fullmatch(info.metadata["rank"])
+    return WorkerLost(int(info.metadata["rank"]), info.metadata["reason"]) if is_one else None
+
+
+def _not_finite(status: status_pb2.Status) -> NotFinite | None:
+    tokens = _info_of(status).metadata["tokens"]
+    return NotFinite(tokens) if tokens else None
+
+
+def _violation(error: InvalidArgument) -> list[Message]:
+    violation = error_details_pb2.BadRequest.FieldViolation(
+        field=_short(error.field), description=_short(error.description)
+    )
+    return [error_details_pb2.BadRequest(field_violations=[violation])]
+
+
+def _invalid_argument(status: status_pb2.Status) -> InvalidArgument:
     bad = _find(status, error_details_pb2.BadRequest)
     if bad is None or not bad.field_violations:
         return InvalidArgument("request", status.message)
     return InvalidArgument(bad.field_violations[0].field, bad.field_violations[0].description)
 
 
-def _decode_exhausted(status: status_pb2.Status) -> ResourceExhausted:
+def _resource(error: NotFound | AlreadyExists) -> list[Message]:
+    return [
+        error_details_pb2.ResourceInfo(
+            resource_type=error.name.partition("/")[0],
+            resource_name=_short(error.name),
+            description=_short(str(error)),
+        )
+    ]
+
+
+def _of_resource(error: type[NotFound | AlreadyExists]) -> Read:
+    def read(status: status_pb2.Status) -> NotFound | AlreadyExists | None:
+        info = _find(status, error_details_pb2.ResourceInfo)
+        return error(info.resource_name) if info else None
+
+    return read
+
+
+def _quota(error: ResourceExhausted) -> list[Message]:
+    """With RetryInfo when waiting helps."""
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=_short(error.subject), description=_short(error.description)
+    )
+    details: list[Message] = [error_details_pb2.QuotaFailure(violations=[violation])]
+    if error.retry_seconds is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_seconds))
+        details.append(retry)
+    return details
+
+
+def _exhausted(status: status_pb2.Status) -> ResourceExhausted:
     quota = _find(status, error_details_pb2.QuotaFailure)
     retry = _find(status, error_details_pb2.RetryInfo)
     seconds = max(0.0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None
@@ -217,11 +221,21 @@ def _decode_exhausted(status: status_pb2.Status) -> ResourceExhausted:
     return ResourceExhausted(quota.violations[0].subject, quota.violations[0].description, seconds)
 
 
-def _decode_unavailable(status: status_pb2.Status, server: str) -> Unavailable:
-    info = _find(status, error_details_pb2.ErrorInfo)
-    if info is None:
-        return Unavailable(f"the server at {server} does not answer ({status.message})")
-    rank = info.metadata["rank"]
-    if info.reason == "WORKER_LOST" and RANK.fullmatch(rank):
-        return WorkerLost(int(rank), info.metadata["reason"])
-    return Unavailable(status.message)
+KINDS = (
+    Kind(InvalidArgument, StatusCode.INVALID_ARGUMENT, _violation, _invalid_argument),
+    Kind(NotFound, StatusCode.NOT_FOUND, _resource, _of_resource(NotFound)),
+    Kind(AlreadyExists, StatusCode.ALREADY_EXISTS, _resource, _of_resource(AlreadyExists)),
+    Kind(ResourceExhausted, StatusCode.RESOURCE_EXHAUSTED, _quota, _exhausted),
+    Kind(DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, _info("DEADLINE_EXCEEDED"), _of_message(DeadlineExceeded)),
+    # not CANCELLED: the library takes that for the caller's own doing
+    Kind(Cancelled, StatusCode.ABORTED, _info("CANCELLED"), _of_reason(Cancelled, "CANCELLED")),
+    Kind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
+    Kind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
+    Kind(Unavailable, StatusCode.UNAVAILABLE, _info("UNAVAILABLE"), _of_message(Unavailable)),
+    Kind(
+        ModelRefused, StatusCode.FAILED_PRECONDITION, _info("MODEL_REFUSED"), _of_reason(ModelRefused, "MODEL_REFUSED")
+    ),
+    Kind(StartError, StatusCode.FAILED_PRECONDITION, _info("START_ERROR"), _of_reason(StartError, "START_ERROR")),
+)
+"""The kinds of one code in the order in which they are tried, a type before those that it is one of. A LongleafError of
+no kind is UNKNOWN, without details."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
@@ -17,7 +17,6 @@ from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.messages import Cluster, ModelInfo
 from tests.support.service import write_model
 
 VOCAB = 128
@@ -51,18 +50,16 @@ async def serving(
     """The engine, whose clock may be the test's, and the address of its service."""
     config = EngineConfig(model="none", block_size=4, **settings)
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
-    ready, *_ = await engine.start()
-
-    def describe() -> Cluster:
-        return cluster_of(engine.cluster(), ModelInfo(name="m"), config, "local", ready)
-
+    await engine.start()
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(write_model(folder), split_template)
-    server = Server(engine, tokenizer, describe, config.unread_timeout)
+    use_cases = UseCases(engine, tokenizer, engine.cluster)
+    server = Server(use_cases, config.unread_timeout)
     try:
         yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     finally:
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         await asyncio.gather(loop, return_exceptions=True)
 

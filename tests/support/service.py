@@ -11,21 +11,32 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.calls.views import cluster_of
-from coordinator.engine.changes import Changes
+from coordinator.calls.use_cases import UseCases
+from coordinator.changes import Changes
 from coordinator.events import NO_CLAIM, Claim
 from coordinator.placement.positions import Positions
 from coordinator.serving.server import Server
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.lives import Ready
 from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig, join_address
+from longleaf.config import join_address
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.geometry import Rotary
-from longleaf.messages import UNCHANGED, Cluster, ContextSettings, Delta, Event, Finished, ModelInfo, RankShare
+from longleaf.messages import (
+    UNCHANGED,
+    Cluster,
+    Context,
+    ContextSettings,
+    Delta,
+    Event,
+    Finished,
+    ModelInfo,
+    Progress,
+    RankShare,
+    Worker,
+)
 
 END = "<|end|>"
 TEMPLATE = (
@@ -140,7 +151,7 @@ class FakeEngine:
             raise self.error
         held = len(self.get_context(prompt.context).shares) if prompt.context else 0
         num_prompt = held + len(prompt.token_ids)
-        script: list[events.Event] = [events.Started(num_prompt, held), events.Progress(num_prompt, num_prompt)]
+        script: list[events.Event] = [events.Started(num_prompt, held), Progress(num_prompt, num_prompt)]
         index = 0
         for token_ids in self.answer:
             script.append(events.Tokens(index, token_ids))
@@ -166,7 +177,7 @@ class FakeEngine:
         if not append and context in self.contexts:
             raise AlreadyExists(f"contexts/{context}")
         total = len(token_ids)
-        stream = self._stream([events.Progress(total // 2, total), events.Progress(total, total)])
+        stream = self._stream([Progress(total // 2, total), Progress(total, total)])
         stream.on_release = lambda: self._acknowledge(context, token_ids, settings)
         if not self.is_endless and self.late_error is None:
             self._acknowledge(context, token_ids, settings)
@@ -176,12 +187,15 @@ class FakeEngine:
         self.contexts.setdefault(context, []).extend(token_ids)
         self.settings.setdefault(context, settings)
 
-    def get_context(self, context_id: str) -> events.ContextView:
+    def num_tokens(self, context_id: str) -> int:
+        return self.get_context(context_id).tokens
+
+    def get_context(self, context_id: str) -> Context:
         if context_id not in self.contexts:
             raise NotFound(f"contexts/{context_id}")
         size = len(self.contexts[context_id])
         given = self.settings.get(context_id, ContextSettings())
-        return events.ContextView(
+        return Context(
             id=context_id,
             tokens=size,
             kv_bytes=size * 64,
@@ -194,17 +208,17 @@ class FakeEngine:
             is_exact=self.is_exact,
         )
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[events.ContextView]:
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
         return [self.get_context(name) for name in sorted(self.contexts) if name > after][:limit]
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> events.ContextView:
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         self.get_context(source)
         if context_id in self.contexts:
             raise AlreadyExists(f"contexts/{context_id}")
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> events.ContextView:
+    def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         self.get_context(context_id)
         self.settings[context_id] = settings
         return self.get_context(context_id)
@@ -214,14 +228,13 @@ class FakeEngine:
         del self.contexts[context_id]
         self.settings.pop(context_id, None)
 
-    def cluster(self) -> events.ClusterView:
+    def describe(self) -> Cluster:
+        return self.cluster()
+
+    def cluster(self) -> Cluster:
         self.looked.set()
         if self.error is not None:
             raise self.error
-        worker = events.WorkerView(0, "here", 4711, "cpu", 12, 1 << 20, 768, 64 << 20)
-        return events.ClusterView((worker,), epoch=1, waiting=2, running=self.running)
-
-    def describe(self) -> Cluster:
         model = ModelInfo(
             name="fake",
             architecture="LlamaForCausalLM",
@@ -229,20 +242,41 @@ class FakeEngine:
             max_context_tokens=4096,
             vocabulary_size=BYTES.get_vocab_size(),
         )
-        return cluster_of(
-            self.cluster(), model, EngineConfig(model="fake"), "local", Ready(0, "cpu", "float32", 8192, 64)
+        worker = Worker(
+            rank=0,
+            node="here",
+            pid=4711,
+            device="cpu",
+            tokens=12,
+            max_tokens=1 << 20,
+            kv_bytes=768,
+            max_kv_bytes=64 << 20,
+        )
+        return Cluster(
+            model=model,
+            workers=(worker,),
+            world_size=1,
+            epoch=1,
+            launcher="local",
+            merge="auto",
+            waiting=2,
+            running=self.running,
+            block_size=128,
+            is_exact=True,
         )
 
 
 @asynccontextmanager
 async def serving(engine: FakeEngine, folder: Path, host: str = "127.0.0.1") -> AsyncIterator[tuple[Server, str]]:
     """The service on a port of its own; gives the server and its address."""
-    server = Server(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
+    server = Server(use_cases)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)
     finally:
         await server.stop(None)
+        await use_cases.close()
 
 
 class Served:

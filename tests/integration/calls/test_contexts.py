@@ -23,7 +23,7 @@ from longleaf.messages import ContextSettings, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.fuzz.target import fuzzed
-from tests.support.service import BYTES, TEXT, Served, ids
+from tests.support.service import BYTES, TEXT, Served, collect, ids
 
 
 async def test_a_document_cut_inside_characters_arrives_whole(service: Served) -> None:
@@ -278,18 +278,24 @@ async def test_wrong_settings_are_refused_before_the_text_is_sent(
     assert (caught.value.details() or "").startswith(field + ": ")
 
 
-async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[str] = []
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the contexts whose runs the engine walks."""
+    found: list[str] = []
 
     def look(context: Context, *rest: object) -> object:
-        looked_at.append(context.id)
+        found.append(context.id)
         return view_context(context, *rest)  # type: ignore[arg-type]
 
+    monkeypatch.setattr("coordinator.engine.engine.view_context", look)
+    return found
+
+
+async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, looked_at: list[str]) -> None:
     async with fuzzed(tmp_path) as target, AsyncClient(target.address) as client:
         await client.ingest("c00", range(10))
         for number in range(1, 30):
             await client.fork_context("c00", f"c{number:02}")
-        monkeypatch.setattr("coordinator.engine.engine.view_context", look)
         async with grpc.aio.insecure_channel(target.address) as channel:
             page, names = ingest_pb.ListContextsResponse(), list[str]()
             while not names or page.next_page_token:
@@ -299,3 +305,13 @@ async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, monkeyp
                 names += [context.name for context in page.contexts]
                 assert len(looked_at) <= 7 + 1, "the first of the next page tells that there is one"
         assert names == [f"contexts/c{number:02}" for number in range(30)]
+
+
+async def test_a_question_does_not_walk_what_ranks_hold(tmp_path: Path, looked_at: list[str]) -> None:
+    async with fuzzed(tmp_path) as target, AsyncClient(target.address) as client:
+        await client.ingest("book", range(10))
+        looked_at.clear()
+        await collect(client.ask("book", "x", max_tokens=2))
+        assert looked_at == []
+        await client.ingest("book", range(10), append=True)
+        assert looked_at == ["book"], "once, to tell its client of it"

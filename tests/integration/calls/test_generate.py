@@ -13,6 +13,7 @@ import pytest
 from tokenizers import decoders
 
 from coordinator import events
+from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import split_template
@@ -138,11 +139,14 @@ async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_pa
     suffixes = byte_tokenizer()
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
-    server = Server(engine, Tokenizer.load(write_model(tmp_path / "other", suffixes), split_template), engine.describe)
+    tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), split_template)
+    use_cases = UseCases(engine, tokenizer, engine.describe)
+    server = Server(use_cases)
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         with pytest.raises(InvalidArgument, match="text of its tokens together only") as caught:
             await collect(client.generate("x", num_logprobs=0, with_token_bytes=True))
     await server.stop()
+    await use_cases.close()
     assert (caught.value.field, engine.prompts) == ("return_token_bytes", [])
 
 

@@ -10,7 +10,7 @@ import grpc
 import psutil
 import pytest
 
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
@@ -64,15 +64,17 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
     loop: asyncio.Task[None] | None = None
     try:
         await fleet.launch(config, control.invitations, control.lost)
-        (ready, *_) = await engine.start()
+        await engine.start()
         loop = asyncio.create_task(engine.run())
         model = ModelInfo(name="embedded")
         tokenizer = Tokenizer.load(Path(config.model))
-        server = Server(engine, tokenizer, lambda: cluster_of(engine.cluster(), model, config, "local", ready))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         async with AsyncClient(address, retries=0) as client:
             yield Served(engine, address, client)
         await server.stop()
+        await use_cases.close()
     finally:
         await engine.close()
         await fleet.shutdown()

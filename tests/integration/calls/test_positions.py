@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
@@ -18,7 +18,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import Rope, Rotary
-from longleaf.messages import Cluster, ModelInfo, Started
+from longleaf.messages import ModelInfo, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.service import write_model
@@ -46,14 +46,12 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     config = EngineConfig(model="none", world_size=2, allow_long=allow_long, **settings)
     ranks = FakeRanks(2, 200, vocab=200, rotary=LONGROPE)
     engine = Engine(ranks, config, max_positions=3000)
-    readies = await engine.start()
+    await engine.start()
     model = engine.positions.describe_model(ModelInfo(name="fake"))
-
-    def describe() -> Cluster:
-        return cluster_of(engine.cluster(), model, config, "local", readies[0])
-
     loop = asyncio.create_task(engine.run())
-    server = Server(engine, Tokenizer.load(write_model(folder / "model")), describe)
+    tokenizer = Tokenizer.load(write_model(folder / "model"))
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+    server = Server(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
         async with AsyncClient(address) as client:
@@ -61,6 +59,7 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
         engine.check()
     finally:
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         await asyncio.wait([loop])
 

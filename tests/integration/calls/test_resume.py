@@ -9,8 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import echo_token
+from coordinator.serving.server import Server
+from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.channel.step import Decode, StepPlan, StepResult
@@ -22,7 +25,7 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.gated import VOCAB, GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
-from tests.support.service import Served, encoded
+from tests.support.service import FakeEngine, Served, encoded, write_model
 
 NUM_TOKENS = 200
 
@@ -331,3 +334,23 @@ async def test_names_of_generations_are_checked_before_they_are_sent(resumable: 
     async with AsyncClient(resumable.address) as client:
         with pytest.raises(InvalidArgument, match="request_id"):
             await anext(client.generate("x", resumable=True, request_id="no such name!", **OPTIONS))
+
+
+async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.is_endless = True
+    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), split_template), engine.describe)
+    doors = [Server(use_cases), Server(use_cases)]
+    here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
+    async with (
+        AsyncClient(here) as client,
+        AsyncClient(there) as other,
+        aclosing(client.generate("x", request_id="held", resumable=True)) as events,
+    ):
+        assert isinstance(await anext(events), Started)
+        await other.cancel_generation("held")
+        with pytest.raises(Cancelled, match="generations/held"):
+            _ = [event async for event in events]
+    for door in doors:
+        await door.stop()
+    await use_cases.close()

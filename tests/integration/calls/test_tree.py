@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
@@ -44,10 +45,12 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
-    server = Server(engine, Tokenizer.load(write_model(tmp_path / "model")), FakeEngine().describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path / "model")), FakeEngine().describe)
+    server = Server(use_cases)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"
     await server.stop(None)
+    await use_cases.close()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bench.memory import parse
-from coordinator.calls.views import cluster_of
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
@@ -62,14 +62,16 @@ def serve(pipe: Connection) -> None:
 async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     config = EngineConfig(model=str(embedded_model()), chunk_size=1 << 16, block_size=1024)
     engine, model = Engine(ranks, config, max_positions=1 << 28), ModelInfo(name="embedded")
-    (ready,) = await engine.start()
+    await engine.start()
     loop = asyncio.create_task(engine.run())
     tokenizer = Tokenizer.load(embedded_model())
-    server = Server(engine, tokenizer, lambda: cluster_of(engine.cluster(), model, config, "local", ready))
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+    server = Server(use_cases)
     pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
     await asyncio.to_thread(pipe.recv)
     pipe.send(ranks.hash.hexdigest())
     await server.stop()
+    await use_cases.close()
     await engine.close()
     await asyncio.gather(loop, return_exceptions=True)
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
-from coordinator.events import Ended, Progress, Prompt, Started, Tokens
+from coordinator.events import Ended, Prompt, Started, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.encoding import decode_to_rank, encode
@@ -25,6 +25,7 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
+from longleaf.messages import Progress
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from workers.control import connect, serve, taking_notes

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import ClusterView
 from longleaf.client import Client
 from longleaf.commands.models import report
 from longleaf.config import EngineConfig, WindowKeys
@@ -26,7 +25,7 @@ def plan_of(config: EngineConfig, plans: tuple[Plan, ...]) -> Plan:
     return plans[-1] if config.window_keys == "replicated" else plans[0]
 
 
-def told(fleet: Cluster | ClusterView) -> tuple[list[int], int]:
+def told(fleet: Cluster) -> tuple[list[int], int]:
     return [worker.max_tokens for worker in fleet.workers], fleet.max_window_tokens
 
 

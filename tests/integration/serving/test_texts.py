@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
@@ -62,7 +63,8 @@ async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
     engine.max_positions = engine.total_tokens = 1 << 23
     gate: Any = Gate(tokenizer._plain)
     tokenizer._plain = gate
-    server = Server(engine, tokenizer, engine.describe)
+    use_cases = UseCases(engine, tokenizer, engine.describe)
+    server = Server(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     async with AsyncClient(address, retries=0) as client:
         gated = Gated(engine, server, address, client)
@@ -70,6 +72,7 @@ async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
         yield gated
     gate.open()
     await server.stop(None)
+    await use_cases.close()
 
 
 async def generate(client: AsyncClient, text: str) -> object:

@@ -15,11 +15,12 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.events import Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import Description, Service, ServiceConfig
+from coordinator.service import Service, ServiceConfig
 from coordinator.serving.server import Server
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
@@ -208,10 +209,10 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     vocabulary = byte_tokenizer().get_vocab_size()
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
-    ready, _ = await engine.start()
+    await engine.start()
     loop = asyncio.create_task(engine.run())
-    description = Description(engine, ModelInfo(name="fake"), ServiceConfig(engine=config), ready)
-    server = Server(engine, tokenizer, description)
+    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
+    server = Server(use_cases)
     port = await server.start("127.0.0.1", 0)
     target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
     try:
@@ -219,6 +220,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     finally:
         await target.close()
         await server.stop(None)
+        await use_cases.close()
         await engine.close()
         with suppress(asyncio.CancelledError):
             await loop

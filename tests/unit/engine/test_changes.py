@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.engine.changes import Changes, Watch
+from coordinator.changes import Changes, Watch
 from longleaf.errors import ResourceExhausted, Unavailable
 
 

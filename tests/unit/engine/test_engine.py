@@ -4,18 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.events import Ended, Progress, Prompt, Started, Tokens
+from coordinator.events import Ended, Prompt, Started, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
+from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Reach, Windows
-from longleaf.messages import ContextSettings, RankShare
+from longleaf.messages import ContextSettings, Progress, RankShare
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to
 
@@ -28,8 +30,9 @@ async def running(
     wall_clock: Callable[[], float] = lambda: 12.0,
     clock: Callable[[], float] = time.monotonic,
     config: EngineConfig = CONFIG,
+    **more: Any,
 ) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
-    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock)
+    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock, **more)
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:
@@ -107,6 +110,19 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         assert isinstance(events[1], Tokens)
         assert (events[1].index, len(events[1].token_ids)) == (0, 50)
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
+
+
+async def test_an_observer_sees_every_step_with_its_answer() -> None:
+    ranks, seen = FakeRanks(2, 100), list[tuple[StepPlan, StepResult]]()
+    async with running(ranks, observe=lambda plan, result: seen.append((plan, result))) as (engine, _):
+        [_ async for _ in engine.ingest("doc", range(64), append=False)]
+        streams = [engine.submit(prompt(3, 5, "doc")), engine.submit(prompt(20, 9))]
+        for stream in streams:
+            [_ async for _ in stream]
+    answered = len(seen)  # steps that were sent ahead are given up with the engine
+    assert answered >= 10
+    assert [plan for plan, _ in seen] == ranks.plans[:answered]
+    assert [result.step for _, result in seen] == [plan.step for plan, _ in seen]
 
 
 async def test_samples_are_one_stream() -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from coordinator.events import Acknowledged, Progress, Started
+from coordinator.events import Acknowledged, Started
 from longleaf.channel.step import Decode
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted
+from longleaf.messages import Progress
 from tests.support.scheduling import Bench
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from coordinator.events import Ended, Progress, Prompt, Started
+from coordinator.events import Ended, Prompt, Started
 from longleaf.channel.encoding import encode
 from longleaf.channel.step import Decode, Prefill, Seen
+from longleaf.messages import Progress
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
 from workers.fakes import echo_token

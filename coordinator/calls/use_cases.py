@@ -1,0 +1,69 @@
+"""All that clients can ask of one service, through whatever door they come."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from coordinator.calls.generation import Generation, Submitter
+from coordinator.calls.ingest import Ingest, Ingester
+from coordinator.calls.tokens import Tokenization
+from coordinator.calls.verification import Verifications
+from coordinator.changes import Changes
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.messages import Cluster, Context, ContextSettings
+
+
+class ContextStore(Protocol):
+    """The contexts of an engine."""
+
+    def get_context(self, context_id: str) -> Context:
+        """Raises NotFound."""
+        ...
+
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
+        """By id, those that come after `after`, at most `limit`."""
+        ...
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+        """Raises NotFound, AlreadyExists or InvalidArgument."""
+        ...
+
+    def update_context(self, context_id: str, settings: ContextSettings) -> Context:
+        """Raises NotFound or InvalidArgument."""
+        ...
+
+    def delete_context(self, context_id: str) -> None:
+        """Raises NotFound."""
+        ...
+
+
+class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
+    """All that the use cases ask of the engine."""
+
+    @property
+    def changes(self) -> Changes:
+        """Of jobs, and of what ranks hold."""
+        ...
+
+
+class UseCases:
+    """Those of one engine. All doors share them: what is held to be resumed is found again through any of them.
+
+    `cluster` describes the engine, and raises what that raises.
+    """
+
+    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
+        self.threads = TextThreads()
+        """Where all that takes long is done, so that it takes turns."""
+        self.generation = Generation(engine, tokenizer, self.threads)
+        self.ingest = Ingest(engine, tokenizer, self.threads)
+        self.contexts: ContextStore = engine
+        self.tokenization = Tokenization(tokenizer, self.threads)
+        self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
+        self.cluster = cluster
+        self.changes = engine.changes
+        """Of what `cluster` says."""
+
+    async def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        await self.threads.close()

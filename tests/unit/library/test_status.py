@@ -1,0 +1,66 @@
+"""Every error has a status, and every status is read as the error that it was made of."""
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+
+from longleaf import errors
+from longleaf.codec.status import DETAILS_KEY, KINDS, decode_error, encode_error, grpc_code
+from longleaf.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    ModelRefused,
+    NotFinite,
+    NotFound,
+    RanksDisagree,
+    ResourceExhausted,
+    StartError,
+    Unavailable,
+    WorkerLost,
+)
+
+EXAMPLES = [
+    InvalidArgument("text", "is empty"),
+    NotFound("contexts/moby"),
+    AlreadyExists("contexts/moby"),
+    ResourceExhausted("pool", "is full", 2.5),
+    ResourceExhausted("pool", "is too small"),
+    DeadlineExceeded("too late"),
+    Cancelled("generations/x was cancelled"),
+    NotFinite("token 3 of the answer"),
+    WorkerLost(3, "died"),
+    Unavailable("starting"),
+    ModelRefused("no rope"),
+    StartError("no slots"),
+]
+
+
+def raised(error: LongleafError) -> grpc.RpcError:
+    """As the library raises it in a client."""
+    status = encode_error(error)
+    trailers = grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString()))
+    return grpc.aio.AioRpcError(grpc_code(status), grpc.aio.Metadata(), trailers, status.message)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_an_error_is_the_same_on_the_other_side(error: LongleafError) -> None:
+    read = decode_error(raised(error), "here")
+    assert (type(read), str(read), vars(read)) == (type(error), str(error), vars(error))
+
+
+def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> None:
+    known = {kind.error for kind in KINDS}
+    types = {found for found in vars(errors).values() if isinstance(found, type)}
+    assert types - known == {LongleafError, RanksDisagree}, "the root, and what only ranks meet"
+    assert known == {type(example) for example in EXAMPLES}
+    for i, kind in enumerate(KINDS):
+        assert not any(issubclass(later.error, kind.error) for later in KINDS[i + 1 :])
+
+
+def test_what_has_no_kind_is_unknown() -> None:
+    assert encode_error(RanksDisagree("two do other things")).code == code_pb2.UNKNOWN
+    read = decode_error(raised(LongleafError("odd")), "here")
+    assert (type(read), str(read)) == (LongleafError, "odd")
