@@ -3,14 +3,14 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from coordinator.engine.changes import Changes
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
-from coordinator.events import NO_CLAIM, Claim, ClusterView, ContextView, Outcome, Prompt
+from coordinator.events import ClusterView, ContextView, Document, Outcome, Prompt
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
@@ -21,7 +21,7 @@ from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
-from longleaf.messages import UNCHANGED, ContextSettings, expired
+from longleaf.messages import ContextSettings, expired
 
 EPOCH = 1
 
@@ -99,28 +99,25 @@ class Engine:
 
         Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
-        scheduler = self._open()
-        scheduler.admit(self._next_id, prompt, self._clock())
-        return self._new_stream(prompt.num_samples)
+        return self._admit(prompt, prompt.num_samples)
 
-    def ingest(
-        self,
-        context: str,
-        token_ids: Sequence[int],
-        *,
-        append: bool,
-        settings: ContextSettings = UNCHANGED,
-        claim: Claim = NO_CLAIM,
-    ) -> Stream:
+    def ingest(self, document: Document) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
         context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
         or Unavailable."""
-        scheduler = self._open()
-        now = self._clock()
-        scheduler.admit_ingest(
-            self._next_id, context, token_ids, append=append, settings=settings, claim=claim, now=now
+        return self._admit(document)
+
+    def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
+        self._open().admit(self._next_id, asked, self._clock())
+        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(
+            lambda: self._cancel(job_id),
+            lambda sample: self._cancel_sample(job_id, sample),
+            lambda: self._pause(job_id, False),
         )
-        return self._new_stream()
+        self._readers.add(job_id, stream, num_samples)
+        self._wake.set()
+        return stream
 
     def get_context(self, context_id: str) -> ContextView:
         """Raises NotFound."""
@@ -190,17 +187,6 @@ class Engine:
 
     def _view(self, context: Context) -> ContextView:
         return view_context(context, self._readies, self.positions, self.is_exact)
-
-    def _new_stream(self, num_samples: int = 1) -> Stream:
-        job_id, self._next_id = self._next_id, self._next_id + num_samples
-        stream = Stream(
-            lambda: self._cancel(job_id),
-            lambda sample: self._cancel_sample(job_id, sample),
-            lambda: self._pause(job_id, False),
-        )
-        self._readers.add(job_id, stream, num_samples)
-        self._wake.set()
-        return stream
 
     def _cancel(self, job_id: int) -> None:
         self._readers.remove(job_id)

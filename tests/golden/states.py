@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import torch
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.events import Document, Prompt, Tokens
 from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
 from longleaf.messages import ContextSettings
@@ -49,7 +49,8 @@ async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
     """Into a new context that may become long, or on the end of one."""
     is_new = context not in [view.id for view in engine.list_contexts()]
     settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
-    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new, settings=settings)]
+    document = Document(context=context, token_ids=token_ids, append=not is_new, settings=settings)
+    _ = [event async for event in engine.ingest(document)]
 
 
 class Logits:

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from coordinator.engine.engine import Engine
+from coordinator.events import Document
 from longleaf.channel.step import Decode
 from tests.golden.states import answer
 from tests.golden.test_generate import LIVELY
@@ -40,7 +41,12 @@ async def holding(golden, **settings):
     loop = asyncio.create_task(engine.run())
     try:
         for start, end in zip((0, *BOUNDS), BOUNDS, strict=False):
-            _ = [event async for event in engine.ingest("book", golden.prompt[start:end], append=start > 0)]
+            _ = [
+                event
+                async for event in engine.ingest(
+                    Document(context="book", token_ids=golden.prompt[start:end], append=start > 0)
+                )
+            ]
         yield engine, ranks
         engine.check()
     finally:
