@@ -130,7 +130,7 @@ class Scheduler:
         self.segments.retain(job.path, job.origin)
         self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
-        self._planner.enter(job.claim.client)
+        self._planner.turns.enter(job.claim.client)
         self._may_begin = True
 
     def _jobs(self) -> Iterable[Job]:
@@ -273,8 +273,8 @@ class Scheduler:
             self._expiries.discard(job.owner)
             self._pauses.discard(job.owner)
         clients = {other.claim.client for other in others}
-        self._queue.keep(clients)
-        self._planner.keep(clients)
+        self._queue.turns.keep(clients)
+        self._planner.turns.keep(clients)
 
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""

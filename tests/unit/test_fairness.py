@@ -6,8 +6,8 @@ from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
-from coordinator.scheduling.budget import Budget
 from coordinator.scheduling.jobs import Ingest
+from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.queue import AGEING
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
