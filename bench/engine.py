@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.step import Decode, StepPlan, StepResult
@@ -55,7 +55,7 @@ class Generations:
     async def ingest(self, context: str, ids: Sequence[int]) -> float:
         """Seconds of reading a document."""
         begin = time.perf_counter()
-        async for _ in self._engine.ingest(context, ids, append=False):
+        async for _ in self._engine.ingest(Document(context=context, token_ids=ids)):
             pass
         return time.perf_counter() - begin
 

@@ -7,23 +7,27 @@ import msgspec
 
 from longleaf.channel.step import Comparison
 from longleaf.errors import LongleafError, NotFinite
-from longleaf.messages import Progress
+from longleaf.messages import UNCHANGED, ContextSettings, Progress
 from longleaf.sampling import Logprobs, Sampling
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job may claim against others: as `Prompt` says."""
+    """What a request may claim against others."""
 
     priority: int = 0
+    """Higher goes first."""
     client: str = ""
+    """Whom fair share counts."""
     deadline: float | None = None
+    """When nobody waits for it any more, in seconds on the engine's clock."""
     is_held: bool = False
+    """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
 
     @property
     def end(self) -> float | None:
-        """When the job is ended, wherever it is; None while somebody else sees to that."""
+        """When the request is ended, wherever it is; None while somebody else sees to that."""
         return None if self.is_held else self.deadline
 
 
@@ -41,16 +45,22 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
     num_samples: int = 1
     """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
-    priority: int = 0
-    """Higher goes first."""
-    client: str = ""
-    """Whom fair share counts."""
-    deadline: float | None = None
-    """When nobody waits for the answer any more, in seconds on the engine's clock."""
-    is_held: bool = False
-    """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
+    claim: Claim = NO_CLAIM
     is_compared: bool = False
     """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens to read into a context."""
+
+    context: str
+    """Its id, without the `contexts/` prefix."""
+    token_ids: Sequence[int]
+    append: bool = False
+    """They go on the end of a context that is there; else they begin a new one."""
+    settings: ContextSettings = UNCHANGED
+    """Of the context that is created."""
+    claim: Claim = NO_CLAIM
 
 
 class Started(msgspec.Struct, frozen=True):

@@ -102,10 +102,7 @@ class Generation:
             sampling=request.sampling,
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
-            priority=request.priority,
-            client=request.client,
-            deadline=deadline,
-            is_held=request.resume_seconds > 0,
+            claim=self._claim(request, deadline),
         )
         del request, token_ids  # the text may be large, and the answer long
         async with aclosing(self._engine.submit(prompt)) as stream:
@@ -132,6 +129,11 @@ class Generation:
     def _check_free(self, request_id: str) -> None:
         if request_id in self._running:
             raise AlreadyExists(f"generations/{request_id}")
+
+    @staticmethod
+    def _claim(request: Generate, deadline: float | None) -> events.Claim:
+        is_held = request.resume_seconds > 0
+        return events.Claim(priority=request.priority, client=request.client, deadline=deadline, is_held=is_held)
 
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer

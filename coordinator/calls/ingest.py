@@ -3,31 +3,22 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from coordinator import events
 from coordinator.calls.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
 from coordinator.calls.generation import EventStream
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.calls.uploads import Prefill, Upload, Uploads
-from coordinator.events import Claim
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
-from longleaf.messages import (
-    Context,
-    ContextSettings,
-    IngestHeader,
-    IngestPhase,
-    IngestPiece,
-    IngestProgress,
-    Progress,
-    expired,
-)
+from longleaf.messages import Context, IngestHeader, IngestPhase, IngestPiece, IngestProgress, Progress, expired
 from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
@@ -49,9 +40,7 @@ class Ingester(Capacity, Protocol):
         """Raises NotFound."""
         ...
 
-    def ingest(
-        self, context: str, token_ids: Sequence[int], *, append: bool, settings: ContextSettings, claim: Claim
-    ) -> EventStream:
+    def ingest(self, document: events.Document) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         ...
 
@@ -207,9 +196,14 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Document) -> Prefill:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        claim = Claim(priority=header.priority, client=header.client, deadline=upload.deadline)
         stream = self._engine.ingest(
-            header.context, document.token_ids, append=header.append, settings=header.settings, claim=claim
+            events.Document(
+                context=header.context,
+                token_ids=document.token_ids,
+                append=header.append,
+                settings=header.settings,
+                claim=events.Claim(priority=header.priority, client=header.client, deadline=upload.deadline),
+            )
         )
         begun = _report("prefilling", document, total=document.num_tokens)
         return Prefill(stream, self._reports(header, stream, begun))

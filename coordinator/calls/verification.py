@@ -75,8 +75,7 @@ class Verifications:
                 context=None,
                 token_ids=await self._prompt_ids(request, max_tokens),
                 sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
-                client=request.client,
-                deadline=deadline,
+                claim=events.Claim(client=request.client, deadline=deadline),
                 is_compared=True,
             )
             comparison = await self._compare(prompt)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from coordinator.changes import Changes
@@ -11,7 +11,7 @@ from coordinator.engine.epoch import Epoch
 from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
-from coordinator.events import NO_CLAIM, Claim, Outcome, Prompt
+from coordinator.events import Document, Outcome, Prompt
 from coordinator.placement.contexts import Context
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
@@ -22,7 +22,7 @@ from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import LongleafError, NotFound, Unavailable
 from longleaf.geometry import Rotary
-from longleaf.messages import UNCHANGED, Cluster, ContextSettings, ModelInfo, expired
+from longleaf.messages import Cluster, ContextSettings, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
@@ -113,28 +113,25 @@ class Engine:
 
         Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
-        scheduler = self._open()
-        scheduler.admit(self._next_id, prompt, self._clock())
-        return self._new_stream(prompt.num_samples)
+        return self._admit(prompt, prompt.num_samples)
 
-    def ingest(
-        self,
-        context: str,
-        token_ids: Sequence[int],
-        *,
-        append: bool,
-        settings: ContextSettings = UNCHANGED,
-        claim: Claim = NO_CLAIM,
-    ) -> Stream:
+    def ingest(self, document: Document) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
         context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
         or Unavailable."""
-        scheduler = self._open()
-        now = self._clock()
-        scheduler.admit_ingest(
-            self._next_id, context, token_ids, append=append, settings=settings, claim=claim, now=now
+        return self._admit(document)
+
+    def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
+        self._open().admit(self._next_id, asked, self._clock())
+        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        stream = Stream(
+            lambda: self._cancel(job_id),
+            lambda sample: self._cancel_sample(job_id, sample),
+            lambda: self._pause(job_id, False),
         )
-        return self._new_stream()
+        self._readers.add(job_id, stream, num_samples)
+        self._wake.set()
+        return stream
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
@@ -232,17 +229,6 @@ class Engine:
     def _view(self, context: Context) -> messages.Context:
         assert self._epoch is not None
         return view_context(context, self._epoch.readies, self.positions, self.is_exact)
-
-    def _new_stream(self, num_samples: int = 1) -> Stream:
-        job_id, self._next_id = self._next_id, self._next_id + num_samples
-        stream = Stream(
-            lambda: self._cancel(job_id),
-            lambda sample: self._cancel_sample(job_id, sample),
-            lambda: self._pause(job_id, False),
-        )
-        self._readers.add(job_id, stream, num_samples)
-        self._wake.set()
-        return stream
 
     def _cancel(self, job_id: int) -> None:
         self._readers.remove(job_id)

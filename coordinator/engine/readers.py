@@ -2,21 +2,63 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
+
 from coordinator.engine.stream import Stream
-from coordinator.engine.timings import Timings
-from coordinator.events import Acknowledged, Ended, Failed, Outcome, Started
+from coordinator.events import Acknowledged, Ended, Event, Failed, Outcome, Started, Tokens
 from longleaf.errors import LongleafError
 
 POSITION_SECONDS = 1.0
 """How often those that wait are told that their place in the queue has changed."""
 
 
+class Reader:
+    """A stream, and when what it reads happened, in seconds of the engine's clock."""
+
+    def __init__(self, stream: Stream, num_samples: int, now: float) -> None:
+        self.stream = stream
+        self.num_open = num_samples
+        """Samples that have not ended."""
+        self.position: int | None = None
+        """Place in the queue that was told last."""
+        self._submitted = now
+        self._started: float | None = None
+        self._first_token: float | None = None
+
+    def tell(self, event: Event, now: float) -> None:
+        """Notes when things happen for the first time: a preempted job begins again."""
+        match event:
+            case Started():
+                self._started = now if self._started is None else self._started
+                self.position = None
+            case Tokens():
+                self._first_token = now if self._first_token is None else self._first_token
+            case Ended():
+                event = self._timed(event, now)
+            case _:
+                pass
+        self.stream.put(event)
+
+    def _timed(self, ended: Ended, now: float) -> Ended:
+        first = now if self._first_token is None else self._first_token
+        return msgspec.structs.replace(
+            ended,
+            queue_seconds=(self._started or self._submitted) - self._submitted,
+            first_token_seconds=first - self._submitted,
+            decode_seconds=now - first,
+        )
+
+    def tell_position(self, started: Started) -> None:
+        self.position = started.queue_position
+        self.stream.put(started)
+
+
 class Readers:
-    """Open streams, by job. `clock` is the engine's, in seconds."""
+    """Those of all jobs that have not ended. `clock` is the engine's, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._by_job: dict[int, tuple[Stream, Timings]] = {}
+        self._by_job: dict[int, Reader] = {}
         self._has_new = False
         self._positions_told = 0.0
 
@@ -24,7 +66,7 @@ class Readers:
         return len(self._by_job)
 
     def add(self, job_id: int, stream: Stream, num_samples: int) -> None:
-        self._by_job[job_id] = (stream, Timings(self._clock(), num_samples))
+        self._by_job[job_id] = Reader(stream, num_samples, self._clock())
         self._has_new = True
 
     def remove(self, job_id: int) -> None:
@@ -35,24 +77,22 @@ class Readers:
         """Tells the readers what happened; gives the jobs whose readers are behind."""
         now, behind = self._clock(), list[int]()
         for job_id, outcome in outcomes:
-            if job_id not in self._by_job:
+            if (reader := self._by_job.get(job_id)) is None:
                 continue  # cancelled
-            stream, timings = self._by_job[job_id]
             match outcome:
                 case LongleafError():
                     self.close(job_id, outcome)
                 case Acknowledged():
                     self.close(job_id)
                 case Failed(error):
-                    stream.fail(error)
+                    reader.stream.fail(error)
                     self.end_sample(job_id)
                 case Ended():
-                    stream.put(timings.fill(outcome, now))
+                    reader.tell(outcome, now)
                     self.end_sample(job_id)
                 case _:
-                    timings.take(outcome, now)
-                    stream.put(outcome)
-                    behind += [job_id] if stream.is_full else []
+                    reader.tell(outcome, now)
+                    behind += [job_id] if reader.stream.is_full else []
         return behind
 
     def tell_positions(self, positions: Callable[[], Mapping[int, Started]]) -> None:
@@ -62,25 +102,23 @@ class Readers:
         if not (is_due or self._has_new):
             return
         for job_id, started in positions().items():
-            stream, timings = self._by_job[job_id]
-            if timings.position is None or (is_due and timings.position != started.queue_position):
-                timings.position = started.queue_position
-                stream.put(started)
+            reader = self._by_job[job_id]
+            if reader.position is None or (is_due and reader.position != started.queue_position):
+                reader.tell_position(started)
         self._has_new = False
         self._positions_told = now if is_due else self._positions_told
 
     def end_sample(self, job_id: int) -> None:
         """Ends the stream with the last of its samples."""
-        _, timings = self._by_job[job_id]
-        timings.num_open -= 1
-        if timings.num_open == 0:
+        reader = self._by_job[job_id]
+        reader.num_open -= 1
+        if reader.num_open == 0:
             self.close(job_id)
 
     def close(self, job_id: int, error: Exception | None = None) -> None:
         """Ends a job's stream, unless it has ended."""
-        if job_id in self._by_job:
-            stream, _ = self._by_job.pop(job_id)
-            stream.close(error)
+        if (reader := self._by_job.pop(job_id, None)) is not None:
+            reader.stream.close(error)
 
     def close_all(self, error: Exception) -> None:
         for job_id in list(self._by_job):

@@ -1,11 +1,10 @@
 """From requests to jobs: what is refused at once, and why."""
 
 from collections.abc import Collection
-from collections.abc import Sequence as TokenIds
 
 from msgspec import UNSET
 
-from coordinator.events import Claim, Prompt
+from coordinator.events import Document, Prompt
 from coordinator.placement.contexts import Contexts
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import UNLIMITED
@@ -16,7 +15,6 @@ from coordinator.scheduling.preemption import Room
 from coordinator.scheduling.speeds import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted
-from longleaf.messages import ContextSettings
 from longleaf.units import human_seconds
 
 
@@ -59,32 +57,24 @@ class Admission:
         job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
         return job
 
-    def ingest(
-        self,
-        job_id: int,
-        context: str,
-        token_ids: TokenIds[int],
-        settings: ContextSettings,
-        claim: Claim,
-        *,
-        append: bool,
-        is_busy: bool,
-    ) -> Ingest:
+    def ingest(self, job_id: int, document: Document, *, is_busy: bool) -> Ingest:
         """The job of a document; `is_busy` when another one is read into the context.
 
         Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted.
         """
-        if not append and (is_busy or context in self._contexts):
+        context = document.context
+        if not document.append and (is_busy or context in self._contexts):
             raise AlreadyExists(f"contexts/{context}")
-        known = self._contexts.get(context) if append else None
-        if not token_ids:
+        known = self._contexts.get(context) if document.append else None
+        if not document.token_ids:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             seconds = self._speeds.retry_seconds(1)
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
-        job = Ingest(job_id, known.path if known else Path(), token_ids, context, settings, claim)
-        declared = None if settings.capacity is UNSET else settings.capacity
-        job.capacity = known.capacity if known else self._limits.positions.capacity(len(token_ids), declared)
+        job = Ingest(job_id, known.path if known else Path(), document)
+        declared = None if document.settings.capacity is UNSET else document.settings.capacity
+        num_tokens = len(document.token_ids)
+        job.capacity = known.capacity if known else self._limits.positions.capacity(num_tokens, declared)
         job.rope = known.rope if known else self._limits.positions.rope(job.capacity)
         job.num_blocks = self._limits.check(job, "text", 0, num_tails=0)
         return job

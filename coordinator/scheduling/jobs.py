@@ -3,14 +3,13 @@
 from array import array
 from collections.abc import Sequence as TokenIds
 
-from coordinator.events import NO_CLAIM, Claim, Failed, Prompt, Started
+from coordinator.events import Claim, Document, Failed, Prompt, Started
 from coordinator.placement.blocks import Blocks, Placer, Reservation
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from longleaf.channel.step import Comparison, Decode, Prefill, Row, Seen, Terms
 from longleaf.errors import NotFinite
 from longleaf.geometry import OWN_ROPE
-from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.runs import Run
 
 
@@ -25,9 +24,7 @@ class Job:
     noun = "prompt"
     """What the tokens are to the client."""
 
-    def __init__(
-        self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int, claim: Claim = NO_CLAIM
-    ) -> None:
+    def __init__(self, job_id: int, path: Path, token_ids: TokenIds[int], num_prefill: int, claim: Claim) -> None:
         self.id = job_id
         """Ids grow: of two jobs the one with the smaller id is older."""
         self.owner = job_id
@@ -139,23 +136,13 @@ class Job:
 
 
 class Ingest(Job):
-    """A document on its way into context `context`."""
+    """A document on its way into its context."""
 
     noun = "document"
 
-    def __init__(
-        self,
-        job_id: int,
-        path: Path,
-        token_ids: TokenIds[int],
-        context: str,
-        settings: ContextSettings = UNCHANGED,
-        claim: Claim = NO_CLAIM,
-    ) -> None:
-        super().__init__(job_id, path, token_ids, len(token_ids), claim)
-        self.context = context
-        self.settings = settings
-        """Of the context that is created."""
+    def __init__(self, job_id: int, path: Path, document: Document) -> None:
+        super().__init__(job_id, path, document.token_ids, len(document.token_ids), document.claim)
+        self.document = document
 
 
 class Sequence(Job):
@@ -165,8 +152,7 @@ class Sequence(Job):
     """
 
     def __init__(self, job_id: int, path: Path, prompt: Prompt, num_prefill: int) -> None:
-        claim = Claim(priority=prompt.priority, client=prompt.client, deadline=prompt.deadline, is_held=prompt.is_held)
-        super().__init__(job_id, path, prompt.token_ids, num_prefill, claim)
+        super().__init__(job_id, path, prompt.token_ids, num_prefill, prompt.claim)
         self.prompt = prompt
         self.sampling = prompt.sampling
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens

@@ -3,18 +3,59 @@
 Steps alternate between one chunk of one job and one token of every sequence that is ready.
 """
 
+from collections import deque
 from collections.abc import Collection, Mapping
-from collections.abc import Sequence as TokenIds
+from collections.abc import Sequence as Several
+from typing import NamedTuple
 
 from coordinator.placement.blocks import Placer
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.budget import Budget
-from coordinator.scheduling.flights import Flights
 from coordinator.scheduling.jobs import Job, Sequence
 from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.config import EngineConfig
+
+LEAST_SHARE = 0.25
+"""A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""
+MAX_UNDER_WAY = 2
+"""Plans that the ranks may hold: the one they execute, and the one after it."""
+
+
+class Budget:
+    """Chunk sizes from measured speeds. Chunks and decode steps alternate, so a token comes after one of each.
+
+    All chunks but the last of a prompt are whole blocks: then a prompt takes the same number of blocks however it is
+    cut. They give every rank a block where `chunk_size` allows: shorter ones would take as long.
+    """
+
+    def __init__(self, config: EngineConfig, num_ranks: int, speeds: Speeds) -> None:
+        block = config.block_size
+        self._largest = max(block, config.chunk_size // block * block)
+        self._smallest = min(self._largest, block * num_ranks)
+        self._target = config.target_itl_ms / 1000
+        self._speeds = speeds
+
+    def chunk_size(self, job: Job, *, is_alone: bool) -> int:
+        """Tokens that the next chunk of `job` may have; `is_alone` when nobody decodes."""
+        if is_alone:
+            return self._largest
+        per_token = job.seconds_per_token or self._speeds.prefill_token.value
+        if per_token is None:
+            return self._smallest
+        step = self._speeds.decode_step.value or 0.0
+        seconds = max(self._target - step, LEAST_SHARE * step)
+        if per_token * self._largest <= seconds:
+            return self._largest
+        return max(self._smallest, int(seconds / per_token) // self._smallest * self._smallest)
+
+
+class Flight(NamedTuple):
+    """A plan under way, and the jobs it works for, each with the number of times that it had begun: what a plan yields
+    for a job that has ended since, or begun anew, does not count."""
+
+    plan: StepPlan
+    jobs: tuple[tuple[Job, int], ...]
 
 
 class Planner:
@@ -26,30 +67,23 @@ class Planner:
         self._segments = segments
         self._epoch = epoch
         self._budget = Budget(config, len(placer.pools), speeds)
-        self._chunk_turns = Turns()
-        self._flights = Flights()
+        self._flights: deque[Flight] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
+        self.turns = Turns()
+        """Of those that may have the next chunk."""
         self.step = 0
         """Number of the last plan."""
 
     @property
     def is_full(self) -> bool:
         """Enough is under way."""
-        return self._flights.is_full
+        return len(self._flights) >= MAX_UNDER_WAY
 
     @property
     def under_way(self) -> set[int]:
         """Ids of the jobs that plans under way work for."""
-        return self._flights.job_ids
-
-    def enter(self, client: str) -> None:
-        """A client's job may come to be planned."""
-        self._chunk_turns.enter(client)
-
-    def keep(self, clients: Collection[str]) -> None:
-        """Forgets all clients but these."""
-        self._chunk_turns.keep(clients)
+        return {job.id for flight in self._flights for job, _ in flight.jobs}
 
     def forget(self, sequence: int) -> None:
         """Tells the ranks with the next plan that a sequence has stopped."""
@@ -69,27 +103,29 @@ class Planner:
     def _prefilling(self, running: Collection[Job]) -> list[Job]:
         """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
         the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
-        if self._flights.has_chunk:
+        if any(isinstance(flight.plan.work, Prefill) for flight in self._flights):
             return []
         return [job for job in running if job.has_chunks]
 
     def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
-        job = self._chunk_turns.order(jobs, lambda job: job.last_turn)[0]
+        job = self.turns.order(jobs, lambda job: job.last_turn)[0]
         work = job.next_chunk(self._placer, self._budget.chunk_size(job, is_alone=is_alone))
         job.last_turn = self.step + 1
-        self._chunk_turns.take(job.claim.client, len(work.token_ids))
+        self.turns.take(job.claim.client, len(work.token_ids))
         return self._plan(work, [job])
 
-    def _plan_rows(self, jobs: TokenIds[Sequence]) -> StepPlan:
+    def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan:
         return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
 
-    def _plan(self, work: Prefill | Decode, jobs: TokenIds[Job]) -> StepPlan:
+    def _plan(self, work: Prefill | Decode, jobs: Several[Job]) -> StepPlan:
         self.step += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
-        self._flights.add(plan, jobs)
+        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs)))
         return plan
 
     def land(self, plan: StepPlan, running: Mapping[int, Job]) -> list[Job]:
         """The jobs of `running` for which an answered plan counts; it must be the first one under way."""
-        return self._flights.land(plan, running)
+        first, jobs = self._flights.popleft()
+        assert first is plan, "plans are committed in order"
+        return [job for job, num_begins in jobs if running.get(job.id) is job and job.num_begins == num_begins]

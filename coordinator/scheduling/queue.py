@@ -57,7 +57,8 @@ class Queue:
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
-        self._turns = Turns()
+        self.turns = Turns()
+        """Of those that may begin."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -67,14 +68,14 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
-        self._turns.enter(job.claim.client)
+        self.turns.enter(job.claim.client)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
 
     def order(self) -> list[Job]:
         """As they are next. Whoever would not read its answer does not begin."""
-        return self._turns.order((job for job in self if not job.is_paused), lambda job: job.id)
+        return self.turns.order((job for job in self if not job.is_paused), lambda job: job.id)
 
     def take(self, has_room: Callable[[Job], bool]) -> Job | None:
         """The next job for which there is room, taken out; None when there is none.
@@ -94,17 +95,13 @@ class Queue:
         del self._jobs[job.id]
         job.passed = passed
         job.num_charged = job.num_tokens_left
-        job.is_spared = self._turns.is_for_the_oldest and not passed  # or it might never get to its end
-        if passed and self._turns.is_for_the_oldest:
-            self._turns.charge(job.claim.client, job.num_charged)  # the oldest keeps its turn
+        job.is_spared = self.turns.is_for_the_oldest and not passed  # or it might never get to its end
+        if passed and self.turns.is_for_the_oldest:
+            self.turns.charge(job.claim.client, job.num_charged)  # the oldest keeps its turn
         else:
-            self._turns.take(job.claim.client, job.num_charged)
+            self.turns.take(job.claim.client, job.num_charged)
 
     def settle(self, job: Job) -> None:
         """Gives back what a job that was running did not use."""
-        self._turns.charge(job.claim.client, -min(job.num_charged, job.num_tokens_left))
+        self.turns.charge(job.claim.client, -min(job.num_charged, job.num_tokens_left))
         job.num_charged = 0
-
-    def keep(self, clients: Container[str]) -> None:
-        """Forgets all clients but these."""
-        self._turns.keep(clients)

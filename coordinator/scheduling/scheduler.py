@@ -5,14 +5,12 @@ higher priority may send it back to the queue.
 """
 
 from collections.abc import Iterable
-from collections.abc import Sequence as TokenIds
 from functools import partial
 
 from coordinator.deadlines import Deadlines
 from coordinator.events import (
-    NO_CLAIM,
     Acknowledged,
-    Claim,
+    Document,
     Ended,
     EndReason,
     Outcome,
@@ -37,7 +35,7 @@ from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
-from longleaf.messages import UNCHANGED, ContextSettings, Progress
+from longleaf.messages import Progress
 from longleaf.sampling import Logprobs
 
 
@@ -106,32 +104,20 @@ class Scheduler:
 
     # --- admit ---
 
-    def admit(self, job_id: int, prompt: Prompt, now: float = 0.0) -> None:
-        """Queues a generation. Its sample number i runs under the id job_id + i.
+    def admit(self, job_id: int, asked: Prompt | Document, now: float = 0.0) -> None:
+        """Queues a generation, whose sample number i runs under the id job_id + i, or a document.
 
-        Raises InvalidArgument, NotFound, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
+        Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
         """
-        self._enqueue(self._admission.sequence(job_id, prompt), now)
-
-    def admit_ingest(
-        self,
-        job_id: int,
-        context: str,
-        token_ids: TokenIds[int],
-        *,
-        append: bool,
-        settings: ContextSettings = UNCHANGED,
-        claim: Claim = NO_CLAIM,
-        now: float = 0.0,
-    ) -> None:
-        """Queues a document. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted or DeadlineExceeded."""
-        is_busy = self._is_read_into(context)
-        document = (context, token_ids, settings, claim)
-        self._enqueue(self._admission.ingest(job_id, *document, append=append, is_busy=is_busy), now)
-        self._expiries.add(job_id, settings.ingest_expiry)
+        if isinstance(asked, Prompt):
+            self._enqueue(self._admission.sequence(job_id, asked), now)
+        else:
+            is_busy = self._is_read_into(asked.context)
+            self._enqueue(self._admission.ingest(job_id, asked, is_busy=is_busy), now)
+            self._expiries.add(job_id, asked.settings.ingest_expiry)
 
     def _is_read_into(self, context: str) -> bool:
-        return any(job.context == context for job in self._jobs() if isinstance(job, Ingest))
+        return any(job.document.context == context for job in self._jobs() if isinstance(job, Ingest))
 
     def _enqueue(self, job: Job, now: float) -> None:
         if self._num_in_line >= self._config.max_waiting:
@@ -144,7 +130,7 @@ class Scheduler:
         self.segments.retain(job.path, job.origin)
         self._deadlines.add(job.id, job.claim.end)
         self._queue.add(job)
-        self._planner.enter(job.claim.client)
+        self._planner.turns.enter(job.claim.client)
         self._may_begin = True
 
     def _jobs(self) -> Iterable[Job]:
@@ -236,8 +222,9 @@ class Scheduler:
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
         assert job.segment is not None
-        self.contexts.append(job.context, job.segment, now, job.settings, job.capacity)
-        self._outcomes.append((job.id, Acknowledged(job.context)))
+        document = job.document
+        self.contexts.append(document.context, job.segment, now, document.settings, job.capacity)
+        self._outcomes.append((job.id, Acknowledged(document.context)))
         self.finish(job)
 
     def _commit_token(self, job: Sequence, token: int, logprobs: Logprobs | None) -> None:
@@ -286,8 +273,8 @@ class Scheduler:
             self._expiries.discard(job.owner)
             self._pauses.discard(job.owner)
         clients = {other.claim.client for other in others}
-        self._queue.keep(clients)
-        self._planner.keep(clients)
+        self._queue.turns.keep(clients)
+        self._planner.turns.keep(clients)
 
     def cancel(self, job_id: int) -> bool:
         """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
@@ -337,7 +324,7 @@ class Scheduler:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
         self.contexts.delete(context_id)
         self._may_begin = True
-        ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.context == context_id]
+        ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.document.context == context_id]
         return [job_id for job_id in ids if self.cancel(job_id)]
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from coordinator.events import Prompt, Tokens
+from coordinator.events import Document, Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import answer
@@ -100,7 +100,7 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
         max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.5, logit_bias={7: 1.5}, num_logprobs=2
     )
     async with running(config_for(golden.folder, world_size=world_size, chunk_size=64)) as engine:
-        _ = [event async for event in engine.ingest("book", prompt[:70], append=False)]
+        _ = [event async for event in engine.ingest(Document(context="book", token_ids=prompt[:70]))]
         stream = engine.submit(Prompt(context="book", token_ids=prompt[70:], sampling=sampling))
         events = [event async for event in stream if isinstance(event, Tokens)]
     assert tuple(i for event in events for i in event.token_ids) == wanted

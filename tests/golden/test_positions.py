@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.events import Ended, Prompt, Tokens
+from coordinator.events import Document, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import FLOAT32_POSITIONS, Rope
 from longleaf.messages import ContextSettings
@@ -85,7 +85,7 @@ async def ask(engine, prompt, context=None):
 
 
 async def ingest(engine, context, token_ids, **options):
-    _ = [event async for event in engine.ingest(context, token_ids, **{"append": False, **options})]
+    _ = [event async for event in engine.ingest(Document(context=context, token_ids=token_ids, **options))]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
         _ = [
             event
             async for event in engine.ingest(
-                "book", prompt[:-40], append=False, settings=ContextSettings(capacity=total)
+                Document(context="book", token_ids=prompt[:-40], settings=ContextSettings(capacity=total))
             )
         ]
         engine.fork_context("book", "fork", length - 50)
@@ -141,7 +141,7 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.capacity, short.scaled_for, long.capacity, long.scaled_for) == (512, 0, 2000, 513)
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
-            engine.ingest("short", prompt[400:1000], append=True)
+            engine.ingest(Document(context="short", token_ids=prompt[400:1000], append=True))
         with pytest.raises(InvalidArgument, match="make 513; the context was created for 512 positions"):
             await ask(engine, prompt[400 : 513 - NEW_TOKENS], "short")
         asked = [(await ask(engine, prompt[400:450], name))[0] for name in ("short", "long")]
@@ -157,7 +157,7 @@ async def test_beyond_the_trained_length_needs_permission(scaled):
         with pytest.raises(InvalidArgument, match=f"make 601; the model's limit is {ORIGINAL} .*--allow-long"):
             await ask(engine, prompt)
         with pytest.raises(InvalidArgument, match=f"make 600; the model's limit is {ORIGINAL} .*--allow-long"):
-            engine.ingest("book", prompt, append=False)
+            engine.ingest(Document(context="book", token_ids=prompt))
         assert engine.max_positions == ORIGINAL
 
 

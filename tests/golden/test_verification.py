@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coordinator.calls.verification import MAX_DIFFERENCE, judge
-from coordinator.events import Ended, Prompt
+from coordinator.events import Claim, Ended, Prompt
 from longleaf.attention import Partial
 from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
@@ -147,13 +147,17 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
     config = config_for(golden.folder, world_size=2, max_sequences=1)
     async with running(config) as engine:
         sampling = Sampling(max_tokens=40, ignore_end_token=True)
-        prompt = Prompt(context=None, token_ids=golden.prompt[:300], sampling=sampling, is_compared=True, priority=-1)
+        prompt = Prompt(
+            context=None, token_ids=golden.prompt[:300], sampling=sampling, is_compared=True, claim=Claim(priority=-1)
+        )
         urgent = []
         async for event in engine.submit(prompt):
             if isinstance(event, Ended):
                 found = event.comparison
             elif not urgent and getattr(event, "index", -1) >= 0:
-                urgent.append(engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, priority=1)))
+                urgent.append(
+                    engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=Claim(priority=1)))
+                )
         [_ async for _ in urgent[0]]
     assert 0 < found.num_tokens < 40
     assert found.num_equal == found.num_tokens

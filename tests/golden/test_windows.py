@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coordinator.calls.verification import judge
-from coordinator.events import Prompt, Tokens
+from coordinator.events import Claim, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
@@ -120,10 +120,14 @@ async def test_a_preempted_answer_goes_on_as_it_began(goldens):
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
     async with running(replicated(golden, world_size=2, max_sequences=1, chunk_size=300)) as engine:
         said, urgent = [], []
-        async for event in engine.submit(Prompt(context=None, token_ids=golden.prompt, sampling=sampling, priority=-1)):
+        async for event in engine.submit(
+            Prompt(context=None, token_ids=golden.prompt, sampling=sampling, claim=Claim(priority=-1))
+        ):
             said += event.token_ids if isinstance(event, Tokens) else ()
             if said and not urgent:
-                urgent.append(engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, priority=1)))
+                urgent.append(
+                    engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=Claim(priority=1)))
+                )
         assert any([isinstance(event, Tokens) async for event in urgent[0]])
     assert tuple(said) == golden.tokens
 

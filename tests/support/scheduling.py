@@ -1,6 +1,6 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
-from coordinator.events import Acknowledged, Event, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Claim, Document, Event, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
@@ -52,7 +52,7 @@ class Bench:
             token_ids=tuple(range(count)),
             sampling=Sampling(max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            priority=priority,
+            claim=Claim(priority=priority),
             num_samples=num_samples,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
@@ -60,8 +60,8 @@ class Bench:
         return job
 
     def ingest(self, context: str, count: int, append: bool = False) -> int:
-        tokens = list(range(count))
-        return self._admitted(lambda job: self.scheduler.admit_ingest(job, context, tokens, append=append))
+        document = Document(context=context, token_ids=list(range(count)), append=append)
+        return self._admitted(lambda job: self.scheduler.admit(job, document))
 
     def _admitted(self, admit) -> int:  # type: ignore[no-untyped-def]
         try:

@@ -13,7 +13,6 @@ from tokenizers import decoders as decoding
 from coordinator import events
 from coordinator.calls.use_cases import UseCases
 from coordinator.changes import Changes
-from coordinator.events import NO_CLAIM, Claim
 from coordinator.placement.positions import Positions
 from coordinator.serving.server import Server
 from coordinator.text.encoder import Encoder
@@ -25,7 +24,6 @@ from longleaf.config import join_address
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.geometry import Rotary
 from longleaf.messages import (
-    UNCHANGED,
     Cluster,
     Context,
     ContextSettings,
@@ -125,7 +123,7 @@ class FakeEngine:
         self.comparison = Comparison()
         """Of prompts that are compared."""
         self.prompts: list[events.Prompt] = []
-        self.claims: list[Claim] = []
+        self.claims: list[events.Claim] = []
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
@@ -162,25 +160,18 @@ class FakeEngine:
             script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
         return self._stream(script)
 
-    def ingest(
-        self,
-        context: str,
-        token_ids: Sequence[int],
-        *,
-        append: bool,
-        settings: ContextSettings = UNCHANGED,
-        claim: Claim = NO_CLAIM,
-    ) -> FakeStream:
-        self.claims.append(claim)
+    def ingest(self, document: events.Document) -> FakeStream:
+        context, token_ids = document.context, document.token_ids
+        self.claims.append(document.claim)
         if self.error is not None:
             raise self.error
-        if not append and context in self.contexts:
+        if not document.append and context in self.contexts:
             raise AlreadyExists(f"contexts/{context}")
         total = len(token_ids)
         stream = self._stream([Progress(total // 2, total), Progress(total, total)])
-        stream.on_release = lambda: self._acknowledge(context, token_ids, settings)
+        stream.on_release = lambda: self._acknowledge(context, token_ids, document.settings)
         if not self.is_endless and self.late_error is None:
-            self._acknowledge(context, token_ids, settings)
+            self._acknowledge(context, token_ids, document.settings)
         return stream
 
     def _acknowledge(self, context: str, token_ids: Sequence[int], settings: ContextSettings) -> None:

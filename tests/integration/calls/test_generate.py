@@ -76,11 +76,11 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
     service.engine.script = ()
     assert [r async for r in stub.Generate(service_pb.GenerateRequest(text="x"))]
     first, default = service.engine.prompts
-    assert (first.num_samples, first.priority, first.client) == (3, -7, "me")
-    assert first.deadline is not None
-    assert before + 400 < first.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
-    assert (default.num_samples, default.priority, default.deadline) == (1, 0, None)
-    assert default.client == "ipv4:127.0.0.1"
+    assert (first.num_samples, first.claim.priority, first.claim.client) == (3, -7, "me")
+    assert first.claim.deadline is not None
+    assert before + 400 < first.claim.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
+    assert (default.num_samples, default.claim.priority, default.claim.deadline) == (1, 0, None)
+    assert default.claim.client == "ipv4:127.0.0.1"
 
 
 async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(

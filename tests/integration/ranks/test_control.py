@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
-from coordinator.events import Ended, Prompt, Started, Tokens
+from coordinator.events import Document, Ended, Prompt, Started, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.encoding import decode_to_rank, encode
@@ -89,7 +89,7 @@ async def test_ingest_and_generate(world_size: int) -> None:
     async with serving(config(world_size=world_size)) as service:
         engine = service.engine
         document = list(range(200))
-        events = [event async for event in engine.ingest("doc", document, append=False)]
+        events = [event async for event in engine.ingest(Document(context="doc", token_ids=document))]
         assert events[-1] == Progress(200, 200)
         events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
         assert events[0] == Started(240, 200)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coordinator.engine.engine import Engine
+from coordinator.events import Document
 from longleaf.config import embedded_model
 from tests.support.threads import ThreadRanks, config_for
 from workers.rank import Rank
@@ -23,7 +24,7 @@ async def test_rank_0_waits_for_its_device_once_in_a_chunk(monkeypatch: pytest.M
     await engine.start()
     loop = asyncio.create_task(engine.run())
     try:
-        events = [event async for event in engine.ingest("doc", [65] * 384, append=False)]
+        events = [event async for event in engine.ingest(Document(context="doc", token_ids=[65] * 384))]
     finally:
         await engine.close()
         await asyncio.gather(loop, return_exceptions=True)

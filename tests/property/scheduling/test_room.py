@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.events import Claim, Prompt
+from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Ingest, Job, Sequence
 from coordinator.scheduling.preemption import Crowd
@@ -13,11 +13,11 @@ from longleaf.sampling import Sampling
 @st.composite
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
-    priority = draw(st.integers(-1, 2))
+    claim = Claim(priority=draw(st.integers(-1, 2)))
     if draw(st.booleans()):
-        job: Job = Ingest(job_id, Path(), [1], "doc", claim=Claim(priority=priority))
+        job: Job = Ingest(job_id, Path(), Document(context="doc", token_ids=[1], claim=claim))
     else:
-        prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), priority=priority)
+        prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), claim=claim)
         job = Sequence(job_id, Path(), prompt, 0)
     job.is_paused, job.is_spared = draw(st.booleans()) and draw(st.booleans()), draw(st.booleans())
     job.passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.events import Acknowledged, Claim, Ended, Failed, Outcome, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Claim, Document, Ended, Failed, Outcome, Prompt, Started, Tokens
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.positions import Positions
@@ -130,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def ask(
         self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int, claim: Claim, ends: bool
     ) -> None:
+        claim = self._now(claim)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         end = answer[max_tokens // 2] if ends else -1
         prompt = Prompt(
@@ -138,9 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=Sampling(max_tokens=max_tokens),
             end_tokens=frozenset([end]),
             num_samples=num_samples,
-            priority=claim.priority,
-            client=claim.client,
-            deadline=self._deadline(claim),
+            claim=claim,
         )
         try:
             self.scheduler.admit(self.num_jobs, prompt, self.now)
@@ -150,20 +149,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
             self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
             self.answers[sequence] = []
-        self._opened(num_samples, prompt.deadline)
+        self._opened(num_samples, claim.deadline)
 
     @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
     def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
-        claim = Claim(priority=claim.priority, client=claim.client, deadline=self._deadline(claim))
+        claim = self._now(claim)
+        document = Document(context=context, token_ids=tokens, append=append, claim=claim)
         try:
-            self.scheduler.admit_ingest(self.num_jobs, context, tokens, append=append, claim=claim, now=self.now)
+            self.scheduler.admit(self.num_jobs, document, self.now)
         except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded):
             return
         self.documents[self.num_jobs] = tokens
         self._opened(1, claim.deadline)
 
-    def _deadline(self, claim: Claim) -> float | None:
-        return None if claim.deadline is None else self.now + claim.deadline
+    def _now(self, claim: Claim) -> Claim:
+        """With a deadline that counts from now."""
+        return claim if claim.deadline is None else replace(claim, deadline=self.now + claim.deadline)
 
     def _opened(self, num_samples: int, deadline: float | None) -> None:
         self.open[self.num_jobs] = set(range(num_samples))

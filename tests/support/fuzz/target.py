@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks, echo_token
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import Service, ServiceConfig
@@ -105,7 +105,7 @@ class Target:
     async def bear(self, *calls: Call) -> None:
         """Makes the calls at once, checks how each ends, and that the service is as it was."""
         if HELD not in [view.id for view in self._engine.list_contexts()]:
-            async for _ in self._engine.ingest(HELD, list(range(20)), append=False):
+            async for _ in self._engine.ingest(Document(context=HELD, token_ids=list(range(20)))):
                 pass
         for call, refusal in zip(calls, await asyncio.gather(*map(self.try_, calls)), strict=True):
             check_refusal(call, refusal)

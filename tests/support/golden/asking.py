@@ -1,7 +1,7 @@
 """What is asked of an engine, and what it says."""
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Ended, Prompt, Tokens
+from coordinator.events import Document, Ended, Prompt, Tokens
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 from tests.support.golden.plain import NEW_TOKENS
@@ -23,7 +23,12 @@ async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
     """Into a new context that may become long, or on the end of one."""
     is_new = context not in [view.id for view in engine.list_contexts()]
     settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
-    _ = [event async for event in engine.ingest(context, token_ids, append=not is_new, settings=settings)]
+    _ = [
+        event
+        async for event in engine.ingest(
+            Document(context=context, token_ids=token_ids, append=not is_new, settings=settings)
+        )
+    ]
 
 
 async def ask(engine, prompt, num_samples=1):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from coordinator.engine.engine import Engine
+from coordinator.events import Document
 from longleaf.channel.step import Decode
 from tests.support.threads import ThreadRanks, config_for
 
@@ -35,7 +36,12 @@ async def holding(golden, **settings):
     loop = asyncio.create_task(engine.run())
     try:
         for start, end in zip((0, *BOUNDS), BOUNDS, strict=False):
-            _ = [event async for event in engine.ingest("book", golden.prompt[start:end], append=start > 0)]
+            _ = [
+                event
+                async for event in engine.ingest(
+                    Document(context="book", token_ids=golden.prompt[start:end], append=start > 0)
+                )
+            ]
         yield engine, ranks
         engine.check()
     finally:

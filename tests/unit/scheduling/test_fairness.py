@@ -2,12 +2,12 @@
 
 import pytest
 
-from coordinator.events import Claim, Ended, Prompt, Started, Tokens
+from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
-from coordinator.scheduling.budget import Budget
 from coordinator.scheduling.jobs import Ingest
+from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.queue import AGEING
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
@@ -33,12 +33,25 @@ class Bench:
         self.seen: dict[int, list[object]] = {}
         self.num_jobs = 0
 
-    def ask(self, count: int, max_tokens: int = 4, first: int = 0, **claim: object) -> int:
-        ids, sampling = tuple(range(first, first + count)), Sampling(max_tokens=max_tokens)
-        prompt = Prompt(context=None, token_ids=ids, sampling=sampling, **claim)  # type: ignore[arg-type]
+    def ask(self, count: int, max_tokens: int = 4, first: int = 0, num_samples: int = 1, **claim: object) -> int:
+        prompt = Prompt(
+            context=None,
+            token_ids=tuple(range(first, first + count)),
+            sampling=Sampling(max_tokens=max_tokens),
+            num_samples=num_samples,
+            claim=Claim(**claim),  # type: ignore[arg-type]
+        )
+        return self.admit(prompt)
+
+    def admit(self, prompt: Prompt) -> int:
         self.scheduler.admit(self.num_jobs, prompt, self.now)
         self.num_jobs += 1
         return self.num_jobs - 1
+
+    def ingest(self, count: int, **claim: object) -> None:
+        """Under the id 100."""
+        claimed = Claim(**claim)  # type: ignore[arg-type]
+        self.scheduler.admit(100, Document(context="doc", token_ids=range(count), claim=claimed))
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
@@ -111,7 +124,7 @@ def test_low_priority_is_not_starved() -> None:
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     bench = Bench(blocks=(400,))
-    bench.scheduler.admit_ingest(100, "doc", range(1500), append=False, claim=Claim(client="a"))
+    bench.ingest(1500, client="a")
     bench.step()
     short = bench.ask(40, client="b")
     plans = [bench.step() for _ in range(5)]
@@ -257,7 +270,7 @@ def test_a_passed_deadline_ends_a_job_wherever_it_is() -> None:
     bench = Bench(max_sequences=1)
     reading = bench.ask(200, deadline=0.05)
     waiting = bench.ask(4, deadline=0.06)
-    bench.scheduler.admit_ingest(100, "doc", range(200), append=False, claim=Claim(deadline=0.07))
+    bench.ingest(200, deadline=0.07)
     bench.now = 0.1
     bench.run()
     for job in (reading, waiting, 100):
@@ -277,7 +290,8 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
         bench.ask(4, deadline=bench.now)
     with pytest.raises(DeadlineExceeded):
         bench.ask(4, max_tokens=500, deadline=bench.now + 0.2)
-    bench.ask(4, max_tokens=500, deadline=bench.now + 0.2, end_tokens=frozenset([1]))
+    claim, sampling = Claim(deadline=bench.now + 0.2), Sampling(max_tokens=500)
+    bench.admit(Prompt(context=None, token_ids=range(4), sampling=sampling, end_tokens=frozenset([1]), claim=claim))
     bench.ask(100, deadline=bench.now + 0.5)
     bench.scheduler.check()
 
@@ -318,7 +332,7 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    job = Ingest(0, Path(), range(9999), "doc")
+    job = Ingest(0, Path(), Document(context="doc", token_ids=range(9999)))
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)
     speeds.decode_step.add(step, 1)
@@ -330,7 +344,7 @@ def test_chunks_follow_what_they_took() -> None:
     bench = Bench(blocks=(400,), target_itl_ms=10.0, per_token=0.0005, chunk_size=400)
     stream = bench.ask(4, max_tokens=40)
     bench.step()
-    bench.scheduler.admit_ingest(100, "doc", range(1200), append=False)
+    bench.ingest(1200)
     chunks = [len(plan.work.token_ids) for plan in bench.run() if isinstance(plan.work, Prefill)]
     assert chunks[0] == 4, "nothing is known yet"
     assert set(chunks[1:30]) == {16}, "a multiple of blocks that takes less than the target, with a decode step"
