@@ -9,7 +9,7 @@ import msgspec
 
 from longleaf.geometry import OWN_ROPE, Rope
 from longleaf.runs import Run
-from longleaf.sampling import Logprobs, Sampling
+from longleaf.sampling import Sampling, Token
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -141,19 +141,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """Rank 0 to coordinator: sampled ids by sequence, in the plan's order of rows."""
+    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows."""
 
     epoch: int
     step: int
-    token_ids: dict[int, int]
-    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict[int, Logprobs])
-    """Of the sampled ids, by sequence, for those that ask for them."""
+    tokens: dict[int, Token]
     kv_bytes_read: int = 0
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
     not_finite: tuple[int, ...] = ()
-    """Sequences that have no id, because their logits are NaN or infinite. They cannot go on."""
+    """Sequences that have no token, because their logits are NaN or infinite. They cannot go on."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
     comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
