@@ -10,6 +10,7 @@ import msgspec
 
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Prefill, Row, StepPlan, StepResult
 from longleaf.errors import ModelRefused
 from longleaf.runs import Run
@@ -54,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """What a rank believes is stored, from the plans alone. Raises AssertionError when a plan contradicts it."""
+    """What a rank believes is stored, from whole plans alone. Raises AssertionError when one contradicts it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -132,6 +133,7 @@ class EchoRank:
         self._spec = spec
         self._fault = fault if fault is not None and fault.rank == spec.rank else None
         self._num_blocks = num_blocks
+        self._sequences = Sequences(spec.config.block_size)
         self._ledger = Ledger(spec.config.block_size)
 
     def open_store(self) -> int:
@@ -149,7 +151,7 @@ class EchoRank:
     def execute(self, plan: StepPlan) -> StepResult | None:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        return StepResult(plan.epoch, plan.step, self._ledger.apply(plan))
+        return StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan)))
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:

@@ -12,6 +12,7 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
@@ -51,6 +52,7 @@ class Rank:
         self._peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
+        self._sequences = Sequences(self._config.block_size)
         self._last_ids: dict[int, int] = {}
         self._sampler = Sampler()
         self._broken: set[int] = set()
@@ -136,7 +138,8 @@ class Rank:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step; rank 0 returns the sampled ids."""
+        """Runs one step; rank 0 returns the sampled tokens."""
+        plan = self._sequences.complete(plan)
         self._segments.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
