@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longleaf.channel.step import Row, Seen
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 
 
 class History:
@@ -42,10 +42,10 @@ class Sampler:
     def __init__(self) -> None:
         self._terms: dict[int, tuple[Sampling, History | None]] = {}
 
-    def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
-        """The next token id of each row, and by sequence the logprobs that are asked for."""
+    def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
+        """The next token of each row."""
         chosen: list[int] = logits_RV.argmax(dim=-1).tolist()
-        told: dict[int, Logprobs] = {}
+        told: list[Logprobs | None] = [None] * len(rows)
         for i, row in enumerate(rows):
             if row.terms is not None:
                 seen = row.terms.seen
@@ -57,8 +57,8 @@ class Sampler:
                 if history is not None:
                     history.add(chosen[i])
             if sampling.num_logprobs is not None:
-                told[row.sequence] = logprobs(logits_RV[i], chosen[i], sampling.num_logprobs)
-        return chosen, told
+                told[i] = logprobs(logits_RV[i], chosen[i], sampling.num_logprobs)
+        return list(map(Token, chosen, told))
 
 
 def sample(logits_V: Tensor, sampling: Sampling, token_index: int, history: History | None = None) -> int:

@@ -52,9 +52,9 @@ class Side:
 
     def turn(self, rows: list[Row], logits_RV: torch.Tensor) -> None:
         began = time.perf_counter()
-        chosen, _ = self.sampler.choose(rows, logits_RV)
+        tokens = self.sampler.choose(rows, logits_RV)
         self.seconds.append(time.perf_counter() - began)
-        self.chosen.append(chosen)
+        self.chosen.append([token.id for token in tokens])
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import msgspec
 from longleaf.channel.step import Comparison
 from longleaf.errors import LongleafError, NotFinite
 from longleaf.messages import UNCHANGED, ContextSettings, Progress
-from longleaf.sampling import Logprobs, Sampling
+from longleaf.sampling import Sampling, Token
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
@@ -76,13 +76,15 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Generated ids; `index` is the index in the answer of the first one."""
+    """What was generated; `index` is the index in the answer of the first token."""
 
     index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] = ()
-    """One for each id, or none when they were not asked for."""
+    tokens: tuple[Token, ...]
     sample: int = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.tokens)
 
 
 class Ended(msgspec.Struct, frozen=True):

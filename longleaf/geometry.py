@@ -11,7 +11,7 @@ FLOAT32_POSITIONS = 1 << 17
 """Contexts of up to so many positions have the model's own phases, in float32; longer ones have them in float64."""
 
 
-class Rope(msgspec.Struct, frozen=True):
+class Rope(msgspec.Struct, frozen=True, array_like=True):
     """How positions are rotated: fixed for a context when it is created, because its keys carry it."""
 
     scaled_for: int = 0

@@ -107,3 +107,11 @@ class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     top: tuple[TokenLogprob, ...]
     token_bytes: bytes | None = None
     """What the token adds to the text, which may be no whole character; None when that was not asked for."""
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A generated token, with all that is told of it. Circles cannot come from it, so the collector need not look."""
+
+    id: int
+    logprobs: Logprobs | None = None
+    """If the sampling asks for them."""

@@ -10,9 +10,11 @@ import msgspec
 
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Prefill, Row, StepPlan, StepResult
 from longleaf.errors import ModelRefused
 from longleaf.runs import Run
+from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
@@ -53,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """What a rank believes is stored, from the plans alone. Raises AssertionError when a plan contradicts it."""
+    """What a rank believes is stored, from whole plans alone. Raises AssertionError when one contradicts it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -61,8 +63,8 @@ class Ledger:
         self._token_ids: dict[int, list[int]] = {}
         self._last: dict[int, int] = {}
 
-    def apply(self, plan: StepPlan) -> dict[int, int]:
-        """Does the step; sampled ids by sequence."""
+    def apply(self, plan: StepPlan) -> dict[int, Token]:
+        """Does the step; sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self._segments[segment], self._token_ids[segment]
         for sequence in plan.release_sequences:
@@ -77,12 +79,12 @@ class Ledger:
         assert len({run.rank for run in work.pieces}) == len(work.pieces)
         self._store(work.path, work.start, work.token_ids, work.pieces)
 
-    def _row(self, row: Row) -> int:
+    def _row(self, row: Row) -> Token:
         assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
         token_ids = row.token_ids or (self._last[row.sequence],)
         self._store(row.path, row.start, token_ids, row.runs)
         self._last[row.sequence] = echo_token(token_ids[-1], row.token_index)
-        return self._last[row.sequence]
+        return Token(self._last[row.sequence])
 
     def _store(self, path: tuple[int, ...], start: int, token_ids: tuple[int, ...], runs: tuple[Run, ...]) -> None:
         """Checks that the path is known and gapless and that `runs` receive the tokens from `start` on."""
@@ -131,6 +133,7 @@ class EchoRank:
         self._spec = spec
         self._fault = fault if fault is not None and fault.rank == spec.rank else None
         self._num_blocks = num_blocks
+        self._sequences = Sequences(spec.config.block_size)
         self._ledger = Ledger(spec.config.block_size)
 
     def open_store(self) -> int:
@@ -148,7 +151,7 @@ class EchoRank:
     def execute(self, plan: StepPlan) -> StepResult | None:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        return StepResult(plan.epoch, plan.step, self._ledger.apply(plan))
+        return StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan)))
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:

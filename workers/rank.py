@@ -12,11 +12,12 @@ from longleaf.attention import Partial
 from longleaf.attention.kernels import kernel_for
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
 from longleaf.errors import StartError
-from longleaf.sampling import Logprobs
+from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers.keys.cache import Segments
@@ -37,6 +38,9 @@ from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
 
+NO_TOKEN = Token(0)
+"""Of a sequence whose logits are not finite, or were not before: all ranks go on with it until that is released."""
+
 
 class Rank:
     """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close."""
@@ -48,6 +52,7 @@ class Rank:
         self._peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
+        self._sequences = Sequences(self._config.block_size)
         self._last_ids: dict[int, int] = {}
         self._sampler = Sampler()
         self._broken: set[int] = set()
@@ -133,7 +138,8 @@ class Rank:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step; rank 0 returns the sampled ids."""
+        """Runs one step; rank 0 returns the sampled tokens."""
+        plan = self._sequences.complete(plan)
         self._segments.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
@@ -171,44 +177,38 @@ class Rank:
         step = DecodeStep(inputs, self._pool, self._kernel, self._peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
-        logprobs: dict[int, Logprobs] = {}
+        tokens: dict[int, Token] = {}
         if self._spec.rank == 0:
-            chosen, logprobs = self._choose(rows, self._logits(inputs, step))
+            tokens = self._choose(rows, self._logits(inputs, step))
+            chosen = [tokens.get(row.sequence, NO_TOKEN).id for row in rows]
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
             self._forward(self._model.decoder, inputs, step)
         if self._peers and rows:
             ids = self._peers.comm.broadcast(ids)
-        sampled = dict(zip([row.sequence for row in rows], ids.tolist(), strict=True))
-        self._last_ids.update(sampled)
+        self._last_ids.update(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         if self._spec.rank != 0:
             return result
-        sound = [row for row in work.rows if row.sequence not in self._broken]
         return msgspec.structs.replace(
             result,
-            token_ids={row.sequence: sampled[row.sequence] for row in sound if row.token_index >= 0},
-            logprobs=logprobs,
+            tokens=tokens,
             kv_bytes_read=step.kv_bytes_read,
             not_finite=tuple(row.sequence for row in rows if row.sequence in self._broken),
-            comparisons=self._verifier.compare(sound),
+            comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in self._broken),
         )
 
-    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
-        """An id for each row, and the logprobs by sequence. The id of a row whose logits are not finite, or were not
-        before, says nothing: all ranks go on with the same one until the sequence is released."""
+    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> dict[int, Token]:
+        """A token for each row, by sequence; none where logits are not finite, or were not before."""
         pairs = zip(rows, highest_are_finite(logits_RV), strict=True)
         self._broken.update(row.sequence for row, is_finite in pairs if not is_finite)
         kept = [i for i, row in enumerate(rows) if row.sequence not in self._broken]
+        if not kept:
+            return {}
         if len(kept) < len(rows):
-            logits_RV = logits_RV[kept]
-        ids, logprobs = [0] * len(rows), dict[int, Logprobs]()
-        if kept:
-            sound = [rows[i] for i in kept]
-            chosen, logprobs = self._sampler.choose(sound, logits_RV)
-            self._verifier.take(sound, chosen, logits_RV)
-            for i, token_id in zip(kept, chosen, strict=True):
-                ids[i] = token_id
-        return ids, logprobs
+            rows, logits_RV = [rows[i] for i in kept], logits_RV[kept]
+        tokens = self._sampler.choose(rows, logits_RV)
+        self._verifier.take(rows, tokens, logits_RV)
+        return {row.sequence: token for row, token in zip(rows, tokens, strict=True)}
 
     def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from longleaf.channel.step import Comparison, Row
 from longleaf.config import EngineConfig
 from longleaf.geometry import Rope
+from longleaf.sampling import Token
 from workers.keys.cache import Segments
 from workers.model.model import Model, hook
 
@@ -60,13 +61,13 @@ class Verifier:
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, Answer] = {}
 
-    def take(self, rows: Sequence[Row], chosen: Sequence[int], logits_RV: Tensor) -> None:
+    def take(self, rows: Sequence[Row], tokens: Sequence[Token], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
         for i, row in enumerate(rows):
             if row.terms is not None and row.terms.reference_ids:
                 self._answers[row.sequence] = Answer(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
-                answer.add(row, chosen[i], logits_RV[i])
+                answer.add(row, tokens[i].id, logits_RV[i])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
         """Of the answers that these rows completed, by sequence. What plain attention cannot do is told, not raised."""

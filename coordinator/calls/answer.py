@@ -1,12 +1,12 @@
 """From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from coordinator import events
 from coordinator.text.detokenizer import Alphabet, Piece, TextStream
 from coordinator.text.spelling import Speller
 from longleaf.messages import Delta, Event, Finished, Progress, Started, Timings, Usage
-from longleaf.sampling import Logprobs, Sampling
+from longleaf.sampling import Sampling, Token
 
 
 class Times:
@@ -76,7 +76,7 @@ class Answer:
 
 
 class Sample:
-    """One answer: its text, the logprobs of ids whose text is not out yet, and its end."""
+    """One answer: its text, the tokens whose text is not out yet, and its end."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Sample:
         self._speller = speller
         self._first_token_at: float | None = None
         self._num_tokens = 0
-        self._logprobs: list[Logprobs] = []
+        self._tokens: list[Token] = []
         self._end_ids: tuple[int, ...] = ()
         self.usage = Usage()
         """Of the prompt."""
@@ -104,23 +104,18 @@ class Sample:
     def take(self, event: events.Tokens) -> list[Event]:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
-        self._logprobs += self._spelled(event)
+        self._tokens += map(self._speller.take, event.tokens) if self._speller else event.tokens
         pieces: list[Piece] = []
-        for token_id in event.token_ids:
+        for token in event.tokens:
             self._num_tokens += 1
-            if token_id in self._end_tokens:
-                self._end_ids = (token_id,)  # its text, if it has any, is not part of the answer
+            if token.id in self._end_tokens:
+                self._end_ids = (token.id,)  # its text, if it has any, is not part of the answer
                 break
-            if (piece := self._text.push(token_id)) is not None:
+            if (piece := self._text.push(token.id)) is not None:
                 pieces.append(piece)
             if self._text.matched_stop:
                 return [*self._delta(pieces), self._stop()]
         return [*self._delta(pieces)]
-
-    def _spelled(self, event: events.Tokens) -> Iterable[Logprobs]:
-        if self._speller is None:
-            return event.logprobs
-        return map(self._speller.take, event.token_ids, event.logprobs)
 
     def finish(self, event: events.Ended) -> list[Event]:
         piece = self._text.finish(*self._end_ids)
@@ -141,13 +136,14 @@ class Sample:
         return Finished("stop", self._text.matched_stop, usage, timings, self._index, self._is_exact)
 
     def _delta(self, pieces: list[Piece]) -> list[Event]:
-        """The pieces of one event as one delta, with their logprobs; none when there is none."""
+        """The pieces of one event as one delta, with their tokens; none when there is none."""
         if not pieces:
             return []
-        token_ids = tuple(token_id for piece in pieces for token_id in piece.token_ids)
-        logprobs = tuple(self._logprobs[: len(token_ids)])
-        del self._logprobs[: len(token_ids)]
-        text = "".join(piece.text for piece in pieces)
+        count = pieces[-1].index + len(pieces[-1].token_ids) - pieces[0].index
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        token_ids = tuple([token.id for token in tokens])
+        logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
+        text = "".join([piece.text for piece in pieces])
         return [Delta(pieces[0].index, token_ids, text, logprobs, self._index)]
 
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from coordinator.events import Ended, Event, Started, Tokens
 from longleaf.messages import Progress
-from longleaf.sampling import Logprobs
+from longleaf.sampling import Token
 
 MAX_UNREAD = 256
 """Tokens of a sample that wait for a reader before its job is paused; those under way still come."""
@@ -19,24 +19,21 @@ class Unread:
     def __init__(self, sample: int) -> None:
         self._sample = sample
         self._index = 0
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] = []
+        self._tokens: list[Token] = []
         self.ended: Ended | None = None
 
     @property
     def is_full(self) -> bool:
-        return len(self._token_ids) >= MAX_UNREAD
+        return len(self._tokens) >= MAX_UNREAD
 
     def join(self, tokens: Tokens) -> None:
-        self._index = self._index if self._token_ids else tokens.index
-        self._token_ids += tokens.token_ids
-        self._logprobs += tokens.logprobs
+        self._index = self._index if self._tokens else tokens.index
+        self._tokens += tokens.tokens
 
     def take(self) -> Tokens | Ended | None:
-        if self._token_ids:
-            tokens = Tokens(self._index, tuple(self._token_ids), tuple(self._logprobs), self._sample)
-            self._token_ids, self._logprobs = [], []
-            return tokens
+        if self._tokens:
+            tokens, self._tokens = self._tokens, []
+            return Tokens(self._index, tuple(tokens), self._sample)
         ended, self.ended = self.ended, None
         return ended
 

@@ -7,7 +7,7 @@ from longleaf.channel.lives import Hello, Ready
 from longleaf.channel.step import Comparison, Decode, Row, StepPlan, StepResult
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.geometry import Rotary, Windows
-from longleaf.sampling import Logprobs
+from longleaf.sampling import Logprobs, Token
 
 
 def echo_token(last: int, token_index: int, vocab: int) -> int:
@@ -66,12 +66,10 @@ class FakeRanks:
             raise WorkerLost(self.lost_rank, "was told to die")
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
         self._forget(plan.release_sequences)
-        sampled = {row.sequence: self._sample(row) for row in rows}
         return StepResult(
             plan.epoch,
             plan.step,
-            sampled,
-            {i: Logprobs(-float(sampled[i]), ()) for i in sampled.keys() & self._asking},
+            {row.sequence: self._sample(row) for row in rows},
             seconds=1e-6,
             not_finite=tuple(row.sequence for row in rows if (row.sequence, row.token_index) in self.broken),
             has_finite_keys=(plan.step, None) not in self.broken,
@@ -83,12 +81,12 @@ class FakeRanks:
             self._last.pop(sequence, None)
             self._asking.discard(sequence)
 
-    def _sample(self, row: Row) -> int:
+    def _sample(self, row: Row) -> Token:
         if row.terms is not None and row.terms.sampling.num_logprobs is not None:
             self._asking.add(row.sequence)
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
-        self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
-        return self._last[row.sequence]
+        token_id = self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
+        return Token(token_id, Logprobs(-float(token_id), ()) if row.sequence in self._asking else None)
 
     def lose(self, rank: int, reason: str) -> None:
         """Loses a rank between steps."""

@@ -7,6 +7,7 @@ from coordinator.events import Claim, Document, Failed, Prompt, Started
 from coordinator.placement.blocks import Blocks, Placer, Reservation
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
+from longleaf.channel.sequences import growth
 from longleaf.channel.step import Comparison, Decode, Prefill, Row, Seen, Terms
 from longleaf.errors import NotFinite
 from longleaf.geometry import OWN_ROPE
@@ -264,13 +265,16 @@ class Sequence(Job):
         That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
         """
         segment, _ = self._active()
-        start, index = segment.end, self.num_asked
+        start, index, known = segment.end, self.num_asked, segment.window_runs
         sent = tuple(self.token_ids[self.num_placed :])  # empty, once the prompt is placed
         terms = self._terms() if sent else None
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
-        told = (index, terms, self._num_reference, self.rope, segment.window_runs)
-        return Row(self.id, self._path_ids, start, sent, runs, *told)
+        window_runs, num_reference = segment.window_runs, self._num_reference
+        if terms is not None:
+            return Row(self.id, self._path_ids, start, sent, runs, index, terms, num_reference, self.rope, window_runs)
+        window_runs = window_runs and growth(known, window_runs, placer.block_size)
+        return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
     def _terms(self) -> Terms:
         """What rank 0 must know before the first row; others would only have to read it."""

@@ -36,7 +36,7 @@ from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
 from longleaf.messages import Progress
-from longleaf.sampling import Logprobs
+from longleaf.sampling import Token
 
 
 class Scheduler:
@@ -201,7 +201,7 @@ class Scheduler:
                 self._commit_chunk(job, len(plan.work.token_ids), now)
             elif isinstance(job, Sequence):
                 job.comparison = result.comparisons.get(job.id)
-                self._commit_token(job, result.token_ids[job.id], result.logprobs.get(job.id))
+                self._commit_token(job, result.tokens[job.id])
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -227,13 +227,12 @@ class Scheduler:
         self._outcomes.append((job.id, Acknowledged(document.context)))
         self.finish(job)
 
-    def _commit_token(self, job: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        told = (logprobs,) if logprobs is not None else ()
-        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), told, job.sample)))
-        job.take(token)
-        if token in job.end_tokens:
+    def _commit_token(self, job: Sequence, token: Token) -> None:
+        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), job.sample)))
+        job.take(token.id)
+        if token.id in job.end_tokens:
             self._end(job, "end_token")
-        elif token in job.sampling.stop_tokens:
+        elif token.id in job.sampling.stop_tokens:
             self._end(job, "stop_token")
         elif job.num_generated == job.sampling.max_tokens:
             self._end(job, "length")

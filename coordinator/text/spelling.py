@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.sampling import Token, TokenLogprob
 
 Spell = Callable[[int, bool], bytes]
 """The bytes of an id that has text; the flag says that it is the first such of an answer."""
@@ -81,12 +81,14 @@ class Speller:
         self._end_tokens = end_tokens
         self._is_first = True
 
-    def take(self, token_id: int, told: Logprobs) -> Logprobs:
-        """What is told of the next token, with its bytes, and with those that the others would have had there."""
-        top = tuple(TokenLogprob(one.token_id, one.logprob, self._bytes(one.token_id)) for one in told.top)
-        spelled = replace(told, top=top, token_bytes=self._bytes(token_id))
-        self._is_first = self._is_first and token_id in self._silent
-        return spelled
+    def take(self, token: Token) -> Token:
+        """The next token: its logprobs with its bytes, and with those that the others would have had there."""
+        if token.logprobs is None:
+            return token
+        top = tuple(TokenLogprob(one.token_id, one.logprob, self._bytes(one.token_id)) for one in token.logprobs.top)
+        spelled = replace(token.logprobs, top=top, token_bytes=self._bytes(token.id))
+        self._is_first = self._is_first and token.id in self._silent
+        return replace(token, logprobs=spelled)
 
     def _bytes(self, token_id: int) -> bytes:
         is_silent = token_id in self._silent or token_id in self._end_tokens

@@ -9,7 +9,7 @@ import msgspec
 
 from longleaf.geometry import OWN_ROPE, Rope
 from longleaf.runs import Run
-from longleaf.sampling import Logprobs, Sampling
+from longleaf.sampling import Sampling, Token
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -49,12 +49,17 @@ class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
     """If rank 0 shall compare its logits with those of plain attention: the ids before its answer."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token."""
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token.
+
+    The first row of a sequence tells everything, as does the first one after the sequence was released. What does not
+    change is left out of those that follow: ranks remember it (`longleaf.channel.sequences`).
+    """
 
     sequence: int
     path: tuple[int, ...]
-    """Segments the tokens may attend to, in order; the last receives the tokens."""
+    """Segments the tokens may attend to, in order; the last receives the tokens. Empty where the sequence goes on: then
+    path and rope are those of its row before."""
     start: int
     """Position of the first token."""
     token_ids: tuple[int, ...]
@@ -64,12 +69,12 @@ class Row(msgspec.Struct, frozen=True):
     token_index: int
     """Index in the answer of the token to sample from the last position; -1 samples nothing."""
     terms: Terms | None = None
-    """With the first row of a sequence, and with the first one after the sequence was released."""
+    """With the first row."""
     num_reference: int = 0
     """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes."""
     rope: Rope = OWN_ROPE
     window_runs: tuple[Run, ...] = ()
-    """As of a chunk, but with all tokens of the row."""
+    """As of a chunk, but with all tokens of the row; where the sequence goes on, with the blocks alone that are new."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +92,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     rows: tuple[Row, ...]
 
 
-class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
+class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """What every rank must do in one step."""
 
     epoch: int
@@ -141,19 +146,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """Rank 0 to coordinator: sampled ids by sequence, in the plan's order of rows."""
+    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows."""
 
     epoch: int
     step: int
-    token_ids: dict[int, int]
-    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict[int, Logprobs])
-    """Of the sampled ids, by sequence, for those that ask for them."""
+    tokens: dict[int, Token]
     kv_bytes_read: int = 0
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
     not_finite: tuple[int, ...] = ()
-    """Sequences that have no id, because their logits are NaN or infinite. They cannot go on."""
+    """Sequences that have no token, because their logits are NaN or infinite. They cannot go on."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
     comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])

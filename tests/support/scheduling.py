@@ -4,6 +4,7 @@ from coordinator.events import Acknowledged, Claim, Document, Event, Prompt, Sta
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
@@ -22,13 +23,15 @@ class Bench:
         blocks: tuple[int, ...] = (64, 64),
         max_positions: int = 2000,
         windows: Windows | None = None,
+        rotary: Rotary | None = None,
         check_every: int = 1,
         **changes: object,
     ) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.placer = Placer(blocks, self.config.block_size, windows)
-        self.scheduler = Scheduler(self.config, self.placer, Positions(Rotary(), max_positions), epoch=1)
+        self.scheduler = Scheduler(self.config, self.placer, Positions(rotary or Rotary(), max_positions), epoch=1)
+        self.sequences = Sequences(self.config.block_size)
         self.ledger = Ledger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
@@ -88,6 +91,7 @@ class Bench:
         self._check()
 
     def _result(self, plan: StepPlan) -> StepResult:
+        plan = self.sequences.complete(plan)
         if self.window_ledger:
             self.window_ledger.apply(plan)
         seconds = plan.num_tokens * self.seconds_per_token

@@ -35,6 +35,7 @@ from longleaf.messages import (
     RankShare,
     Worker,
 )
+from longleaf.sampling import Token
 
 END = "<|end|>"
 TEMPLATE = (
@@ -152,7 +153,7 @@ class FakeEngine:
         script: list[events.Event] = [events.Started(num_prompt, held), Progress(num_prompt, num_prompt)]
         index = 0
         for token_ids in self.answer:
-            script.append(events.Tokens(index, token_ids))
+            script.append(events.Tokens(index, tokens(token_ids)))
             index += len(token_ids)
         script += self.script
         if not self.is_endless and self.late_error is None and not self.script:
@@ -284,6 +285,11 @@ BYTES = byte_tokenizer()
 def ids(text: str) -> tuple[int, ...]:
     """Ids of `text` in the served model's tokenizer."""
     return tuple(BYTES.encode(text).ids)
+
+
+def tokens(token_ids: Sequence[int]) -> tuple[Token, ...]:
+    """As an engine tells them when no logprobs are asked for."""
+    return tuple(map(Token, token_ids))
 
 
 def encoded(encoder: Encoder, text: str) -> list[int]:

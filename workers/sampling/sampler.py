@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longleaf.channel.step import Row, Terms
-from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.sampling import Logprobs, Token, TokenLogprob
 from workers.sampling import distribution, draws
 from workers.sampling.penalties import Penalties
 
@@ -32,8 +32,8 @@ class Sampler:
     def __init__(self) -> None:
         self._choosers: dict[int, Chooser] = {}
 
-    def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> tuple[list[int], dict[int, Logprobs]]:
-        """The next token id of each row, from its logits [V], and by sequence the logprobs that are asked for."""
+    def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
+        """The next token of each row, from its logits [V]."""
         choosers = [self._chooser(row, logits_RV.shape[-1]) for row in rows]
         chosen = [0] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
@@ -42,12 +42,13 @@ class Sampler:
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
                 choosers[i].penalties.add(token_id)
-        told: dict[int, Logprobs] = {}
+        told: list[Logprobs | None] = [None] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = choosers[some[0]].sampling.num_logprobs
-            found = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
-            told.update(zip([rows[i].sequence for i in some], found, strict=True))
-        return chosen, told
+            entries = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
+            for i, entry in zip(some, entries, strict=True):
+                told[i] = entry
+        return list(map(Token, chosen, told))
 
     def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
         """That of the row's sequence, begun anew where the row tells its terms."""

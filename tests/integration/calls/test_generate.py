@@ -24,10 +24,10 @@ from longleaf.errors import (
     InvalidArgument,
 )
 from longleaf.messages import Delta, Finished, Started, Usage
-from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.sampling import Logprobs, Token, TokenLogprob
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.support.service import BYTES, TEXT, FakeEngine, Served, byte_tokenizer, collect, ids, write_model
+from tests.support.service import BYTES, TEXT, FakeEngine, Served, byte_tokenizer, collect, ids, tokens, write_model
 
 
 async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
@@ -87,8 +87,8 @@ async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     said = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
-    tokens = (events.Tokens(index, ids(text), sample=sample) for sample, index, text in said)
-    service.engine.script = (*tokens, events.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
+    parts = (events.Tokens(index, tokens(ids(text)), sample) for sample, index, text in said)
+    service.engine.script = (*parts, events.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
     request = codec.encode_generate(
         "x", context=None, use_chat_template=None, sampling={"stop": ["END"]}, num_samples=2
     )
@@ -110,7 +110,7 @@ async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
 async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
     token_ids = ids("é!")
     entries = [Logprobs(-float(i), (TokenLogprob(i, -0.5),)) for i in range(len(token_ids))]
-    parts = [events.Tokens(i, (token_ids[i],), (entries[i],)) for i in range(len(token_ids))]
+    parts = [events.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
     service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=1)
     deltas = [event async for event in answer if isinstance(event, Delta)]
@@ -123,7 +123,7 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
     """A character that is spread over two tokens is in neither's text alone."""
     token_ids = ids("é!")
     entries = [Logprobs(-1.0, tuple(TokenLogprob(i, -0.5) for i in (token_id, ids("a")[0]))) for token_id in token_ids]
-    parts = [events.Tokens(i, (token_ids[i],), (entries[i],)) for i in range(len(token_ids))]
+    parts = [events.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
     service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=2, with_token_bytes=True)
     told = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]

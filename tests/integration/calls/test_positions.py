@@ -36,7 +36,7 @@ class Running:
     def ropes(self) -> set[Rope]:
         """Those that the ranks were told so far."""
         works = [plan.work for plan in self.ranks.plans]
-        rows = [row for work in works if isinstance(work, Decode) for row in work.rows]
+        rows = [row for work in works if isinstance(work, Decode) for row in work.rows if row.path]
         return {part.rope for part in (*rows, *(work for work in works if isinstance(work, Prefill)))}
 
 

@@ -27,7 +27,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.messages import Progress
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
+from longleaf.sampling import Sampling, Token
 from workers.control import connect, serve, taking_notes
 from workers.fakes import EchoMain, EchoRank, Fault, echo_token
 
@@ -203,8 +203,8 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
     steps = [asyncio.create_task(control.step(plan)) for plan in plans[:2]]
     assert [decode_to_rank(await rank.recv()) for _ in steps] == plans[:2]
     for number in (2, 1):
-        await rank.send(encode(StepResult(1, number, {number: number})))
-    assert [(await step).token_ids for step in steps] == [{1: 1}, {2: 2}]
+        await rank.send(encode(StepResult(1, number, {number: Token(number)})))
+    assert [(await step).tokens for step in steps] == [{1: Token(1)}, {2: Token(2)}]
     steps = [asyncio.create_task(control.step(plan)) for plan in plans[2:]]
     for step in steps:
         with pytest.raises(WorkerLost, match="step 3 took longer"):
@@ -223,8 +223,8 @@ async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
     assert decode_to_rank(await rank.recv()) == Join(3, "127.0.0.1", 0, ("node",))
     step = asyncio.create_task(control.step(StepPlan(3, 1, Decode(()))))
     for epoch in (2, 4, 3):
-        await rank.send(encode(StepResult(epoch, 1, {epoch: 7})))
-    assert (await step).token_ids == {3: 7}
+        await rank.send(encode(StepResult(epoch, 1, {epoch: Token(7)})))
+    assert (await step).tokens == {3: Token(7)}
     await control.close()
     context.destroy(linger=0)
 

@@ -22,6 +22,7 @@ from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
+from longleaf.sampling import Token
 from workers.control import connect
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +39,7 @@ LIES: tuple[FromRank, ...] = (
     Ready(0, "cpu", "float32", 666, 64),
     Failed(0, "a lie"),
     Heartbeat(0),
-    StepResult(1, 1, {1: 666}),
+    StepResult(1, 1, {1: Token(666)}),
 )
 """What rank 1 may not say: it speaks for others."""
 
@@ -82,8 +83,8 @@ async def check_service(control: Control, first: Socket) -> None:
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
     step = asyncio.create_task(control.step(PLAN))
     await asyncio.to_thread(lambda: [decode_to_rank(first.recv()) for _ in ("join", "plan")])
-    first.send(encode(StepResult(1, 1, {1: 5})))
-    assert (await step).token_ids == {1: 5}
+    first.send(encode(StepResult(1, 1, {1: Token(5)})))
+    assert (await step).tokens == {1: Token(5)}
 
 
 async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
@@ -120,7 +121,7 @@ def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: Control
 @pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
 async def test_a_stranger_is_refused_and_counted(context, control: Control, caplog, enter) -> None:
     stranger = enter(context, control)
-    for message in (*LIES, StepResult(1, 1, {1: 666})):
+    for message in (*LIES, StepResult(1, 1, {1: Token(666)})):
         stranger.send(encode(message))
     stranger.send(b"\xff" * 1000)
     await until(lambda: control.num_refused)
@@ -195,8 +196,8 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     replayed.send(encode(Failed(1, "from the second connection")))
     step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
-    ranks[0].send(encode(StepResult(1, 2, {1: 6})))
-    assert (await step).token_ids == {1: 6}
+    ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
+    assert (await step).tokens == {1: Token(6)}
     assert replayed.poll(0) == 0
 
 
@@ -211,8 +212,8 @@ async def test_a_member_that_was_replaced_is_a_stranger(context, control: Contro
     await until(lambda: control.num_refused)
     step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
     await asyncio.to_thread(ranks[0].recv)
-    ranks[0].send(encode(StepResult(1, 2, {1: 6})))
-    assert (await step).token_ids == {1: 6}
+    ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
+    assert (await step).tokens == {1: Token(6)}
 
 
 async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:

@@ -13,6 +13,7 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import (
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_unread = config.max_sequences + config.max_waiting
         self.placer = Placer(blocks, block_size, windows)
         self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
+        self.sequences = Sequences(block_size)
         self.ledger = Ledger(block_size)
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
         self.plans: deque[StepPlan] = deque()
@@ -251,10 +253,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         plan = self.plans.popleft()
         self.now += self.seconds
+        whole = self.sequences.complete(plan)
         if self.window_ledger:
-            self.window_ledger.apply(plan)
-        result = StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=self.seconds)
-        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+            self.window_ledger.apply(whole)
+        result = StepResult(plan.epoch, plan.step, self.ledger.apply(whole), seconds=self.seconds)
+        for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]
             if row.token_index <= len(answer):  # or the answer's end was not known when the row was planned

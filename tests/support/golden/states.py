@@ -9,7 +9,7 @@ import torch
 from coordinator.engine.engine import Engine
 from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
-from longleaf.sampling import Logprobs
+from longleaf.sampling import Token
 from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.threads import Spoil, ThreadRanks
 from workers.rank import Rank
@@ -44,7 +44,7 @@ class Logits:
         """Hand this to `running`."""
         choose = rank._sampler.choose
 
-        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> tuple[list[int], dict[int, Logprobs]]:
+        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> list[Token]:
             self._found.append(logits_RV[0].float())
             return choose(rows, logits_RV)
 

@@ -10,8 +10,8 @@ from coordinator import events
 from coordinator.calls.answer import Answer
 from coordinator.text.detokenizer import Alphabet
 from longleaf.messages import Delta, Event, Finished, Started, Usage
-from longleaf.sampling import Logprobs, Sampling
-from tests.support.service import BYTES, ids
+from longleaf.sampling import Logprobs, Sampling, Token
+from tests.support.service import BYTES, ids, tokens
 
 END = BYTES.token_to_id("<|end|>")
 ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
@@ -65,7 +65,7 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
         said.append([])
         for start in range(0, len(token_ids), step):
             part = token_ids[start : start + step]
-            said[-1].append(events.Tokens(start, part, tuple(map(logprob_of, part)), sample))
+            said[-1].append(events.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
         said[-1].append(ended(sample))
     alone = []
     for script in said:
@@ -94,21 +94,21 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
 def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     both = answer(2, stop=("END",))
     both.take(events.Started(5, 3, 1))
-    messages = told(both, events.Tokens(0, ids("xENDy"), (), 1), events.Tokens(5, ids("z"), (), 1), ended(1))
+    messages = told(both, events.Tokens(0, tokens(ids("xENDy")), 1), events.Tokens(5, tokens(ids("z")), 1), ended(1))
     assert text_of(messages, 1) == "x"
     finished = messages[-1]
     assert isinstance(finished, Finished)
     assert (finished.sample, finished.reason, finished.matched_stop) == (1, "stop", "END")
     assert finished.usage == Usage(5, 3, 4)
     assert not both.is_finished
-    messages = told(both, events.Tokens(0, ids("END"), (), 0))
+    messages = told(both, events.Tokens(0, tokens(ids("END"))))
     assert isinstance(messages[-1], Finished)
     assert both.is_finished
 
 
 def test_times_of_a_stop_string_are_taken_here() -> None:
     one = answer(stop=("b",))  # arrived at 1
-    messages = told(one, events.Started(5, 3), events.Tokens(0, ids("a")), events.Tokens(1, ids("b")))
+    messages = told(one, events.Started(5, 3), events.Tokens(0, tokens(ids("a"))), events.Tokens(1, tokens(ids("b"))))
     finished = messages[-1]
     assert isinstance(finished, Finished)
     timings = finished.timings
@@ -120,7 +120,7 @@ def test_times_of_a_stop_string_are_taken_here() -> None:
 def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token: bool) -> None:
     stop_token = ids("!")[0]
     one = answer(stop_tokens=(stop_token,), ignore_end_token=ignore_end_token)
-    messages = told(one, events.Tokens(0, (*ids("ab"), stop_token)), ended(reason="stop_token"))
+    messages = told(one, events.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
     assert text_of(messages) == "ab"
     assert [i for m in messages if isinstance(m, Delta) for i in m.token_ids] == [*ids("ab"), stop_token]
     assert isinstance(messages[-1], Finished)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coordinator import events
-from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.sampling import Logprobs, Token, TokenLogprob
 from tests.support.service import byte_tokenizer
 from tests.support.terminal import ANSWER, Terminal
 
@@ -78,7 +78,8 @@ async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -
 
 async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
     end, first = events.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
-    terminal.engine.script = (events.Tokens(0, (first,), (Logprobs(-1.0, (TokenLogprob(first, -1.0),)),)), end)
+    token = Token(first, Logprobs(-1.0, (TokenLogprob(first, -1.0),)))
+    terminal.engine.script = (events.Tokens(0, (token,)), end)
     terminal.engine.answer = ()
     asked = ("generate", "--prompt", "x", "--logprobs", "1")
     [entry] = (await terminal.json(*asked, "--token-bytes"))[0]["logprobs"]

@@ -161,7 +161,7 @@ async def test_logprobs_and_stop_tokens_come_through() -> None:
         sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
         stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
         events = [event async for event in stream]
-        told = [entry for event in events if isinstance(event, Tokens) for entry in event.logprobs]
+        told = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
         assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
         assert isinstance(events[-1], Ended)
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)

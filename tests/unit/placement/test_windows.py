@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import LAST_ENDS
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.geometry import EVERY_RANK, Reach, Windows
@@ -16,7 +17,7 @@ WINDOW = Windows(reaches=(Reach(8),), num_blocks=40)
 def window_runs(plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
     """First position, end and number of blocks of each run, by plan."""
     found: list[list[tuple[int, int, int]]] = []
-    for plan in plans:
+    for plan in map(Sequences(4).complete, plans):
         work = plan.work if isinstance(plan.work, Prefill) else plan.work.rows[0]
         assert all(run.rank == EVERY_RANK for run in work.window_runs)
         found.append([(run.start, run.end, len(run.blocks)) for run in work.window_runs])
@@ -132,7 +133,7 @@ def test_samples_roll_windows_of_their_own() -> None:
     bench = Asker(windows=WINDOW)
     job = bench.prompt(range(41), max_tokens=12, num_samples=3)
     plans = bench.run()
-    rows = plans[-1].work
+    rows = list(map(Sequences(4).complete, plans))[-1].work
     assert isinstance(rows, Decode)
     assert len({block for row in rows.rows for run in row.window_runs for block in run.blocks}) == 3 * 2
     assert [bench.answer(job, sample) for sample in range(3)] == [bench.answer(job)] * 3

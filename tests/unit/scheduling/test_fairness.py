@@ -11,6 +11,7 @@ from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.queue import AGEING
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
@@ -26,7 +27,7 @@ class Bench:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, Placer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
-        self.ledger = Ledger(4)
+        self.sequences, self.ledger = Sequences(4), Ledger(4)
         self.per_token = per_token
         self.now = 0.0
         self.began: list[int] = []
@@ -59,7 +60,8 @@ class Bench:
         if plan is not None:
             seconds = plan.num_tokens * self.per_token
             self.now += seconds
-            outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, self.ledger.apply(plan), seconds=seconds))
+            tokens = self.ledger.apply(self.sequences.complete(plan))
+            outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, tokens, seconds=seconds))
         for job, outcome in outcomes:
             self.began += [job] if isinstance(outcome, Started) else []
             self.seen.setdefault(job, []).append(outcome)

@@ -72,7 +72,7 @@ def test_of_tokens_equally_likely_top_p_keeps_those_of_larger_ids(dtype):
     logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
     sampling = Sampling(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
     kept = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
-    chosen = [Sampler().choose([row], logits_V[None])[0][0] for row in every_draw(sampling, 600)]
+    chosen = [Sampler().choose([row], logits_V[None])[0].id for row in every_draw(sampling, 600)]
     assert set(chosen) <= kept
     assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == kept
 
@@ -107,7 +107,7 @@ def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[Sampling]:
 def test_all_tokens_that_are_as_likely_as_the_last_of_top_k_are_kept():
     logits_RV = torch.arange(500.0).clamp(min=5.0, max=450.0)[None]
     sampling = Sampling(temperature=1.0, top_k=2, seed=1)
-    drawn = {Sampler().choose([row], logits_RV)[0][0] for row in every_draw(sampling, 1000)}
+    drawn = {Sampler().choose([row], logits_RV)[0].id for row in every_draw(sampling, 1000)}
     assert drawn == set(range(450, 500))
 
 

@@ -1,0 +1,174 @@
+"""Rows tell once what does not change: what ranks make of them is what whole rows would have said."""
+
+from collections import Counter, deque
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from coordinator.scheduling.jobs import Sequence
+from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import Decode, Prefill, Row, StepPlan
+from longleaf.errors import LongleafError
+from longleaf.geometry import OWN_ROPE, Rope, Rotary, Windows
+from longleaf.runs import Run
+from tests.scheduling import Bench
+from tests.window_ledger import windows_of
+
+SCALED_FROM = 24
+"""Prompts and contexts of more positions have another rope."""
+NUM_RANKS = 2
+
+
+class Watched(Bench):
+    """Notes the whole rows of each plan when it is made, and holds against them what each rank makes of the plan, in
+    its turn and from its bytes."""
+
+    def __init__(self, windows: Windows | None = None, **changes: object) -> None:
+        rotary = Rotary(kind="longrope", scaled_from=SCALED_FROM)
+        super().__init__(blocks=(24, 24), windows=windows, rotary=rotary, check_every=50, **changes)
+        self.ranks = [Sequences(self.config.block_size) for _ in range(NUM_RANKS)]
+        self.under_way: deque[tuple[StepPlan, StepPlan]] = deque()
+        self.num_first = Counter[int]()
+        """By sequence, the rows that told everything."""
+
+    def plan(self) -> bool:
+        """Whether there was something to do."""
+        if (plan := self.schedule()) is None:
+            return False
+        work = plan.work
+        if isinstance(work, Decode):
+            work = Decode(tuple(map(self._whole, work.rows)))
+            self.num_first.update(row.sequence for row in plan.work.rows if row.path)
+        self.under_way.append((plan, replace(plan, work=work)))
+        return True
+
+    def _whole(self, row: Row) -> Row:
+        job = self.scheduler._running[row.sequence]
+        assert isinstance(job, Sequence)
+        assert job.segment is not None
+        return replace(row, path=job.segment.path.ids, rope=job.rope, window_runs=job.segment.window_runs)
+
+    def land(self) -> None:
+        plan, whole = self.under_way.popleft()
+        for rank in self.ranks:
+            received = decode_to_rank(encode(plan))
+            assert isinstance(received, StepPlan)
+            assert rank.complete(received) == whole
+        self.commit(plan)
+
+    def steps(self, count: int, ahead: int) -> None:
+        for _ in range(count):
+            while len(self.under_way) < ahead and self.plan():
+                pass
+            if self.under_way:
+                self.land()
+
+
+NAMES = st.sampled_from(["a", "b"])
+ASKS = st.tuples(
+    st.just("ask"),
+    st.integers(1, 40),
+    st.integers(1, 14),
+    st.none() | NAMES,
+    st.just(()),
+    st.integers(0, 2),
+    st.sampled_from([1, 1, 2, 3]),
+)
+ACTIONS = st.one_of(
+    ASKS,
+    st.tuples(st.just("ingest"), NAMES, st.integers(1, 30), st.booleans()),
+    st.tuples(st.just("fork"), NAMES, NAMES, st.none() | st.integers(1, 40)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("pause"), st.integers(0, 20), st.booleans()),
+    st.tuples(st.just("steps"), st.integers(1, 12), st.integers(1, 2)),
+)
+
+
+def act(bench: Watched, action: tuple) -> None:  # type: ignore[type-arg]
+    kind, *arguments = action
+    scheduler = bench.scheduler
+    others = {"fork": scheduler.fork_context, "cancel": scheduler.cancel, "pause": scheduler.pause}
+    with suppress(LongleafError):  # refused
+        (others[kind] if kind in others else getattr(bench, kind))(*arguments)
+
+
+@given(
+    windows=st.none() | windows_of(12, 40),
+    max_sequences=st.integers(1, 3),
+    actions=st.lists(ACTIONS, min_size=4, max_size=30),
+)
+@settings(max_examples=150, deadline=None)
+def test_ranks_know_what_whole_rows_would_have_said(
+    windows: Windows | None,
+    max_sequences: int,
+    actions: list[tuple],  # type: ignore[type-arg]
+) -> None:
+    bench = Watched(windows, max_sequences=max_sequences)
+    for action in actions:
+        act(bench, action)
+    for job in range(bench.num_jobs):
+        bench.scheduler.pause(job, False)
+    while bench.plan() or bench.under_way:
+        bench.steps(1, 2)
+    bench.scheduler.check()
+
+
+@pytest.mark.parametrize("windows", [None, Windows(windows=(8,), num_blocks=60)], ids=["sharded", "replicated"])
+def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | None) -> None:
+    bench = Watched(windows, max_sequences=2)
+    job = bench.ask(SCALED_FROM, max_tokens=20, num_samples=2)
+    bench.steps(9, 2)
+    bench.ask(4, max_tokens=2, priority=1)
+    while bench.plan() or bench.under_way:
+        bench.steps(1, 2)
+    assert sorted(bench.tokens(job)) == sorted(2 * bench.alone(SCALED_FROM, 20))
+    assert sorted(bench.num_first.values()) == [1, 1, 2]
+
+
+def size(num_segments: int, window: int = 0) -> int:
+    """Bytes of the last step of an answer after a path of so many segments, and so many tokens of it in a window."""
+    windows = Windows(windows=(window,), num_blocks=400) if window else None
+    bench = Bench(windows=windows, max_positions=4000, blocks=(400,), check_every=200)
+    for number in range(num_segments):
+        bench.ingest("doc", 12, append=number > 0)
+        bench.run()
+    bench.ask(3, context="doc", max_tokens=250)
+    last = bench.run()[-1]
+    assert isinstance(last.work, Decode)
+    return len(encode(last))
+
+
+def test_steps_do_not_grow_with_what_came_before() -> None:
+    assert size(50) == pytest.approx(size(2), abs=12)  # numbers that are larger
+    assert size(2, window=200) == pytest.approx(size(2, window=8), abs=12)
+
+
+ROPE = Rope(scaled_for=100)
+FIRST = Row(7, (1, 2), 40, (5, 6), (Run(0, 40, 42, (3,)),), 0, rope=ROPE)
+NEXT = Row(7, (), 42, (), (Run(0, 40, 43, (3,)),), 1)
+
+
+def step(*rows: Row, release: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(1, 1, Decode(rows), release_sequences=release)
+
+
+def test_what_was_not_told_is_refused() -> None:
+    told = Sequences(4)
+    with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
+        told.complete(step(NEXT))
+    assert told.complete(step(FIRST)) == step(FIRST)
+    assert told.complete(step(NEXT)) == step(replace(NEXT, path=(1, 2), rope=ROPE))
+    told.complete(StepPlan(1, 2, Prefill((9,), 0, (1,), ()), release_sequences=(7,)))
+    with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
+        told.complete(step(NEXT))
+
+
+def test_a_sequence_begins_anew_in_the_plan_that_releases_it() -> None:
+    told, again = Sequences(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
+    told.complete(step(FIRST))
+    assert told.complete(step(again, release=(7,))) == step(again, release=(7,))
+    assert told.complete(step(NEXT)).work.rows[0].rope == OWN_ROPE  # type: ignore[union-attr]
