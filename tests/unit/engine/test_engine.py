@@ -115,7 +115,7 @@ async def test_slow_reader_gets_joined_tokens() -> None:
 async def test_an_observer_sees_every_step_with_its_answer() -> None:
     ranks, seen = FakeRanks(2, 100), list[tuple[StepPlan, StepResult]]()
     async with running(ranks, observe=lambda plan, result: seen.append((plan, result))) as (engine, _):
-        [_ async for _ in engine.ingest("doc", range(64), append=False)]
+        [_ async for _ in engine.ingest(Document(context="doc", token_ids=range(64)))]
         streams = [engine.submit(prompt(3, 5, "doc")), engine.submit(prompt(20, 9))]
         for stream in streams:
             [_ async for _ in stream]
