@@ -1,5 +1,6 @@
 """Ray on two hosts, which are network namespaces of this machine: the ranks find each other without being told how."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -59,8 +60,8 @@ def answer(service: Served, document: Path) -> str:
 def test_two_ranks_on_each_of_two_hosts_answer_like_one(
     checkpoint: Path, tmp_path: Path, network: Network, started: ExitStack, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *(name for name in os.environ if name.startswith("RAY_"))):
+        monkeypatch.delenv(name, raising=False)  # a Ray that another test started has left what it needs
     for name, value in {"MODE": "token", "TOKEN": "a token of the cluster"}.items():
         monkeypatch.setenv(f"RAY_AUTH_{name}", value)
     # a short path: the sockets of Ray lie in it, and their names have a limit

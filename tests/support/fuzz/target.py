@@ -42,7 +42,9 @@ REFUSALS = {
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
 }
+"""ABORTED: another call cancelled the generation."""
 PLAIN = (5, 6, 7)
 LOST_STATUS = "Internal error from Core"
 """What grpc.aio's client says when a call ends, with whatever status, while it sends."""
