@@ -127,7 +127,7 @@ class Rank:
         else:
             merge = make_merge(self._config.merge, groups, self._wire)
             # what is compiled or connected at the first use must not make the first step wait
-            merge.merge(Partial.identity(1, heads, dim, device=self._device))
+            merge.to_all(Partial.identity(1, heads, dim, device=self._device))
         self._peers = Peers(groups.world, merge)
         if ready.windows:
             # their blocks have the same ids on every rank, so they are as many as the rank has that has the fewest

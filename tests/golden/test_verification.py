@@ -58,9 +58,9 @@ async def test_partials_count_only_where_they_travel(goldens, world_size, dtype)
 
 def deaf(index, rank):
     """What rank 2 has to say is lost in the merge of decoded rows."""
-    merge = rank._peers.merge.merge
+    merge = rank._peers.merge.to_all
     if index == 2:
-        rank._peers.merge.merge = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
+        rank._peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
 
 
 def forgetful(index, rank):

@@ -80,7 +80,7 @@ class DecodeStep:
             return with_sink(local.over_pool(layer, q_THD, local.inputs.reads[layer], call), call).out_THD
         local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
         partial = local(layer, q_THD, call)
-        return (self._peers.merge.merge(partial) if self._peers else partial).out_THD
+        return (self._peers.merge.to_all(partial) if self._peers else partial).out_THD
 
 
 class PrefillStep:
@@ -107,7 +107,7 @@ class PrefillStep:
             before = self._before(layer, past, q_THD, call, peers.comm)
             return with_sink(merge(before, own) if before else own, call).out_THD
         rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
-        return peers.merge.merge_to_owner(local(layer, rows_THD, call)).out_THD
+        return peers.merge.to_owner(local(layer, rows_THD, call)).out_THD
 
     def _before(self, layer: int, past: Past, q_THD: Tensor, call: LayerCall, comm: Comm) -> Partial | None:
         """The own rows over the gathered keys; None when nothing lies before any piece."""
