@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from longleaf.errors import StartError
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
-from workers.keys.cache import Segments
+from workers.keys.ledger import Ledger
 from workers.keys.pools import (
     check_kv_bytes,
     kv_bytes_per_token,
@@ -34,6 +35,7 @@ from workers.model import model as models
 from workers.sampling.sampler import Sampler
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs
+from workers.step.layers import RowLayer
 from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
@@ -74,11 +76,11 @@ class Rank:
         check_kv_bytes(config, self._device, num_ranks_here)
         self._model = models.load(config.model, config.dtype, self._device)
         self._pool, windows = make_pool(self._model, config, num_ranks_here)
-        self._segments = Segments(self._spec.rank, config.block_size)
+        self._ledger = Ledger(self._spec.rank, config.block_size)
         self._wire = Wire(getattr(torch, config.partials))
         self._inputs = self._make_inputs()
         self._kernel = kernel_for(torch.device(self._device).type)
-        self._verifier = Verifier(self._model, self._segments, config)
+        self._verifier = Verifier(self._model, self._ledger, config)
         self._ready = Ready(
             rank=self._spec.rank,
             device=self._device,
@@ -91,12 +93,18 @@ class Rank:
         )
 
     def _make_inputs(self) -> InputBuilder:
-        model, config = self._model, self._config
-        place = (self._spec.rank, config.world_size, self._pool, self._segments)
-        pasts = PastBuilder(*place, sharded_layers(model, config), config.prefill, self._wire)
-        windowed = windowed_layers(model, config)
-        windows = WindowBuilder(self._spec.rank, config.world_size, self._segments, windowed, self._device)
-        return InputBuilder(*place, model.layers, pasts, windows if windowed else None)
+        model, config, ledger, pool = self._model, self._config, self._ledger, self._pool
+        sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
+        size = config.world_size
+        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._device)
+        return InputBuilder(
+            ledger,
+            pool,
+            model.layers,
+            world_size=size,
+            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            windows=windows if windowed else None,
+        )
 
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
@@ -140,7 +148,7 @@ class Rank:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""
         plan = self._sequences.complete(plan)
-        self._segments.release(plan.release_segments)
+        self._ledger.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
         self._broken.difference_update(plan.release_sequences)
@@ -210,13 +218,13 @@ class Rank:
         self._verifier.take(rows, tokens, logits_RV)
         return {row.sequence: token for row, token in zip(rows, tokens, strict=True)}
 
-    def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
+    def _logits(self, inputs: Inputs[RowLayer], step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""
         keep = torch.tensor(inputs.sample_rows, dtype=torch.long, device=self._device)
         return self._forward(self._model.module, inputs, step, logits_to_keep=keep)[0][0]
 
     def _forward(
-        self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
+        self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
         self._model.ropes.rows = inputs.ropes
         arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)

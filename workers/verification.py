@@ -23,7 +23,7 @@ from longleaf.channel.step import Comparison, Row
 from longleaf.config import EngineConfig
 from longleaf.geometry import Rope
 from longleaf.sampling import Token
-from workers.keys.cache import Segments
+from workers.keys.ledger import Ledger
 from workers.model.model import Model, hook
 
 PLAIN = "eager"
@@ -49,9 +49,9 @@ class Answer:
 class Verifier:
     """Compares the answers of those sequences that ask for it."""
 
-    def __init__(self, model: Model, segments: Segments, config: EngineConfig) -> None:
+    def __init__(self, model: Model, ledger: Ledger, config: EngineConfig) -> None:
         self._model = model
-        self._segments = segments
+        self._ledger = ledger
         self._world_size = config.world_size
         dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
@@ -103,7 +103,7 @@ class Verifier:
 
     def _holds(self, rank: int, row: Row) -> bool:
         """Whether a rank has keys that the row saw."""
-        return any(True for _ in self._segments.extents(row.path, 0, row.start + row.num_tokens, rank))
+        return any(True for _ in self._ledger.extents(row.path, 0, row.start + row.num_tokens, rank))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops what was kept of sequences that have ended, or begin anew."""
