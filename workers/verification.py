@@ -31,7 +31,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that mean the same in another of these types; those of quantised weights do not."""
 
 
-class Answer:
+class Compared:
     """The tokens of one sequence, and the logits [V], float32, that those of its answer were chosen from."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -59,13 +59,13 @@ class Verifier:
         self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
         """Plain attention rounds no keys to 8 bits; what that brings is about what bfloat16 weights bring."""
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Compared] = {}
 
     def take(self, rows: Sequence[Row], tokens: Sequence[Token], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
         for i, row in enumerate(rows):
             if row.terms is not None and row.terms.reference_ids:
-                self._answers[row.sequence] = Answer(row.terms.reference_ids)
+                self._answers[row.sequence] = Compared(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, tokens[i].id, logits_RV[i])
 
@@ -74,7 +74,7 @@ class Verifier:
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 
-    def _compare(self, row: Row, answer: Answer) -> Comparison:
+    def _compare(self, row: Row, answer: Compared) -> Comparison:
         began = time.monotonic()
         try:
             exact_NV = self._plain_logits(row, answer, "float32")
@@ -97,7 +97,7 @@ class Verifier:
             seconds=time.monotonic() - began,
         )
 
-    def _plain_logits(self, row: Row, answer: Answer, dtype: str) -> Tensor:
+    def _plain_logits(self, row: Row, answer: Compared, dtype: str) -> Tensor:
         with computing_in(self._model.module, getattr(torch, dtype)):
             return plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
 
