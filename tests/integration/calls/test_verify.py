@@ -139,7 +139,7 @@ class ForgetfulRank(Rank):
     def load(self) -> None:
         super().load()
         if self._spec.rank == 1:
-            self._pool.store = Perturbed(self._pool)
+            self.pool.store = Perturbed(self.pool)
 
 
 class Perturbed:
