@@ -139,8 +139,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
     store = connect_store(HOST, port)
     rows: list[Row] = []
     for epoch, transport in enumerate(options.transport, 1):
-        shared = transport == "shared_memory"
-        owner = ProcessGroups(rank, topology, store, epoch=epoch, device="cpu", timeout=TIMEOUT, shared_memory=shared)
+        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, transport=transport)
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
                 tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")

@@ -16,7 +16,7 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
+from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
 from longleaf.errors import StartError
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
@@ -121,8 +121,8 @@ class Rank:
             Topology(join.nodes),
             store,
             epoch=join.epoch,
-            device=self._device,
             timeout=self._config.longest_wait,
+            transport=fastest_transport(self._device),
         )
         return self.connect(self._process_groups.groups)
 

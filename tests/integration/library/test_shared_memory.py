@@ -453,7 +453,7 @@ def count_bytes(rank, owner):
 def test_what_merges_send_is_counted(shared):
     out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
     half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
-    (counted, first), (same, second) = run_ranks("aa", count_bytes, shared_memory=shared)
+    (counted, first), (same, second) = run_ranks("aa", count_bytes, transport="shared_memory" if shared else "gloo")
     packed = {
         "gather": (1, out + lse),
         "butterfly": (1, out + lse),
