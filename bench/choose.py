@@ -77,7 +77,7 @@ def race(rank: Rank, repeats: int) -> Row:
     turns: dict[int, dict[str, list[float]]] = {}
     for timing in chosen.timings:
         partial = Partial(torch.randn(timing.rows, HEADS, DIM), torch.randn(timing.rows, HEADS))
-        calls = {str(name): functools.partial(merge.merge, partial) for name, merge in merges.items()}
+        calls = {str(name): functools.partial(merge.to_all, partial) for name, merge in merges.items()}
         turns[timing.rows] = rank.take_turns(calls, repeats=repeats, warm_up=3, in_a_row=4)
     choices = {timing.rows: timing.merge for timing in chosen.timings}
     return {"transport": groups.node.transport, "seconds": seconds, "choices": choices, "turns": turns}

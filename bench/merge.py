@@ -125,7 +125,7 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
         counts = {key: count(rank, key, partial, options.repeats) for key in merges}
         used = {key: merge for key, merge in merges.items() if counts[key] is not None}
         check(used, partial)
-        calls = {key: functools.partial(merge.merge, partial) for key, merge in used.items()}
+        calls = {key: functools.partial(merge.to_all, partial) for key, merge in used.items()}
         seconds = rank.take_turns(calls, repeats=options.repeats, warm_up=5, in_a_row=options.calls)
         found[batch] = {"seconds": seconds, "counts": counts}
     return found
@@ -136,12 +136,12 @@ def count(rank: Rank, key: Key, partial: Partial, repeats: int) -> Row | None:
     transport, name = key
     groups: Groups = rank.groups[transport]
     observed, counters = counting(groups)
-    make_merge(name, observed, Wire()).merge(partial)
+    make_merge(name, observed, Wire()).to_all(partial)
     shared = [one for one in counters if one.transport == "shared_memory" and one.num_operations]
     if transport == "shared_memory" and not shared:
         return None
     merge = make_merge(name, groups, Wire())
-    sent = rank.count_bytes(lambda: merge.merge(partial), repeats)
+    sent = rank.count_bytes(lambda: merge.to_all(partial), repeats)
     return {
         "collectives": sum(one.num_operations for one in counters),
         "shared_bytes": sum(one.bytes_sent for one in shared),
@@ -151,7 +151,7 @@ def count(rank: Rank, key: Key, partial: Partial, repeats: int) -> Row | None:
 
 def check(merges: dict[Key, Merge], partial: Partial) -> None:
     """What gives wrong results is not measured: raises AssertionError."""
-    first, *others = (merge.merge(partial).out_THD.clone() for merge in merges.values())
+    first, *others = (merge.to_all(partial).out_THD.clone() for merge in merges.values())
     for other in others:
         torch.testing.assert_close(other, first, atol=TOLERANCE, rtol=TOLERANCE)
 

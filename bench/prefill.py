@@ -38,10 +38,12 @@ from longleaf.interfaces import interface_of
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
-from workers.keys.cache import Pool, Segments
+from workers.keys.ledger import Ledger
+from workers.keys.slots import Pool
 from workers.model import model as models
 from workers.step.forward import Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder
+from workers.step.layers import Gathered
 from workers.step.past import PastBuilder
 
 HOST = "127.0.0.1"
@@ -67,25 +69,29 @@ class Reader:
         generator = torch.Generator().manual_seed(rank)
         for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
             tensor.normal_(generator=generator)
-        self._segments = Segments(rank, BLOCK_SIZE)
+        self._ledger = Ledger(rank, BLOCK_SIZE)
         if held:
-            self._segments.put(PAST, held)
-        self._place = (rank, world_size, self._pool, self._segments, model.layers)
+            self._ledger.put(PAST, held)
         self._kernel = kernel_for(model.device)
         self.comm = CountingComm(groups.world)
         merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire())
         self._peers = Peers(self.comm, merge)
 
+    def _inputs(self, way: PrefillName) -> InputBuilder:
+        ledger, pool, layers, size = self._ledger, self._pool, self._model.layers, self.comm.world_size
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire())
+        return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
+
     @torch.inference_mode()
     def read(self, way: PrefillName) -> int:
         """Reads the chunk; the number of layers that gathered keys."""
-        self._segments.release((CHUNK,))
-        inputs = InputBuilder(*self._place, PastBuilder(*self._place, way, Wire())).prefill(self._work)
+        self._ledger.release((CHUNK,))
+        inputs = self._inputs(way).prefill(self._work)
         step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
         ids, positions = inputs.token_ids_T[None], inputs.positions_T[None]
         with suppress(PrefillDone):
             self._model.decoder(input_ids=ids, position_ids=positions, use_cache=False, return_dict=False, step=step)
-        return sum(1 for layer in inputs.pasts if layer != self._model.last_layer)
+        return sum(isinstance(work, Gathered) for i, work in inputs.layers.items() if i != self._model.last_layer)
 
 
 def plan(past: int, chunk: int, world_size: int) -> tuple[Prefill, list[Run]]:
@@ -133,8 +139,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
     store = connect_store(HOST, port)
     rows: list[Row] = []
     for epoch, transport in enumerate(options.transport, 1):
-        shared = transport == "shared_memory"
-        owner = ProcessGroups(rank, topology, store, epoch=epoch, device="cpu", timeout=TIMEOUT, shared_memory=shared)
+        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, transport=transport)
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
                 tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")

@@ -21,7 +21,7 @@ import torch.multiprocessing
 from bench.hosts import Network, enter
 from bench.interfaces import sent_bytes
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, make_groups
+from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, fastest_transport, make_groups
 from longleaf.config import apply_environment, rank_environment
 from longleaf.topology import Topology
 
@@ -66,7 +66,8 @@ class Rank:
         self.placement = placement
         self.device = f"cuda:{rank}" if placement.device == "cuda" else "cpu"
         topology = placement.topology
-        self._owner = ProcessGroups(rank, topology, store, epoch=1, device=self.device, timeout=TIMEOUT)
+        transport = fastest_transport(self.device)
+        self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, transport=transport)
         self.world = ProcessGroupComm(dist.group.WORLD)
         found = self._owner.groups
         plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology)

@@ -91,7 +91,7 @@ class Step:
         return over(self._kernel, self._q_1HD, self._all_2KSD, self._scale)
 
     def _in_tree(self, merge: Merge) -> Partial:
-        return merge.merge(over(self._kernel, self._q_1HD, self._kv_2KSD, self._scale))
+        return merge.to_all(over(self._kernel, self._q_1HD, self._kv_2KSD, self._scale))
 
     def _shard(self, rank: int) -> Tensor:
         """A rank's keys and values, which follow from its number."""

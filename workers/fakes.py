@@ -54,7 +54,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 re.match(r"(a|a)*b", "a" * 100)
 
 
-class Ledger:
+class EchoLedger:
     """What a rank believes is stored, from whole plans alone. Raises AssertionError when one contradicts it."""
 
     def __init__(self, block_size: int) -> None:
@@ -134,7 +134,7 @@ class EchoRank:
         self._fault = fault if fault is not None and fault.rank == spec.rank else None
         self._num_blocks = num_blocks
         self._sequences = Sequences(spec.config.block_size)
-        self._ledger = Ledger(spec.config.block_size)
+        self._ledger = EchoLedger(spec.config.block_size)
 
     def open_store(self) -> int:
         return 0

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -15,12 +16,12 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroups, Store, connect_store, open_store
+from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
 from longleaf.errors import StartError
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
-from workers.keys.cache import Segments
+from workers.keys.ledger import Ledger
 from workers.keys.pools import (
     check_kv_bytes,
     kv_bytes_per_token,
@@ -34,6 +35,7 @@ from workers.model import model as models
 from workers.sampling.sampler import Sampler
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs
+from workers.step.layers import RowLayer
 from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
@@ -43,18 +45,22 @@ NO_TOKEN = Token(0)
 
 
 class Rank:
-    """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close."""
+    """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close.
+
+    What computes has names of its own: `model`, `pool` and `kernel` once it is loaded, `peers` once it has joined, and
+    `sampler`. Whoever wants to see that an error shows, or what passes through, puts something else in their place.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._config = spec.config
         self._device = choose_device(self._config.device, spec.gpu, count_gpus(), spec.num_ranks_here)
-        self._peers: Peers | None = None
+        self.peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._sequences = Sequences(self._config.block_size)
         self._last_ids: dict[int, int] = {}
-        self._sampler = Sampler()
+        self.sampler = Sampler()
         self._broken: set[int] = set()
         """Sequences whose logits were not finite: no token is chosen for them any more."""
 
@@ -72,31 +78,37 @@ class Rank:
             torch.set_num_threads(self._config.threads_per_rank)
         config, num_ranks_here = self._config, self._spec.num_ranks_here
         check_kv_bytes(config, self._device, num_ranks_here)
-        self._model = models.load(config.model, config.dtype, self._device)
-        self._pool, windows = make_pool(self._model, config, num_ranks_here)
-        self._segments = Segments(self._spec.rank, config.block_size)
+        self.model = models.load(config.model, config.dtype, self._device)
+        self.pool, windows = make_pool(self.model, config, num_ranks_here)
+        self._ledger = Ledger(self._spec.rank, config.block_size)
         self._wire = Wire(getattr(torch, config.partials))
         self._inputs = self._make_inputs()
-        self._kernel = kernel_for(torch.device(self._device).type)
-        self._verifier = Verifier(self._model, self._segments, config)
+        self.kernel = kernel_for(torch.device(self._device).type)
+        self._verifier = Verifier(self.model, self._ledger, config)
         self._ready = Ready(
             rank=self._spec.rank,
             device=self._device,
-            dtype=name_of(self._model.dtype),
-            num_blocks=self._pool.num_blocks,
-            bytes_per_token=kv_bytes_per_token(sharded_layers(self._model, config), self._model.dtype, config),
-            kv_dtype=kv_dtype(self._model, config),
-            rotary=self._model.rotary,
+            dtype=name_of(self.model.dtype),
+            num_blocks=self.pool.num_blocks,
+            bytes_per_token=kv_bytes_per_token(sharded_layers(self.model, config), self.model.dtype, config),
+            kv_dtype=kv_dtype(self.model, config),
+            rotary=self.model.rotary,
             windows=windows,
         )
 
     def _make_inputs(self) -> InputBuilder:
-        model, config = self._model, self._config
-        place = (self._spec.rank, config.world_size, self._pool, self._segments)
-        pasts = PastBuilder(*place, sharded_layers(model, config), config.prefill, self._wire)
-        windowed = windowed_layers(model, config)
-        windows = WindowBuilder(self._spec.rank, config.world_size, self._segments, windowed, self._device)
-        return InputBuilder(*place, model.layers, pasts, windows if windowed else None)
+        model, config, ledger, pool = self.model, self._config, self._ledger, self.pool
+        sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
+        size = config.world_size
+        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._device)
+        return InputBuilder(
+            ledger,
+            pool,
+            model.layers,
+            world_size=size,
+            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            windows=windows if windowed else None,
+        )
 
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
@@ -109,8 +121,8 @@ class Rank:
             Topology(join.nodes),
             store,
             epoch=join.epoch,
-            device=self._device,
             timeout=self._config.longest_wait,
+            transport=fastest_transport(self._device),
         )
         return self.connect(self._process_groups.groups)
 
@@ -119,7 +131,7 @@ class Rank:
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
         if self._device == "cpu":
             self._wire.agree(groups.world)
-        widest = max(self._model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+        widest = max(self.model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
         if self._config.merge == "auto":
             merge = choose_merge(groups, self._wire, heads, dim, self._device)
@@ -127,8 +139,8 @@ class Rank:
         else:
             merge = make_merge(self._config.merge, groups, self._wire)
             # what is compiled or connected at the first use must not make the first step wait
-            merge.merge(Partial.identity(1, heads, dim, device=self._device))
-        self._peers = Peers(groups.world, merge)
+            merge.to_all(Partial.identity(1, heads, dim, device=self._device))
+        self.peers = Peers(groups.world, merge)
         if ready.windows:
             # their blocks have the same ids on every rank, so they are as many as the rank has that has the fewest
             counts = groups.world.all_gather(torch.tensor([ready.windows.num_blocks], device=self._device))
@@ -140,11 +152,11 @@ class Rank:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""
         plan = self._sequences.complete(plan)
-        self._segments.release(plan.release_segments)
+        self._ledger.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
         self._broken.difference_update(plan.release_sequences)
-        self._sampler.forget(plan.release_sequences)
+        self.sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
         result = self._prefill(plan.work, result) if isinstance(plan.work, Prefill) else self._decode(plan.work, result)
@@ -163,9 +175,9 @@ class Rank:
 
     def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
         inputs = self._inputs.prefill(work)
-        step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
+        step = PrefillStep(inputs, self.pool, self.kernel, self.peers, self.model.last_layer)
         with contextlib.suppress(PrefillDone):
-            self._forward(self._model.decoder, inputs, step)
+            self._forward(self.model.decoder, inputs, step)
         has_finite_keys = step.has_finite_keys()
         if self._spec.rank != 0:
             return result
@@ -174,7 +186,7 @@ class Rank:
 
     def _decode(self, work: Decode, result: StepResult) -> StepResult:
         inputs = self._inputs.decode(work, self._last_ids)
-        step = DecodeStep(inputs, self._pool, self._kernel, self._peers)
+        step = DecodeStep(inputs, self.pool, self.kernel, self.peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
         tokens: dict[int, Token] = {}
@@ -183,9 +195,9 @@ class Rank:
             chosen = [tokens.get(row.sequence, NO_TOKEN).id for row in rows]
             ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
         else:
-            self._forward(self._model.decoder, inputs, step)
-        if self._peers and rows:
-            ids = self._peers.comm.broadcast(ids)
+            self._forward(self.model.decoder, inputs, step)
+        if self.peers and rows:
+            ids = self.peers.comm.broadcast(ids)
         self._last_ids.update(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         if self._spec.rank != 0:
             return result
@@ -206,20 +218,20 @@ class Rank:
             return {}
         if len(kept) < len(rows):
             rows, logits_RV = [rows[i] for i in kept], logits_RV[kept]
-        tokens = self._sampler.choose(rows, logits_RV)
+        tokens = self.sampler.choose(rows, logits_RV)
         self._verifier.take(rows, tokens, logits_RV)
         return {row.sequence: token for row, token in zip(rows, tokens, strict=True)}
 
-    def _logits(self, inputs: Inputs, step: DecodeStep) -> Tensor:
+    def _logits(self, inputs: Inputs[RowLayer], step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""
         keep = torch.tensor(inputs.sample_rows, dtype=torch.long, device=self._device)
-        return self._forward(self._model.module, inputs, step, logits_to_keep=keep)[0][0]
+        return self._forward(self.model.module, inputs, step, logits_to_keep=keep)[0][0]
 
     def _forward(
-        self, module: torch.nn.Module, inputs: Inputs, step: DecodeStep | PrefillStep, **options: Tensor
+        self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
-        self._model.ropes.rows = inputs.ropes
-        arguments = self._model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        self.model.ropes.rows = inputs.ropes
+        arguments = self.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
 
 

@@ -23,7 +23,7 @@ from longleaf.channel.step import Comparison, Row
 from longleaf.config import EngineConfig
 from longleaf.geometry import Rope
 from longleaf.sampling import Token
-from workers.keys.cache import Segments
+from workers.keys.ledger import Ledger
 from workers.model.model import Model, hook
 
 PLAIN = "eager"
@@ -31,7 +31,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that mean the same in another of these types; those of quantised weights do not."""
 
 
-class Answer:
+class Compared:
     """The tokens of one sequence, and the logits [V], float32, that those of its answer were chosen from."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -49,9 +49,9 @@ class Answer:
 class Verifier:
     """Compares the answers of those sequences that ask for it."""
 
-    def __init__(self, model: Model, segments: Segments, config: EngineConfig) -> None:
+    def __init__(self, model: Model, ledger: Ledger, config: EngineConfig) -> None:
         self._model = model
-        self._segments = segments
+        self._ledger = ledger
         self._world_size = config.world_size
         dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
@@ -59,13 +59,13 @@ class Verifier:
         self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
         """Plain attention rounds no keys to 8 bits; what that brings is about what bfloat16 weights bring."""
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Compared] = {}
 
     def take(self, rows: Sequence[Row], tokens: Sequence[Token], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
         for i, row in enumerate(rows):
             if row.terms is not None and row.terms.reference_ids:
-                self._answers[row.sequence] = Answer(row.terms.reference_ids)
+                self._answers[row.sequence] = Compared(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, tokens[i].id, logits_RV[i])
 
@@ -74,7 +74,7 @@ class Verifier:
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 
-    def _compare(self, row: Row, answer: Answer) -> Comparison:
+    def _compare(self, row: Row, answer: Compared) -> Comparison:
         began = time.monotonic()
         try:
             exact_NV = self._plain_logits(row, answer, "float32")
@@ -97,13 +97,13 @@ class Verifier:
             seconds=time.monotonic() - began,
         )
 
-    def _plain_logits(self, row: Row, answer: Answer, dtype: str) -> Tensor:
+    def _plain_logits(self, row: Row, answer: Compared, dtype: str) -> Tensor:
         with computing_in(self._model.module, getattr(torch, dtype)):
             return plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
 
     def _holds(self, rank: int, row: Row) -> bool:
         """Whether a rank has keys that the row saw."""
-        return any(True for _ in self._segments.extents(row.path, 0, row.start + row.num_tokens, rank))
+        return any(True for _ in self._ledger.extents(row.path, 0, row.start + row.num_tokens, rank))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops what was kept of sequences that have ended, or begin anew."""

@@ -79,6 +79,11 @@ class ProcessGroupComm:
         return Transfer(works)
 
 
+def fastest_transport(device: str) -> Transport:
+    """What carries tensors of a device between processes best."""
+    return "nccl" if device.startswith("cuda") else "shared_memory"
+
+
 class ProcessGroups:
     """Owns the process groups of one epoch: world, nodes and rails, made in the same order on every rank."""
 
@@ -89,17 +94,16 @@ class ProcessGroups:
         store: Store,
         *,
         epoch: int,
-        device: str,
         timeout: float,
-        shared_memory: bool = True,
+        transport: Transport,
     ) -> None:
         """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation.
 
-        `shared_memory` lets CPU ranks of one machine meet there. It must be the same on every rank.
+        `transport` must be the same on every rank. By `shared_memory` the ranks of one machine meet there if all can,
+        and the others over gloo.
         """
-        backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(
-            backend,
+            "nccl" if transport == "nccl" else "gloo",
             store=dist.PrefixStore(f"epoch-{epoch}", store),
             rank=rank,
             world_size=topology.world_size,
@@ -107,7 +111,7 @@ class ProcessGroups:
         )
         self._shared: SharedMemoryComm | None = None
         nodes = topology.node_groups
-        if shared_memory and backend == "gloo" and len(nodes) < topology.world_size:
+        if transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
             self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
         self.groups = make_groups(rank, topology, self._shared)

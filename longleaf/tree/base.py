@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 class Merge(Protocol):
     """Joins the partials of all ranks. Partials are float32; on the wire, too, unless a Wire says otherwise."""
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         """Every rank gives T rows over its own keys and gets all T rows over all keys."""
         ...
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
+    def to_owner(self, partial: Partial) -> Partial:
         """Every rank gives N * P rows, P per rank in rank order, and gets its own P rows over all keys."""
         ...
 

@@ -66,7 +66,7 @@ class Butterfly:
         self._wire = wire
         self._rounds = tuple(rounds(groups.world.rank, groups.world.world_size))
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         for to, source, then in self._rounds:
             packed = self._wire.pack(partial)
             partial = self._wire.unpack(packed)  # rounded as the peer gets it: both sides must join the same numbers
@@ -79,5 +79,5 @@ class Butterfly:
                 partial = Partial(theirs.out_THD.clone(), theirs.lse_TH.clone())
         return partial
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
+    def to_owner(self, partial: Partial) -> Partial:
         return send_to_owners(partial, self._comm, self._wire)

@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 class Chosen:
     """Merges with the fastest for the number of rows at hand."""
 
-    def __init__(self, merges: Mapping[str, Merge], timings: tuple[MergeTiming, ...], to_owner: Merge) -> None:
+    def __init__(self, merges: Mapping[str, Merge], timings: tuple[MergeTiming, ...], of_owners: Merge) -> None:
         self._by_rows = [(timing.rows, merges[timing.merge]) for timing in timings]
-        self._to_owner = to_owner
+        self._of_owners = of_owners
         self.timings = timings
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         num_rows = partial.lse_TH.shape[0]
         fitting = (merge for rows, merge in self._by_rows if num_rows <= rows)
-        return next(fitting, self._by_rows[-1][1]).merge(partial)
+        return next(fitting, self._by_rows[-1][1]).to_all(partial)
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
-        return self._to_owner.merge_to_owner(partial)
+    def to_owner(self, partial: Partial) -> Partial:
+        return self._of_owners.to_owner(partial)
 
 
 def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> Chosen:
@@ -72,7 +72,7 @@ def _race(merges: Mapping[str, Merge], groups: Groups, partial: Partial) -> Merg
     """Alternating turns until time is up; the merge with the smallest median wins."""
     begin = time.perf_counter()
     for merge in merges.values():
-        merge.merge(partial)
+        merge.to_all(partial)
     turns: dict[str, list[float]] = {name: [] for name in merges}
     running = list(merges)
     for number in range(1, MAX_TURNS + 1):
@@ -93,7 +93,7 @@ def _turn(merge: Merge, partial: Partial) -> float:
     """Seconds of one call."""
     begin = time.perf_counter()
     for _ in range(CALLS):
-        merge.merge(partial)
+        merge.to_all(partial)
     if partial.lse_TH.is_cuda:
         torch.cuda.synchronize(partial.lse_TH.device)  # not this process's first GPU, which may be another rank's
     return (time.perf_counter() - begin) / CALLS

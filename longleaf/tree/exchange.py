@@ -16,10 +16,10 @@ class Exchange:
         self._comm = groups.world
         self._wire = wire
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         comm, wire = self._comm, self._wire
         mine = wire.fold(comm.all_to_all(split_heads(partial, comm.world_size, wire)))
         return join_heads(comm.all_gather(wire.pack(mine)), partial.lse_TH.shape[1], wire)
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
+    def to_owner(self, partial: Partial) -> Partial:
         return send_to_owners(partial, self._comm, self._wire)

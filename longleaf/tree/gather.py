@@ -12,10 +12,10 @@ class Gather:
         self._comm = groups.world
         self._wire = wire
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         return self._wire.fold(self._comm.all_gather(self._wire.pack(partial)))
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
+    def to_owner(self, partial: Partial) -> Partial:
         return send_to_owners(partial, self._comm, self._wire)
 
 

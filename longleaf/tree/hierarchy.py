@@ -22,7 +22,7 @@ class Hierarchy:
         self._wire = wire
         self._num_parts = len(groups.topology.full_rails) or groups.world.world_size
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         groups, wire = self._groups, self._wire
         parts = self._for_node(split_heads(partial, self._num_parts, wire))
         mine = wire.pack(wire.fold(groups.node.all_to_all(parts)))
@@ -30,7 +30,7 @@ class Hierarchy:
             mine = wire.pack(wire.fold(groups.rail.all_gather(mine)))
         return join_heads(groups.node.all_gather(mine)[: self._num_parts], partial.lse_TH.shape[1], wire)
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
+    def to_owner(self, partial: Partial) -> Partial:
         groups, wire = self._groups, self._wire
         if groups.rail is None or not groups.topology.is_even:
             return send_to_owners(partial, groups.world, wire)

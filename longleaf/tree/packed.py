@@ -15,14 +15,14 @@ class Packed:
         del wire  # sums are float32: those of rounded numbers would be worse than rounding the result
         self._comm = groups.world
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         max_TH = self._comm.all_reduce(partial.lse_TH, "max").clone()
         share_TH1 = weight(partial.lse_TH, max_TH)
         sums_THC = self._comm.all_reduce(torch.cat([partial.out_THD * share_TH1, share_TH1], dim=-1), "sum")
         return quotient(sums_THC[..., :-1], sums_THC[..., -1:], max_TH)
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
-        return own_rows(self.merge(partial), self._comm)
+    def to_owner(self, partial: Partial) -> Partial:
+        return own_rows(self.to_all(partial), self._comm)
 
 
 def quotient(numerator_THD: torch.Tensor, denominator_TH1: torch.Tensor, max_TH: torch.Tensor) -> Partial:

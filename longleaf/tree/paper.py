@@ -17,11 +17,11 @@ class Paper:
         del wire  # sums are float32
         self._comm = groups.world
 
-    def merge(self, partial: Partial) -> Partial:
+    def to_all(self, partial: Partial) -> Partial:
         max_TH = self._comm.all_reduce(partial.lse_TH, "max").clone()
         share_TH1 = weight(partial.lse_TH, max_TH)
         numerator_THD = self._comm.all_reduce(partial.out_THD * share_TH1, "sum").clone()
         return quotient(numerator_THD, self._comm.all_reduce(share_TH1, "sum"), max_TH)
 
-    def merge_to_owner(self, partial: Partial) -> Partial:
-        return own_rows(self.merge(partial), self._comm)
+    def to_owner(self, partial: Partial) -> Partial:
+        return own_rows(self.to_all(partial), self._comm)

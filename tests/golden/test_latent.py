@@ -30,7 +30,7 @@ async def test_a_token_takes_the_bytes_of_its_latent_and_rotary_key(goldens):
         context = engine.get_context("book")
     bytes_per_token = NUM_LAYERS * (LATENT_DIM + ROTARY_DIM) * 4
     assert context.kv_bytes == context.tokens * bytes_per_token
-    pool = ranks[0]._pool
+    pool = ranks[0].pool
     assert sum(pool.bytes_per_slot(layer) for layer in range(NUM_LAYERS)) == bytes_per_token
     memories = [t.untyped_storage() for t in (*pool.keys.values(), *pool.values.values())]
     sizes = {memory.data_ptr(): memory.nbytes() for memory in memories}

@@ -47,14 +47,14 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
         return None if wires[-1] == 1 else load()
 
     def watch(index, rank):
-        merge = rank._peers.merge.merge
+        merge = rank.peers.merge.to_all
 
         def watched(partial):
             joined = merge(partial)
             found.setdefault(index, []).append(torch.cat([joined.out_THD, joined.lse_TH[..., None]], dim=-1).clone())
             return joined
 
-        rank._peers.merge.merge = watched
+        rank.peers.merge.to_all = watched
 
     monkeypatch.setattr(NativeFold, "load", load_but_once)
     with caplog.at_level(logging.WARNING, "longleaf"):

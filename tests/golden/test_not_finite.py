@@ -12,7 +12,7 @@ from tests.support.golden.asking import answer, ingest
 from tests.support.golden.plain import NEW_TOKENS
 from tests.support.golden.states import running
 from tests.support.threads import config_for
-from workers.keys.cache import Pool
+from workers.keys.slots import Pool
 
 NAN, INF = float("nan"), float("inf")
 
@@ -110,7 +110,7 @@ class Projection:
 
     def watch(self, index, rank):
         if index == self._rank:
-            layers = [part for name, part in rank._model.module.named_modules() if name.endswith("k_proj")]
+            layers = [part for name, part in rank.model.module.named_modules() if name.endswith("k_proj")]
             layers[1].register_forward_hook(self._spoil)
 
     def _spoil(self, part, inputs, keys_1TC):
@@ -163,8 +163,8 @@ async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens
     golden, pools = goldens("llama"), {}
 
     def watch(index, rank):
-        assert isinstance(rank._pool, Pool)
-        pools[index] = rank._pool
+        assert isinstance(rank.pool, Pool)
+        pools[index] = rank.pool
 
     async with running(config_for(golden.folder, world_size=2, chunk_size=300), watch) as engine:
         await ingest(engine, "spoilt", golden.prompt[:kept])

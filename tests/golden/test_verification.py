@@ -58,29 +58,29 @@ async def test_partials_count_only_where_they_travel(goldens, world_size, dtype)
 
 def deaf(index, rank):
     """What rank 2 has to say is lost in the merge of decoded rows."""
-    merge = rank._peers.merge.merge
+    merge = rank.peers.merge.to_all
     if index == 2:
-        rank._peers.merge.merge = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
+        rank.peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
 
 
 def forgetful(index, rank):
     """Rank 1 does not keep the first of its keys."""
     if index == 1:
-        store = rank._pool.store
-        rank._pool.store = lambda layer, slots_T, *kv: store(layer, torch.where(slots_T == 0, 1, slots_T), *kv)
+        store = rank.pool.store
+        rank.pool.store = lambda layer, slots_T, *kv: store(layer, torch.where(slots_T == 0, 1, slots_T), *kv)
 
 
 def steep(index, rank):
     """Rank 0 takes the scores one percent too large."""
-    kernel = rank._kernel
+    kernel = rank.kernel
     if index == 0:
-        rank._kernel = lambda *args: kernel(*args[:4], 1.01 * args[4], *args[5:])
+        rank.kernel = lambda *args: kernel(*args[:4], 1.01 * args[4], *args[5:])
 
 
 def uncapped(index, rank):
     """No rank caps the scores."""
-    kernel = rank._kernel
-    rank._kernel = lambda *args: kernel(*args[:5], None)
+    kernel = rank.kernel
+    rank.kernel = lambda *args: kernel(*args[:5], None)
 
 
 @pytest.mark.parametrize(

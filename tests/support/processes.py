@@ -72,8 +72,8 @@ def live(pipe: Connection, rank: int, ranks: Ranks, port: int, work: Work, prepa
             prepare(rank)
         apply_environment(network_environment(interface_of(ranks.host(rank))))
         store = connect_store(ranks.host(0), port)
-        settings = {"epoch": 1, "timeout": TIMEOUT, **options}
-        owner = Owner(rank, Topology(tuple(ranks.machines)), store, device="cpu", **settings)
+        settings = {"epoch": 1, "timeout": TIMEOUT, "transport": "shared_memory", **options}
+        owner = Owner(rank, Topology(tuple(ranks.machines)), store, **settings)
         owner.pipe = pipe
         pipe.send(work(rank, owner))
         owner.close()

@@ -11,7 +11,7 @@ from longleaf.errors import LongleafError
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
 from tests.support.window_ledger import WindowLedger
-from workers.fakes import Ledger, echo_token
+from workers.fakes import EchoLedger, echo_token
 
 
 class Bench:
@@ -32,7 +32,7 @@ class Bench:
         self.placer = Placer(blocks, self.config.block_size, windows)
         self.scheduler = Scheduler(self.config, self.placer, Positions(rotary or Rotary(), max_positions), epoch=1)
         self.sequences = Sequences(self.config.block_size)
-        self.ledger = Ledger(self.config.block_size)
+        self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0

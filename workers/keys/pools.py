@@ -11,8 +11,8 @@ from longleaf.errors import StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
-from workers.keys.cache import Pool
 from workers.keys.quantized import QuantizedPool
+from workers.keys.slots import Pool
 from workers.model import model as models
 from workers.model.model import LayerSpec
 
@@ -44,9 +44,9 @@ def make_pool(
     num_blocks, windows = share_out(model, config, config.kv_bytes or default_kv_bytes(model.device, num_ranks_here))
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else Pool
-    place = (config.block_size, model.dtype, model.device)
+    size, dtype, device = config.block_size, model.dtype, model.device
     try:
-        return kind(model.layers, num_blocks, *place, num_window_blocks), windows
+        return kind(model.layers, num_blocks, size, dtype, device, num_window_blocks), windows
     except RuntimeError as error:
         raise StartError(f"kv_bytes: a pool of {num_blocks:,} blocks cannot be allocated: {error}") from error
 

@@ -3,7 +3,7 @@
 Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
 keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
 gathers keys instead: see `workers.step.past`. Layers whose keys lie on every rank merge nothing: see
-`workers.step.windows`.
+`workers.step.windows`. Which of these a layer does is told by its value of `workers.step.layers`.
 """
 
 import torch
@@ -14,11 +14,10 @@ from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.tree import Merge
-from workers.keys.cache import Slots
+from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
 from workers.step.inputs import Inputs
-from workers.step.past import Past
-from workers.step.windows import Fresh
+from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
 
 
 class PrefillDone(Exception):
@@ -36,17 +35,16 @@ class Peers:
 class LocalAttention:
     """Attention of queries over this rank's pool."""
 
-    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
-        self.inputs = inputs
+    def __init__(self, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
         self.pool = pool
         self.kernel = kernel
         self.kv_bytes_read = 0
         """Of all layers so far; what several rows read together counts once."""
         self._has_sink = peers is None or peers.comm.rank == 0
 
-    def __call__(self, layer: int, q_THD: Tensor, call: LayerCall) -> Partial:
+    def __call__(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
         """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
-        partial = self.over_pool(layer, q_THD, self.inputs.reads[layer], call)
+        partial = self.over_pool(layer, q_THD, reads, call)
         return with_sink(partial, call) if self._has_sink else partial
 
     def over_pool(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
@@ -63,8 +61,9 @@ class DecodeStep:
     """Replicated rows: every rank computes the same queries and gets the same merged output. Where it holds all keys
     that they see, nothing is merged."""
 
-    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
-        self._local = LocalAttention(inputs, pool, kernel, peers)
+    def __init__(self, inputs: Inputs[RowLayer], pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
+        self._layers = inputs.layers
+        self._local = LocalAttention(pool, kernel, peers)
         self._peers = peers
 
     @property
@@ -73,73 +72,89 @@ class DecodeStep:
         return self._local.kv_bytes_read
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
-        local = self._local
-        window_slots_T = local.inputs.window_slots.get(layer)
-        if window_slots_T is not None:
-            local.pool.store(layer, window_slots_T, k_KTD, v_KTV)
-            return with_sink(local.over_pool(layer, q_THD, local.inputs.reads[layer], call), call).out_THD
-        local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
-        partial = local(layer, q_THD, call)
-        return (self._peers.merge.merge(partial) if self._peers else partial).out_THD
+        work, local = self._layers[layer], self._local
+        local.pool.store(layer, work.slots_T, k_KTD, v_KTV)
+        match work:
+            case Sharded():
+                partial = local(layer, q_THD, work.reads, call)
+                return (self._peers.merge.to_all(partial) if self._peers else partial).out_THD
+            case Replicated():
+                return with_sink(local.over_pool(layer, q_THD, work.reads, call), call).out_THD
 
 
 class PrefillStep:
     """Own rows: each rank computes its piece. Queries are gathered and every row goes back to its owner, or the keys
     before the pieces are gathered, or only the fresh ones of them, and nothing goes back."""
 
-    def __init__(self, inputs: Inputs, pool: Slots, kernel: Kernel, peers: Peers | None, last_layer: int) -> None:
-        self._local = LocalAttention(inputs, pool, kernel, peers)
+    def __init__(
+        self, inputs: Inputs[ChunkLayer], pool: Slots, kernel: Kernel, peers: Peers | None, last_layer: int
+    ) -> None:
+        self._inputs = inputs
+        self._local = LocalAttention(pool, kernel, peers)
         self._peers = peers
         self._last_layer = last_layer
         self._has_finite_keys = torch.tensor(True)
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
-        local, peers = self._local, self._peers
-        if fresh := local.inputs.fresh.get(layer):
-            return self._in_window(layer, fresh, q_THD, k_KTD, v_KTV, call)
         self._look_at(layer, k_KTD, v_KTV)
-        k_KTD, v_KTV = local.pool.store(layer, local.inputs.slots_T, k_KTD, v_KTV)
-        self._finish_after(layer)
-        if peers is None:
-            return local(layer, q_THD, call).out_THD
-        if past := local.inputs.pasts.get(layer):
-            own = local.kernel(q_THD, k_KTD, v_KTV, past.own_reads, call.scale, call.softcap)
-            before = self._before(layer, past, q_THD, call, peers.comm)
-            return with_sink(merge(before, own) if before else own, call).out_THD
-        rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
-        return peers.merge.merge_to_owner(local(layer, rows_THD, call)).out_THD
+        match self._inputs.layers[layer]:
+            case Sharded() as work:
+                self._store(layer, work.slots_T, k_KTD, v_KTV)
+                return self._over_shards(layer, work, q_THD, call)
+            case Gathered() as work:
+                k_KTD, v_KTV = self._store(layer, work.slots_T, k_KTD, v_KTV)
+                own = self._local.kernel(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
+                before = self._over_past(layer, work, q_THD, call)
+                return with_sink(merge(before, own) if before else own, call).out_THD
+            case Replicating() as work:
+                return self._in_window(layer, work, q_THD, k_KTD, v_KTV, call)
 
-    def _before(self, layer: int, past: Past, q_THD: Tensor, call: LayerCall, comm: Comm) -> Partial | None:
+    def _over_shards(self, layer: int, work: Sharded, q_THD: Tensor, call: LayerCall) -> Tensor:
+        """Queries travel, and what each rank finds for them goes back to their owners."""
+        peers = self._peers
+        if peers is None:
+            return self._local(layer, q_THD, work.reads, call).out_THD
+        rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
+        return peers.merge.to_owner(self._local(layer, rows_THD, work.reads, call)).out_THD
+
+    def _over_past(self, layer: int, work: Gathered, q_THD: Tensor, call: LayerCall) -> Partial | None:
         """The own rows over the gathered keys; None when nothing lies before any piece."""
-        if not len(past.slots_L):
+        if not len(work.past_L):
             return None
-        pool = self._local.pool
-        gathered_SNKD = comm.all_gather(pool.take(layer, past.slots_L)).flatten(0, 1)
-        keys, values = pool.split(layer, gathered_SNKD)
-        return self._local.kernel(q_THD, keys, values, past.reads, call.scale, call.softcap)
+        keys, values = self._gather(layer, self._local.pool.take(layer, work.past_L))
+        return self._local.kernel(q_THD, keys, values, work.past_reads, call.scale, call.softcap)
 
     def _in_window(
-        self, layer: int, fresh: Fresh, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
+        self, layer: int, work: Replicating, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
     ) -> Tensor:
         """Attention where each rank holds the keys that are seen later."""
-        local, pool = self._local, self._local.pool
-        self._look_at(layer, k_KTD, v_KTV)
-        packed_SNKD = pool.pack(layer, k_KTD[:, fresh.rows_L], v_KTV[:, fresh.rows_L])
-        if self._peers and len(packed_SNKD):
-            packed_SNKD = self._peers.comm.all_gather(packed_SNKD).flatten(0, 1)
-        keys, values = pool.split(layer, packed_SNKD)
-        pool.store(layer, fresh.slots_S, keys[:, fresh.kept_S], values[:, fresh.kept_S])
-        self._finish_after(layer)
-        past = local.over_pool(layer, q_THD, fresh.pool_reads, call)
-        before = local.kernel(q_THD, keys, values, fresh.gathered_reads, call.scale, call.softcap)
-        own = local.kernel(q_THD, k_KTD, v_KTV, fresh.own_reads, call.scale, call.softcap)
+        local = self._local
+        packed_SNKD = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
+        keys, values = self._gather(layer, packed_SNKD)
+        self._store(layer, work.slots_S, keys[:, work.kept_S], values[:, work.kept_S])
+        past = local.over_pool(layer, q_THD, work.pool_reads, call)
+        before = local.kernel(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
+        own = local.kernel(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
         return with_sink(merge(merge(past, before), own), call).out_THD
+
+    def _gather(self, layer: int, share_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all ranks' shares, one after the other."""
+        if self._peers and len(share_SNKD):
+            share_SNKD = self._peers.comm.all_gather(share_SNKD).flatten(0, 1)
+        return self._local.pool.split(layer, share_SNKD)
+
+    def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps keys and values, and gives them as they are kept. Raises PrefillDone in the last layer."""
+        kept = self._local.pool.store(layer, slots_T, k_KTD, v_KTV)
+        if layer == self._last_layer:
+            raise PrefillDone
+        return kept
 
     def _look_at(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Notes whether the last layer's keys and values of the own piece are finite. What is not so in a layer before
         shows there, since each row sees itself."""
         if layer == self._last_layer:
-            num_tokens = self._local.inputs.num_own_tokens
+            num_tokens = self._inputs.num_own_tokens
             own = (k_KTD[:, :num_tokens], v_KTV[:, :num_tokens])
             self._has_finite_keys = torch.stack([numbers.isfinite().all() for numbers in own]).all()
 
@@ -149,7 +164,3 @@ class PrefillStep:
         if self._peers is None:
             return self._has_finite_keys
         return self._peers.comm.all_gather(self._has_finite_keys.long()[None]).all()
-
-    def _finish_after(self, layer: int) -> None:
-        if layer == self._last_layer:
-            raise PrefillDone

@@ -9,6 +9,7 @@ have windowed layers whose keys lie on every rank (`workers.step.windows`), whic
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,30 +18,26 @@ from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
 from longleaf.runs import Run
-from workers.keys.cache import Segments, Slots, slots_of, stretches
+from workers.keys.ledger import Ledger, stretches
+from workers.keys.slots import Slots
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
-from workers.step.past import Past, PastBuilder
+from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
+from workers.step.past import PastBuilder
 from workers.step.rows import Query, order, row_reads
-from workers.step.windows import Fresh, WindowBuilder
+from workers.step.windows import WindowBuilder
+
+LayerT = TypeVar("LayerT", bound=ChunkLayer | RowLayer)
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Generic[LayerT]):
     """Inputs of one forward pass on one rank; T tokens computed here."""
 
     token_ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor
-    """Slot of each token's keys; the trash slot for tokens that another rank owns."""
-    reads: dict[int, Reads]
-    """What the rows read from this rank's pool, by layer; layers that gather keys may be left out."""
-    pasts: dict[int, Past] = field(default_factory=dict)
-    """In prefill, by layer: where keys are gathered, not queries."""
-    fresh: dict[int, Fresh] = field(default_factory=dict)
-    """In prefill, by layer: where keys lie on every rank; such layers have no other reads."""
-    window_slots: dict[int, Tensor] = field(default_factory=dict)
-    """In decode, by layer: slots of all tokens' keys, where they lie on every rank."""
+    layers: dict[int, LayerT]
+    """What each layer does."""
     num_own_tokens: int = 0
     """In prefill, tokens of the own piece; what follows them is padding."""
     sample_rows: tuple[int, ...] = ()
@@ -50,54 +47,58 @@ class Inputs:
 
 
 class InputBuilder:
-    """Builds the inputs of one rank."""
+    """Builds the inputs of one rank. `windows` is None where no layer's keys lie on every rank."""
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        ledger: Ledger,
         pool: Slots,
-        segments: Segments,
         layers: dict[int, LayerSpec],
+        *,
+        world_size: int,
         pasts: PastBuilder,
         windows: WindowBuilder | None = None,
     ) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        self._ledger = ledger
+        self._rank = ledger.rank
         self._pool = pool
-        self._segments = segments
-        self._layers = layers
+        self._reaches = {layer: spec.reach for layer, spec in layers.items()}
+        self._kinds = frozenset(self._reaches.values())
+        self._world_size = world_size
         self._pasts = pasts
         self._windows = windows
 
-    def prefill(self, work: Prefill) -> Inputs:
+    def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
         """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
-        self._segments.put(work.path[-1], work.pieces, work.window_runs)
+        self._ledger.put(work.path[-1], work.pieces, work.window_runs)
         num_tokens = max(len(piece) for piece in work.pieces)
         queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
         mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
         ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
         padding = num_tokens - len(mine)
-        pasts = self._pasts.build(work)
-        fresh = self._windows.build(work) if self._windows else {}
-        reaches = {spec.reach for layer, spec in self._layers.items() if layer not in pasts and layer not in fresh}
-        reads = self._chunk_reads(work.path, queries, reaches, past_row=(0, num_tokens * self._world_size))
+        slots_T = self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding])
+        layers = self._pasts.build(work, slots_T)
+        if self._windows:
+            layers |= self._windows.chunk(work)
+        rest = {layer: reach for layer, reach in self._reaches.items() if layer not in layers}
+        past_row = (0, num_tokens * self._world_size)
+        sharded = {
+            reach: Sharded(slots_T, self._chunk_reads(work.path, queries, reach, past_row))
+            for reach in set(rest.values())
+        }
         return Inputs(
             token_ids_T=self._tensor([*ids, *[0] * padding]),
             positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
-            slots_T=self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding]),
-            reads=self._by_layer(reads),
-            pasts=pasts,
-            fresh=fresh,
+            layers=layers | {layer: sharded[reach] for layer, reach in rest.items()},
             num_own_tokens=len(mine),
             ropes={work.rope: None},
         )
 
-    def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs:
+    def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs[RowLayer]:
         """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
         for row in work.rows:
-            self._segments.put(row.path[-1], row.runs, row.window_runs)
-        found = [(row, self._segments.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
+            self._ledger.put(row.path[-1], row.runs, row.window_runs)
+        found = [(row, self._ledger.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -113,51 +114,41 @@ class InputBuilder:
             slots += self._row_slots(row.runs, row.start, end)
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
-        near_rank = EVERY_RANK if self._windows else self._rank
-        reads = row_reads(self._segments, queries, {spec.reach for spec in self._layers.values()}, near_rank)
         return Inputs(
             token_ids_T=self._tensor(ids),
             positions_T=self._tensor(positions),
-            slots_T=self._tensor(slots),
-            reads=self._by_layer(reads),
-            window_slots=self._window_slots([row for row, _ in found]),
+            layers=self._row_layers(queries, self._tensor(slots), [row for row, _ in found]),
             sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
             ropes=row_ropes(ropes, self._pool.device),
         )
 
-    def _window_slots(self, rows: Sequence[Row]) -> dict[int, Tensor]:
-        """By layer, the slots of the rows' tokens where keys lie on every rank."""
-        if self._windows is None:
-            return {}
-        slots: list[int] = []
-        for row in rows:
-            slots += slots_of(self._segments.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
-        return dict.fromkeys(self._windows.layers, self._tensor(slots))
-
-    def _by_layer(self, reads: dict[Reach, Reads]) -> dict[int, Reads]:
-        return {layer: reads[spec.reach] for layer, spec in self._layers.items() if spec.reach in reads}
+    def _row_layers(self, queries: Sequence[Query], slots_T: Tensor, rows: Sequence[Row]) -> dict[int, RowLayer]:
+        near_rank = EVERY_RANK if self._windows else self._rank
+        reads = row_reads(self._ledger, queries, self._kinds, near_rank)
+        made: dict[Reach, RowLayer] = {reach: Sharded(slots_T, found) for reach, found in reads.items()}
+        if self._windows:
+            window_slots_T = self._windows.row_slots(rows)
+            made |= {reach: Replicated(window_slots_T, reads[reach]) for reach in made if not reach.is_full}
+        return {layer: made[reach] for layer, reach in self._reaches.items()}
 
     def _chunk_reads(
-        self, path: tuple[int, ...], runs: list[QueryRun], reaches: set[Reach], past_row: tuple[int, int]
-    ) -> dict[Reach, Reads]:
+        self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach, past_row: tuple[int, int]
+    ) -> Reads:
         """Reads of the query runs of a chunk, which are in position order."""
-        return {
-            reach: Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
-            for reach in reaches
-        }
+        return Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
 
     def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
         """Without a limit: all rows see the past before the first query; from there on, causally."""
         first, last = min(run.start for run in runs), max(run.end for run in runs)
-        for slots in stretches(self._segments.extents(path, 0, first)):
+        for slots in stretches(self._ledger.extents(path, 0, first)):
             yield Read(*past_row, *slots)
-        for extent in self._segments.extents(path, first, last):
+        for extent in self._ledger.extents(path, first, last):
             for run in runs:
                 yield from causal_reads(run, extent)
 
     def _near(self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
         for run in runs:
-            for extent in self._segments.extents(path, reach.first(run.start), run.end):
+            for extent in self._ledger.extents(path, reach.first(run.start), run.end):
                 yield from reads_within(run, extent, reach)
 
     def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:

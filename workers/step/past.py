@@ -13,7 +13,6 @@ decided per chunk and layer on integers that all ranks have.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,8 +24,10 @@ from longleaf.config import PrefillName
 from longleaf.geometry import Reach
 from longleaf.runs import Extent, Run, ceil_div, union
 from longleaf.tree import Wire
-from workers.keys.cache import Segments, Slots
+from workers.keys.ledger import Ledger
+from workers.keys.slots import Slots
 from workers.model.model import LayerSpec
+from workers.step.layers import ChunkLayer, Gathered
 
 MAX_GATHERED = 1 << 16
 """Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
@@ -34,47 +35,31 @@ bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes neve
 queries and their partials would."""
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What a rank sends and reads when keys are gathered; L is the largest share of a rank.
-
-    In the gathered tensor the share of rank r, in order of positions, begins at slot r * L.
-    """
-
-    slots_L: Tensor
-    """Slots of this rank's share, padded with the trash slot. Empty on all ranks when there is nothing to gather."""
-    reads: Reads
-    """What the rows of the own piece read from the gathered keys: everything before the piece."""
-    own_reads: Reads
-    """What they read from the keys of the piece itself, which begin at slot 0."""
-
-
 class PastBuilder:
     """Decides for each chunk which layers gather keys, and builds what they need."""
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        ledger: Ledger,
         pool: Slots,
-        segments: Segments,
         layers: dict[int, LayerSpec],
+        *,
+        world_size: int,
         way: PrefillName,
         wire: Wire,
     ) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        self._ledger = ledger
         self._pool = pool
-        self._segments = segments
         self._layers = layers
+        self._world_size = world_size
         self._way = way
         self._wire = wire
 
-    def build(self, work: Prefill) -> dict[int, Past]:
-        """The past by layer, for those that gather keys; in the others the queries travel."""
+    def build(self, work: Prefill, slots_T: Tensor) -> dict[int, ChunkLayer]:
+        """By layer, for those that gather keys; in the others the queries travel. `slots_T` is where keys are kept."""
         if self._world_size == 1 or self._way == "queries":
             return {}
-        pasts: dict[int, Past] = {}
+        gathered: dict[int, ChunkLayer] = {}
         for reach in {spec.reach for spec in self._layers.values()}:
             layers = [layer for layer, spec in self._layers.items() if spec.reach == reach]
             wanted = before_pieces(work.pieces, reach)
@@ -84,8 +69,10 @@ class PastBuilder:
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
-                pasts |= dict.fromkeys(layers, self._past(work.pieces, shares, longest, reach))
-        return pasts
+                past_L = self._past_slots(shares[self._ledger.rank], longest)
+                reads = self._reads(work.pieces, shares, longest, reach)
+                gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
+        return gathered
 
     def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
         """Those of the layers that gather keys if the largest share has `longest` tokens."""
@@ -102,20 +89,24 @@ class PastBuilder:
         return longest * spec.num_stored * size < rows * (query + partial)
 
     def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
-        return [extent for low, high in wanted for extent in self._segments.extents(path, low, high, rank)]
+        return [extent for low, high in wanted for extent in self._ledger.extents(path, low, high, rank)]
 
-    def _past(self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: Reach) -> Past:
-        slots = [torch.arange(e.slot, e.slot + e.end - e.start) for e in shares[self._rank]]
-        padding = longest - num_tokens(shares[self._rank])
-        slots.append(torch.full((padding,), self._pool.trash_slot))
-        before: list[Read] = []
-        own: list[Read] = []
+    def _past_slots(self, share: list[Extent], longest: int) -> Tensor:
+        slots = [torch.arange(extent.slot, extent.slot + extent.end - extent.start) for extent in share]
+        slots.append(torch.full((longest - num_tokens(share),), self._pool.trash_slot))
+        return torch.cat(slots).to(self._pool.device)
+
+    def _reads(
+        self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: Reach
+    ) -> tuple[Reads, Reads]:
+        """What the own piece reads from the gathered keys, and from itself."""
+        before, own = list[Read](), list[Read]()
         for piece in pieces:
-            if piece.rank == self._rank:
+            if piece.rank == self._ledger.rank:
                 query = QueryRun(piece.start, piece.end, 0)
-                own += reads_within(query, Extent(piece.start, piece.end, 0), reach)
                 before += past_reads(query, shares, longest, reach)
-        return Past(torch.cat(slots).to(self._pool.device), Reads(before), Reads(own))
+                own += reads_within(query, Extent(piece.start, piece.end, 0), reach)
+        return Reads(before), Reads(own)
 
 
 def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
 from longleaf.geometry import Reach
 from longleaf.runs import Extent
-from workers.keys.cache import Part, Segments, stretches
+from workers.keys.ledger import Ledger, Part, stretches
 
 MIN_SHARED = 128
 """Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
@@ -54,27 +54,27 @@ def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
 
 
 def row_reads(
-    segments: Segments, queries: Sequence[Query], reaches: Iterable[Reach], near_rank: int | None = None
+    ledger: Ledger, queries: Sequence[Query], reaches: Iterable[Reach], near_rank: int | None = None
 ) -> dict[Reach, Reads]:
     """What sorted queries read from this rank's pool; with a limited reach, from what is held of `near_rank` there."""
     tree = list(_tree(queries))
     return {
         reach: Reads(
-            _full_reads(segments, queries, tree) if reach.is_full else _near_reads(segments, tree, reach, near_rank)
+            _full_reads(ledger, queries, tree) if reach.is_full else _near_reads(ledger, tree, reach, near_rank)
         )
         for reach in reaches
     }
 
 
-def _full_reads(segments: Segments, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
+def _full_reads(ledger: Ledger, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
     extents: dict[tuple[int, int], list[Extent]] = {}
     for depth, users in tree:
         for rows, low, high in _bands(users, depth):
-            extents.setdefault(rows, []).extend(segments.held(users[0].parts[depth].segment, low, high))
+            extents.setdefault(rows, []).extend(ledger.held(users[0].parts[depth].segment, low, high))
     for rows, found in extents.items():
         yield from (Read(*rows, low, high) for low, high in stretches(found))
     for query in queries:
-        for extent in segments.held(query.parts[-1].segment, query.run.start + 1, query.run.end):
+        for extent in ledger.held(query.parts[-1].segment, query.run.start + 1, query.run.end):
             yield from causal_reads(query.run, extent)
 
 
@@ -90,18 +90,18 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
         left.pop()
 
 
-def _near_reads(segments: Segments, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
+def _near_reads(ledger: Ledger, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, reach):
             is_shared = len(cluster) > 1
             if is_shared:
                 rows = cluster[0].run.row, cluster[-1].row_end
-                yield from (Read(*rows, *slots) for slots in stretches(segments.held(segment, low, high, rank)))
+                yield from (Read(*rows, *slots) for slots in stretches(ledger.held(segment, low, high, rank)))
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
-                    for extent in segments.held(segment, *bounds, rank):
+                    for extent in ledger.held(segment, *bounds, rank):
                         yield from reads_within(query.run, extent, reach)
 
 

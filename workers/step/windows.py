@@ -10,59 +10,45 @@ all rows, so it stores their keys and attends alone. In prefill the rows of a pi
 and what the token after the chunk will see goes from the gathered keys into the pool. Nothing goes back to anyone.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
-from longleaf.channel.step import Prefill
+from longleaf.channel.step import Prefill, Row
 from longleaf.geometry import EVERY_RANK, Reach
 from longleaf.runs import Extent, Run, union
-from workers.keys.cache import Segments, slots_of
+from workers.keys.ledger import Ledger, slots_of
 from workers.model.model import LayerSpec
+from workers.step.layers import Replicating
 from workers.step.past import before_pieces, num_tokens, past_reads
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """What a rank does with the keys of a chunk in a windowed layer; L is the largest share of a rank.
-
-    In the gathered tensor the share of rank r, in order of positions, begins at slot r * L.
-    """
-
-    rows_L: Tensor
-    """Rows of the own piece whose keys are this rank's share, padded with the first."""
-    pool_reads: Reads
-    gathered_reads: Reads
-    own_reads: Reads
-    """What the rows of the own piece read from each of the three places."""
-    kept_S: Tensor
-    """Slots of the gathered keys that go into the pool,"""
-    slots_S: Tensor
-    """and where to."""
 
 
 class WindowBuilder:
     """Builds what windowed layers need of each chunk."""
 
-    def __init__(
-        self, rank: int, world_size: int, segments: Segments, layers: dict[int, LayerSpec], device: str
-    ) -> None:
-        self.layers = layers
-        self._rank = rank
+    def __init__(self, ledger: Ledger, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
+        self._ledger = ledger
+        self._layers = layers
         self._world_size = world_size
-        self._segments = segments
         self._device = device
 
-    def build(self, work: Prefill) -> dict[int, Fresh]:
+    def chunk(self, work: Prefill) -> dict[int, Replicating]:
         """By layer."""
-        made = {reach: self._fresh(work, reach) for reach in {spec.reach for spec in self.layers.values()}}
-        return {layer: made[spec.reach] for layer, spec in self.layers.items()}
+        made = {reach: self._replicating(work, reach) for reach in {spec.reach for spec in self._layers.values()}}
+        return {layer: made[spec.reach] for layer, spec in self._layers.items()}
 
-    def _fresh(self, work: Prefill, reach: Reach) -> Fresh:
+    def row_slots(self, rows: Iterable[Row]) -> Tensor:
+        """Slots of the rows' tokens."""
+        slots: list[int] = []
+        for row in rows:
+            slots += slots_of(self._ledger.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
+        return self._tensor(slots)
+
+    def _replicating(self, work: Prefill, reach: Reach) -> Replicating:
         end = work.start + len(work.token_ids)
-        kept = list(self._segments.held(work.path[-1], work.start, end, EVERY_RANK))
+        kept = list(self._ledger.held(work.path[-1], work.start, end, EVERY_RANK))
         wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in kept)])
         shares = [self._share(work.pieces, wanted, rank) for rank in range(self._world_size)]
         longest = max(map(num_tokens, shares))
@@ -71,10 +57,13 @@ class WindowBuilder:
             for rank, share in enumerate(shares)
             for i, position in enumerate(positions_of(share))
         }
-        rows = slots_of(shares[self._rank])
-        return Fresh(
-            self._tensor([*rows, *[0] * (longest - len(rows))]),
-            *self._reads(work, shares, longest, reach),
+        rows = slots_of(shares[self._ledger.rank])
+        pool_reads, gathered_reads, own_reads = self._reads(work, shares, longest, reach)
+        return Replicating(
+            rows_L=self._tensor([*rows, *[0] * (longest - len(rows))]),
+            pool_reads=pool_reads,
+            gathered_reads=gathered_reads,
+            own_reads=own_reads,
             kept_S=self._tensor([gathered_at[position] for position in positions_of(kept)]),
             slots_S=self._tensor(slots_of(kept)),
         )
@@ -82,11 +71,12 @@ class WindowBuilder:
     def _reads(
         self, work: Prefill, shares: list[list[Extent]], longest: int, reach: Reach
     ) -> tuple[Reads, Reads, Reads]:
+        """What the own piece reads from the pool, from the gathered keys, and from itself."""
         pool, gathered, own = list[Read](), list[Read](), list[Read]()
         for piece in work.pieces:
-            if piece.rank == self._rank:
+            if piece.rank == self._ledger.rank:
                 query = QueryRun(piece.start, piece.end, 0)
-                for extent in self._segments.extents(work.path, reach.first(piece.start), work.start, EVERY_RANK):
+                for extent in self._ledger.extents(work.path, reach.first(piece.start), work.start, EVERY_RANK):
                     pool += reads_within(query, extent, reach)
                 gathered += past_reads(query, shares, longest, reach)
                 own += reads_within(query, Extent(piece.start, piece.end, 0), reach)

@@ -20,7 +20,7 @@ from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, W
 from longleaf.messages import Delta
 from tests.support.service import Served, ids
 from workers.__main__ import live, main
-from workers.keys.cache import Pool
+from workers.keys.slots import Pool
 from workers.rank import Rank
 
 GOOD = Comparison(
@@ -139,7 +139,7 @@ class ForgetfulRank(Rank):
     def load(self) -> None:
         super().load()
         if self._spec.rank == 1:
-            self._pool.store = Perturbed(self._pool)
+            self.pool.store = Perturbed(self.pool)
 
 
 class Perturbed:

@@ -50,13 +50,13 @@ def merge_everything(rank, owner):
         )
         for name in MERGES:
             merge = make_merge(name, groups, Wire())
-            found = [merge.merge(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
+            found = [merge.to_all(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
             close(found[0], wanted)
             assert torch.equal(found[0].out_THD, found[1].out_THD) or name not in SAME_BITS
             if name in SAME_BITS:
                 bits[name, rows] = found[0].out_THD.numpy().tobytes() + found[0].lse_TH.numpy().tobytes()
             if rows > 1:
-                close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
+                close(merge.to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
     return bits, groups.world.transport, groups.node.transport
 
 
@@ -442,7 +442,7 @@ def count_bytes(rank, owner):
     partial = partials(2, rows=4)[rank]
     counted = {}
     for name in MERGES:
-        make_merge(name, groups, Wire()).merge(partial)
+        make_merge(name, groups, Wire()).to_all(partial)
         counted[name] = (counter.num_operations, counter.bytes_sent)
         counter.reset()
     groups.world.broadcast(torch.zeros(2))
@@ -453,7 +453,7 @@ def count_bytes(rank, owner):
 def test_what_merges_send_is_counted(shared):
     out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
     half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
-    (counted, first), (same, second) = run_ranks("aa", count_bytes, shared_memory=shared)
+    (counted, first), (same, second) = run_ranks("aa", count_bytes, transport="shared_memory" if shared else "gloo")
     packed = {
         "gather": (1, out + lse),
         "butterfly": (1, out + lse),

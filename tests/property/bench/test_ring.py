@@ -104,4 +104,4 @@ def ring_over_gloo(rank, owner):
 
 
 def test_rings_over_gloo_processes():
-    run_ranks("aaaa", ring_over_gloo, shared_memory=False)
+    run_ranks("aaaa", ring_over_gloo, transport="gloo")

@@ -57,7 +57,7 @@ def on_threads(topology, work):
 
 
 def merged(name, topology, parts, dtype=torch.float32):
-    return on_threads(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).merge(parts[rank]))
+    return on_threads(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).to_all(parts[rank]))
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -72,7 +72,7 @@ def test_merges_on_loopback(name, machines, empty):
         assert_close(found, wanted)
 
     def own(rank, groups):
-        return make_merge(name, groups, Wire()).merge_to_owner(parts[rank])
+        return make_merge(name, groups, Wire()).to_owner(parts[rank])
 
     for rank, found in enumerate(on_threads(topology, own)):
         assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
@@ -158,7 +158,7 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
 
     def work(rank, groups):
         chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
-        return chosen.timings, {rows: chosen.merge(part[rank]) for rows, part in parts.items()}
+        return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
 
     found = on_threads(topology, work)
     assert all(timings == found[0][0] for timings, _ in found)
@@ -196,8 +196,8 @@ def merge_over_gloo(rank, owner):
     wanted = expected(parts)
     for name in MERGES:
         merge = make_merge(name, owner.groups, Wire())
-        assert_close(merge.merge(parts[rank]), wanted)
-        assert_close(merge.merge_to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
+        assert_close(merge.to_all(parts[rank]), wanted)
+        assert_close(merge.to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
     assert {owner.groups.world.transport, owner.groups.node.transport} == {"gloo"}
     return owner.groups.world.broadcast(torch.tensor([rank + 40])).item(), merged_bits(rank, owner)
 
@@ -208,7 +208,7 @@ def merged_bits(rank, owner):
     largest = max(part.out_THD.abs().max().item() for part in parts)
     bits = []
     for name, dtype in itertools.product(SAME_BITS, (torch.float32, torch.bfloat16)):
-        found = make_merge(name, owner.groups, Wire(dtype)).merge(parts[rank])
+        found = make_merge(name, owner.groups, Wire(dtype)).to_all(parts[rank])
         assert_close(found, expected(parts), tolerance=2e-6 if dtype == torch.float32 else 4 * largest * 2**-8)
         bits.append(found.out_THD.numpy().tobytes() + found.lse_TH.numpy().tobytes())
     return bits
@@ -216,12 +216,12 @@ def merged_bits(rank, owner):
 
 @pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
 def test_merges_over_gloo_processes(machines):
-    results = run_ranks(machines, merge_over_gloo, shared_memory=False)
+    results = run_ranks(machines, merge_over_gloo, transport="gloo")
     assert [first for first, _ in results] == [40] * len(machines)
     assert all(bits == results[0][1] for _, bits in results)
 
 
 @pytest.mark.parametrize("machines", ["aaa", "aaab"])
 def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
-    shared, plain = (run_ranks(machines, merged_bits, shared_memory=is_shared) for is_shared in (True, False))
+    shared, plain = (run_ranks(machines, merged_bits, transport=way) for way in ("shared_memory", "gloo"))
     assert all(bits == plain[0] for bits in (*shared, *plain))

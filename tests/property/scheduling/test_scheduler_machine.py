@@ -28,7 +28,7 @@ from longleaf.errors import (
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
 from tests.support.window_ledger import WindowLedger, windows_of
-from workers.fakes import Ledger, echo_token
+from workers.fakes import EchoLedger, echo_token
 
 NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.placer = Placer(blocks, block_size, windows)
         self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
         self.sequences = Sequences(block_size)
-        self.ledger = Ledger(block_size)
+        self.ledger = EchoLedger(block_size)
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0

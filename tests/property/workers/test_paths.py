@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.runs import Run
-from workers.keys.cache import Segments, stretches
+from workers.keys.ledger import Ledger, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200
@@ -60,12 +60,12 @@ def trees(draw: st.DrawFn) -> Tree:
     return tree
 
 
-def told(tree: Tree, rank: int) -> Segments:
-    segments = Segments(rank, BLOCK)
+def told(tree: Tree, rank: int) -> Ledger:
+    ledger = Ledger(rank, BLOCK)
     for number, runs in enumerate(tree.runs):
         for run in runs:
-            segments.put(number, [run])
-    return segments
+            ledger.put(number, [run])
+    return ledger
 
 
 @given(trees(), st.data())
@@ -95,9 +95,9 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
 
 
 def test_a_segment_that_was_released_may_come_again_elsewhere() -> None:
-    segments = Segments(0, BLOCK)
-    segments.put(7, [Run(0, 5, 8, (1,))])
-    segments.release([7])
-    segments.put(1, [Run(0, 0, 6, (2, 3))])
-    segments.put(7, [Run(0, 4, 6, (1,))])
-    assert [tuple(extent) for extent in segments.extents((1, 7), 0, 6)] == [(0, 4, 6), (4, 6, 3)]
+    ledger = Ledger(0, BLOCK)
+    ledger.put(7, [Run(0, 5, 8, (1,))])
+    ledger.release([7])
+    ledger.put(1, [Run(0, 0, 6, (2, 3))])
+    ledger.put(7, [Run(0, 4, 6, (1,))])
+    assert [tuple(extent) for extent in ledger.extents((1, 7), 0, 6)] == [(0, 4, 6), (4, 6, 3)]

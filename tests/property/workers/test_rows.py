@@ -15,7 +15,8 @@ from longleaf.geometry import Reach
 from longleaf.runs import Run
 from longleaf.tree import Wire
 from tests.support.attention.dense import reaches, visible
-from workers.keys.cache import Pool, Segments
+from workers.keys.ledger import Ledger
+from workers.keys.slots import Pool
 from workers.model.model import LayerSpec
 from workers.step.inputs import InputBuilder, Inputs
 from workers.step.past import PastBuilder
@@ -64,12 +65,14 @@ class Forest:
 
     def inputs(self, rank: int, reach: Reach) -> Inputs:
         layers = {0: LayerSpec(2, 1, 8, reach)}
-        pool, segments = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Segments(rank, BLOCK)
+        pool, ledger = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Ledger(rank, BLOCK)
         for path, runs in zip(self.paths, self.runs, strict=True):
-            segments.put(path[-1], runs)
-        place = (rank, self.world_size, pool, segments, layers)
+            ledger.put(path[-1], runs)
+        size = self.world_size
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire())
         last_ids = {row.sequence: row.sequence * IDS for row in self.rows}
-        return InputBuilder(*place, PastBuilder(*place, "auto", Wire())).decode(Decode(tuple(self.rows)), last_ids)
+        make = InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
+        return make.decode(Decode(tuple(self.rows)), last_ids)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:
         """By position, the slots that `rank` holds of what a row's path leads through."""
@@ -125,7 +128,7 @@ def check(forest: Forest, reach: Reach) -> list[Inputs]:
             seen = visible(range(position, position + 1), range(position + 1), reach)[0].nonzero().flatten().tolist()
             slots = forest.slots(sequence, rank)
             expected.update((row, slots[p]) for p in seen if p in slots)
-        assert shown(inputs.reads[0]) == expected
+        assert shown(inputs.layers[0].reads) == expected
     return found
 
 
@@ -146,9 +149,9 @@ def test_each_row_reads_each_key_of_a_wide_reach_once(forest, reach):
 def test_keys_that_many_sequences_see_are_in_one_read(forest):
     for inputs in check(forest, Reach()):
         sequences: dict[int, set[int]] = {}
-        for row, slot in shown(inputs.reads[0]):
+        for row, slot in shown(inputs.layers[0].reads):
             sequences.setdefault(slot, set()).add(tokens(forest, inputs)[row][0].sequence)
-        num_reads = Counter(slot for read in inputs.reads[0] for slot in range(read.slot_start, read.slot_end))
+        num_reads = Counter(slot for read in inputs.layers[0].reads for slot in range(read.slot_start, read.slot_end))
         assert all(num_reads[slot] == 1 for slot, readers in sequences.items() if len(readers) > 1)
 
 
@@ -159,7 +162,8 @@ def test_what_belongs_to_a_row_follows_it(forest):
         rows = tokens(forest, inputs)
         assert inputs.positions_T.tolist() == [position for _, position in rows]
         trash = NUM_BLOCKS * BLOCK
-        assert inputs.slots_T.tolist() == [forest.slots(row, rank).get(position, trash) for row, position in rows]
+        slots = inputs.layers[0].slots_T.tolist()
+        assert slots == [forest.slots(row, rank).get(position, trash) for row, position in rows]
         wanted = [(row, row.start + row.num_tokens - 1) for row in forest.rows if row.token_index >= 0]
         assert [rows[i] for i in inputs.sample_rows] == wanted, "in the plan's order"
 
@@ -181,7 +185,7 @@ def test_a_document_is_read_once_however_many_ask(reach, is_shared):
         for _ in range(num_sequences):
             forest.add_row(document, 3, 1, at_end=True)
         (inputs,) = check(forest, reach)
-        return inputs.reads[0].num_keys
+        return inputs.layers[0].reads.num_keys
 
     one, many = num_keys(1), num_keys(8)
     assert many == one + 7 * 4 if is_shared else many == 8 * one

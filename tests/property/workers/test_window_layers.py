@@ -19,8 +19,9 @@ from longleaf.geometry import Reach, Windows
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible
-from workers.keys.cache import Pool, Segments
+from workers.keys.ledger import Ledger
 from workers.keys.quantized import QuantizedPool
+from workers.keys.slots import Pool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
@@ -75,11 +76,11 @@ class Rank:
         self.pool = kind(case.layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
         for tensor in (*self.pool.keys.values(), *self.pool.values.values()) if kind is Pool else ():
             tensor.fill_(float("nan"))
-        segments = Segments(rank, BLOCK)
-        place = (rank, case.world_size, self.pool, segments)
+        ledger, size = Ledger(rank, BLOCK), case.world_size
         sharded = {i: spec for i, spec in case.layers.items() if i not in case.windowed}
-        windows = WindowBuilder(rank, case.world_size, segments, case.windowed, "cpu")
-        self.inputs = InputBuilder(*place, case.layers, PastBuilder(*place, sharded, "auto", Wire()), windows)
+        windows = WindowBuilder(ledger, case.windowed, world_size=size, device="cpu")
+        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=Wire())
+        self.inputs = InputBuilder(ledger, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
         self.comm = CountingComm(groups.world)
         counted = type(groups)(groups.topology, self.comm, self.comm, None)
         self.peers = Peers(self.comm, make_merge("gather", counted, Wire())) if case.world_size > 1 else None

@@ -17,7 +17,8 @@ from longleaf.runs import Run
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible
-from workers.keys.cache import Pool, Segments
+from workers.keys.ledger import Ledger
+from workers.keys.slots import Pool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillStep
@@ -97,19 +98,20 @@ class Case:
 def builder(case, rank, runs, way, dtype=torch.float32, kind=Pool):
     """One rank's inputs, and its pool with the keys and values before the new tokens; NaN is what nobody may read."""
     layers = {0: case.spec}
-    pool, segments = kind(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Segments(rank, BLOCK)
+    pool, ledger = kind(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Ledger(rank, BLOCK)
     _, k, v = case.tensors(dtype)
     for tensor in (pool.keys[0], pool.values[0]) if kind is Pool else ():
         tensor.fill_(float("nan"))
     for segment, held in enumerate(runs[:-1]):
-        segments.put(segment, held)
+        ledger.put(segment, held)
         for run in held:
             if run.rank == rank:
                 slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
                 keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
                 pool.store(0, torch.tensor(slots), keys, values)
-    place = (rank, case.world_size, pool, segments, layers)
-    return InputBuilder(*place, PastBuilder(*place, way, Wire())), pool
+    size = case.world_size
+    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire())
+    return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts), pool
 
 
 def on_ranks(case, work):

@@ -36,7 +36,7 @@ async def served_logits(golden: Golden, held=(), **settings) -> Tensor:
             seen.append(logits_RV[0].float())
             return [golden.prompt[PROMPT + len(seen) - 1]], {}
 
-        rank._sampler.choose = choose
+        rank.sampler.choose = choose
 
     sampling = Sampling(max_tokens=STEPS, ignore_end_token=True)
     async with running(config_for(golden.folder, chunk_size=320, **settings), lead) as engine:

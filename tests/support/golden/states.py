@@ -42,13 +42,13 @@ class Logits:
 
     def watch(self, number: int, rank: Rank) -> None:
         """Hand this to `running`."""
-        choose = rank._sampler.choose
+        choose = rank.sampler.choose
 
         def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> list[Token]:
             self._found.append(logits_RV[0].float())
             return choose(rows, logits_RV)
 
-        rank._sampler.choose = watched
+        rank.sampler.choose = watched
 
     def first(self, count: int) -> torch.Tensor:
         """[T, V] of the first steps, which belong to the first answer."""

@@ -65,7 +65,7 @@ def counted(name, cluster, shape):
         notes = seen if rank == 0 else []
         world, node, rail = (comm and CountingComm(comm, scope, notes) for scope, comm in scopes.items())
         partial = Partial(torch.zeros(shape.rows, shape.heads, shape.dim), torch.zeros(shape.rows, shape.heads))
-        make_merge(name, Groups(topology, world, node, rail), Wire()).merge(partial)
+        make_merge(name, Groups(topology, world, node, rail), Wire()).to_all(partial)
 
     threads = [threading.Thread(target=run, args=item) for item in enumerate(loopback_groups(topology))]
     for thread in threads:

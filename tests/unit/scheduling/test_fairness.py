@@ -17,7 +17,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.geometry import Rotary
 from longleaf.sampling import Sampling
-from workers.fakes import Ledger, echo_token
+from workers.fakes import EchoLedger, echo_token
 
 
 class Bench:
@@ -27,7 +27,7 @@ class Bench:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, Placer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
-        self.sequences, self.ledger = Sequences(4), Ledger(4)
+        self.sequences, self.ledger = Sequences(4), EchoLedger(4)
         self.per_token = per_token
         self.now = 0.0
         self.began: list[int] = []
