@@ -49,8 +49,8 @@ class Watched(Bench):
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
         assert isinstance(job, Sequence)
-        assert job.segment is not None
-        return replace(row, path=job.segment.path.ids, rope=job.rope, window_runs=job.segment.window_runs)
+        assert job.holding is not None
+        return replace(row, path=job.holding.segment.path.ids, rope=job.rope, window_runs=job.holding.window_runs)
 
     def land(self) -> None:
         plan, whole = self.under_way.popleft()
