@@ -228,7 +228,9 @@ class Engine:
 
     def _view(self, context: Context) -> messages.Context:
         assert self._epoch is not None
-        return view_context(context, self._epoch.readies, self.positions, self.is_exact)
+        assert self._scheduler is not None
+        holdings = self._scheduler.segments.holdings
+        return view_context(context, holdings, self._epoch.readies, self.positions, self.is_exact)
 
     def _cancel(self, job_id: int) -> None:
         self._readers.remove(job_id)

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 
 from coordinator.placement.contexts import Context
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
 from longleaf import messages
 from longleaf.channel.lives import Hello, Ready
 
 
-def view_context(context: Context, readies: Sequence[Ready], positions: Positions, is_exact: bool) -> messages.Context:
-    ready, num_windowed = readies[0], context.path.num_window_tokens
-    held = enumerate(context.shares(len(readies)))
+def view_context(
+    context: Context, holdings: Holdings, readies: Sequence[Ready], positions: Positions, is_exact: bool
+) -> messages.Context:
+    ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
+    held = enumerate(holdings.shares(context.path, len(readies)))
     shares = tuple(messages.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
     return messages.Context(
         id=context.id,

@@ -5,11 +5,12 @@ from bisect import bisect_left, bisect_right, insort
 from msgspec import UNSET
 
 from coordinator.deadlines import Deadlines
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
-from longleaf.geometry import Rope, Windows
+from longleaf.geometry import Rope
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.units import human_number
 
@@ -57,18 +58,10 @@ class Context:
         if settings.ttl is not UNSET:
             self.expires = now + settings.ttl
 
-    def shares(self, world_size: int) -> list[int]:
-        """Tokens held by each rank."""
-        held = [0] * world_size
-        for segment, _, end in self.path.parts():
-            for run in segment.runs:
-                held[run.rank] += max(0, min(run.end, end) - run.start)
-        return held
-
-    def check(self, windows: Windows | None) -> None:
+    def check(self, holdings: Holdings) -> None:
         """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
         for end in self.ends:
-            self.path.cut(end).check(windows)
+            holdings.check(self.path.cut(end))
         assert self.ends[-1] == self.num_tokens
         assert len(self.ends) <= LAST_ENDS
         assert self.path.segments
@@ -169,8 +162,8 @@ class Contexts:
 
     def _check_seam(self, context: Context, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on."""
-        windows = self._segments.windows
-        below, above = context.path.seams(position, windows)
+        windows = self._segments.holdings.windows
+        below, above = self._segments.holdings.seams(context.path, position)
         if windows is None or below == above:
             return
         why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
@@ -196,7 +189,7 @@ class Contexts:
         contexts = self._by_id.values()
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
         for context in contexts:
-            context.check(self._segments.windows)
+            context.check(self._segments.holdings)
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

@@ -3,8 +3,9 @@
 from array import array
 from collections.abc import Iterable, Iterator
 
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path, Segment
-from longleaf.geometry import OWN_ROPE, Rope, Windows
+from longleaf.geometry import OWN_ROPE, Rope
 
 BLOCKS_AT_ONCE = 512
 """Blocks whose ids are copied at once: a segment may be long."""
@@ -18,9 +19,9 @@ class Prefixes:
     where to look: what is found is compared id by id. A beginning shorter than a block is not found.
     """
 
-    def __init__(self, block_size: int, blocks_at_once: int = BLOCKS_AT_ONCE, windows: Windows | None = None) -> None:
+    def __init__(self, block_size: int, holdings: Holdings, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
         self._block_size = block_size
-        self._windows = windows
+        self._holdings = holdings
         self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
         """By segment: the links at the ends of the blocks that end in it."""
@@ -63,7 +64,7 @@ class Prefixes:
 
     def _beginning(self, path: Path, token_ids: "array[int]") -> Path:
         """What `token_ids` have in common with a path, as far as it can be continued."""
-        end, _ = path.seams(path.num_common(token_ids), self._windows)
+        end, _ = self._holdings.seams(path, path.num_common(token_ids))
         return path.cut(end)
 
     def _link(self, continued: Segment, num_blocks: int) -> int:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.holdings import Holding, Holdings
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.prefixes import Prefixes
@@ -21,30 +22,25 @@ class Segments:
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
-        self.windows = placer.windows
-        """What is held of windowed layers, if each rank holds their keys itself."""
-        self._prefixes = Prefixes(placer.block_size, windows=placer.windows)
-        self._by_id: dict[int, Segment] = {}
-        self._kept: OrderedDict[int, Segment] = OrderedDict()
+        self.holdings = Holdings(placer.windows)
+        self._prefixes = Prefixes(placer.block_size, self.holdings)
+        self._kept: OrderedDict[int, Holding] = OrderedDict()
         self._next_id = 0
         self._forgotten: list[int] = []
         self.num_reclaimable = Blocks()
         """Blocks that `make_room` can free."""
 
-    def __iter__(self) -> Iterator[Segment]:
-        return iter(self._by_id.values())
-
-    def create(self, before: Path, rope: Rope = OWN_ROPE) -> Segment:
-        """A new, growing segment with one reference: the caller's. What it continues has the same rope."""
-        segment = Segment(self._next_id, before, rope)
-        self._by_id[segment.id] = segment
+    def create(self, before: Path, rope: Rope = OWN_ROPE) -> Holding:
+        """That of a new, growing segment with one reference: the caller's. What it continues has the same rope."""
+        holding = Holding(Segment(self._next_id, before, rope))
+        self.holdings.add(holding)
         self._next_id += 1
-        return segment
+        return holding
 
     def close(self, segment: Segment) -> None:
         """Ends a segment's growth; what the token after its end does not see of its windows is freed."""
-        segment.is_sealed = True
-        segment.window_runs = self._placer.window_pool.trim(segment.window_runs, segment.end)
+        holding, segment.is_sealed = self.holdings[segment], True
+        holding.window_runs = self._placer.window_pool.trim(holding.window_runs, segment.end)
 
     def seal(self, segment: Segment) -> None:
         """Closes a segment, and lets prompts find it."""
@@ -54,77 +50,77 @@ class Segments:
     def retain(self, path: Path, origin: Path = NOWHERE) -> None:
         """Refers to the segments of a path, but for those of its beginning `origin`, to which the caller refers
         already, and holds what the path's next token sees of windows."""
-        for segment in path.segments[len(origin.segments) :]:
-            self._refer(segment, 1, 0)
+        for holding in self.holdings.of(path.segments[len(origin.segments) :]):
+            self._refer(holding, 1, 0)
         self.hold(path, path.end)
 
     def release(self, path: Path, origin: Path = NOWHERE) -> None:
         """Takes a retain back; what nobody refers to is freed and will be forgotten by the ranks."""
         self.let_go(path, path.end)
-        for segment in path.segments[len(origin.segments) :]:
-            self._refer(segment, -1, 0)
+        for holding in self.holdings.of(path.segments[len(origin.segments) :]):
+            self._refer(holding, -1, 0)
 
     def drop(self, segment: Segment) -> None:
         """Takes the reference back with which the segment was created."""
-        self._refer(segment, -1, 0)
+        self._refer(self.holdings[segment], -1, 0)
 
     def hold(self, path: Path, end: int) -> None:
         """Keeps what a token at `end` sees of windows, a place on a path to which the caller refers."""
-        for segment in path.seen(end, self.windows):
-            segment.seams[end] += 1
+        for holding in self.holdings.of(path.seen(end, self._placer.windows)):
+            holding.seams[end] += 1
 
     def let_go(self, path: Path, end: int) -> None:
         """Takes a hold back; what is seen from no other place is freed."""
-        for segment in path.seen(end, self.windows):
-            segment.seams[end] -= 1
-            if not segment.seams[end]:
-                del segment.seams[end]
-                self._trim(segment)
+        for holding in self.holdings.of(path.seen(end, self._placer.windows)):
+            holding.seams[end] -= 1
+            if not holding.seams[end]:
+                del holding.seams[end]
+                self._trim(holding)
 
-    def _trim(self, segment: Segment) -> None:
+    def _trim(self, holding: Holding) -> None:
         """Frees the windows of a segment that are seen from none of its seams: from the first one most is seen."""
-        self.num_reclaimable -= _num_reclaimable(segment)
-        pool, first_seam = self._placer.window_pool, min(segment.seams, default=UNLIMITED)
-        segment.window_runs = pool.trim(segment.window_runs, first_seam)
-        self.num_reclaimable += _num_reclaimable(segment)
+        self.num_reclaimable -= holding.num_reclaimable
+        pool, first_seam = self._placer.window_pool, min(holding.seams, default=UNLIMITED)
+        holding.window_runs = pool.trim(holding.window_runs, first_seam)
+        self.num_reclaimable += holding.num_reclaimable
 
-    def _refer(self, segment: Segment, references: int, kept: int) -> None:
-        may_be_reclaimable = kept or segment.num_kept  # mostly not, and a path may have thousands of segments
+    def _refer(self, holding: Holding, references: int, kept: int) -> None:
+        may_be_reclaimable = kept or holding.num_kept  # mostly not, and a path may have thousands of segments
         if may_be_reclaimable:
-            self.num_reclaimable -= _num_reclaimable(segment)
-        segment.num_references += references
-        segment.num_kept += kept
+            self.num_reclaimable -= holding.num_reclaimable
+        holding.num_references += references
+        holding.num_kept += kept
         if may_be_reclaimable:
-            self.num_reclaimable += _num_reclaimable(segment)
-        if segment.num_references == 0:
-            self._free(segment)
+            self.num_reclaimable += holding.num_reclaimable
+        if holding.num_references == 0:
+            self._free(holding)
 
-    def _free(self, segment: Segment) -> None:
-        del self._by_id[segment.id]
-        self._prefixes.remove(segment)
-        self._placer.free((*segment.runs, *segment.window_runs))
+    def _free(self, holding: Holding) -> None:
+        self.holdings.remove(holding)
+        self._prefixes.remove(holding.segment)
+        self._placer.free((*holding.runs, *holding.window_runs))
         # A segment without runs was never in a plan, so no rank knows it.
-        self._forgotten += [segment.id] if segment.runs else []
+        self._forgotten += [holding.segment.id] if holding.runs else []
 
     def tokens_by_rank(self) -> list[int]:
         """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
         held = [0] * len(self._placer.pools)
-        for run in (run for segment in self._needed() for run in segment.runs):
+        for run in (run for holding in self._needed() for run in holding.runs):
             held[run.rank] += len(run)
         return held
 
     @property
     def kept(self) -> Iterator[Segment]:
         """The ends of prompts that are kept for others."""
-        return iter(self._kept.values())
+        return (holding.segment for holding in self._kept.values())
 
     @property
     def num_window_tokens(self) -> int:
         """Of these tokens, those that lie in the windows' pool."""
-        return sum(len(run) for segment in self._needed() for run in segment.window_runs)
+        return sum(len(run) for holding in self._needed() for run in holding.window_runs)
 
-    def _needed(self) -> Iterator[Segment]:
-        return (segment for segment in self if segment.num_references > segment.num_kept)
+    def _needed(self) -> Iterator[Holding]:
+        return (holding for holding in self.holdings if holding.num_references > holding.num_kept)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Ids for the next plan's release_segments; each is given once."""
@@ -148,8 +144,8 @@ class Segments:
         if is_short or self._prefixes.match(segment.path.token_ids(), segment.rope).end == segment.end:
             return
         self.seal(segment)
-        self._kept[segment.id] = segment
-        for part in segment.path.segments:
+        self._kept[segment.id] = self.holdings[segment]
+        for part in self.holdings.of(segment.path.segments):
             self._refer(part, 1, 1)
         self.hold(segment.path, segment.end)
         self._touch(segment.path)
@@ -165,25 +161,26 @@ class Segments:
         if not blocks.fits(self._placer.num_free + self.num_reclaimable):
             return False
         while not blocks.fits(self._placer.num_free):
-            segment = next(segment for segment in self._kept.values() if segment.num_kept == segment.num_references)
+            segment = next(kept.segment for kept in self._kept.values() if kept.num_kept == kept.num_references)
             del self._kept[segment.id]
             self.let_go(segment.path, segment.end)
-            for part in segment.path.segments:
+            for part in self.holdings.of(segment.path.segments):
                 self._refer(part, -1, -1)
         return True
 
     def check(self) -> None:
-        """Segments are sound, and what is kept is counted."""
-        for segment in self._by_id.values():
+        """Segments and what is held of them are sound; what they continue is alive; what is kept is counted."""
+        kept = [part.id for segment in self.kept for part in segment.path.segments]
+        for holding in self.holdings:
+            segment = holding.segment
             segment.check()
-            (segment.path if segment.token_ids else segment.before).check(None if segment.is_sealed else self.windows)
-        self._prefixes.check(self._by_id.values())
-        kept = [part.id for segment in self._kept.values() for part in segment.path.segments]
-        assert all(segment.num_kept == kept.count(segment.id) for segment in self._by_id.values())
-        assert set(kept) <= set(self._by_id)
-        assert self.num_reclaimable == sum(map(_num_reclaimable, self._by_id.values()), Blocks())
-
-
-def _num_reclaimable(segment: Segment) -> Blocks:
-    """The blocks of a segment that is kept for prompts to come, and for nothing else."""
-    return segment.num_blocks if segment.num_kept and segment.num_kept == segment.num_references else Blocks()
+            holding.check()
+            path = segment.path if segment.token_ids else segment.before
+            path.check() if segment.is_sealed else self.holdings.check(path)
+            before = self.holdings.of(segment.before.segments)
+            assert all(part.num_references >= holding.num_references for part in before)
+            assert holding.num_kept == kept.count(segment.id)
+        alive = [holding.segment for holding in self.holdings]
+        self._prefixes.check(alive)
+        assert set(kept) <= {segment.id for segment in alive}
+        assert self.num_reclaimable == sum((holding.num_reclaimable for holding in self.holdings), Blocks())

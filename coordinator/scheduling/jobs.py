@@ -5,7 +5,8 @@ from collections.abc import Sequence as TokenIds
 
 from coordinator.events import Claim, Document, Failed, Prompt, Started
 from coordinator.placement.blocks import Blocks, Placer, Reservation
-from coordinator.placement.paths import Path, Segment
+from coordinator.placement.holdings import Holding
+from coordinator.placement.paths import Path
 from coordinator.placement.positions import UNLIMITED
 from longleaf.channel.sequences import growth
 from longleaf.channel.step import Comparison, Decode, Prefill, Row, Seen, Terms
@@ -18,7 +19,7 @@ class Job:
     """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks. Ids that come
     in an array are taken over, not copied: they may be many.
 
-    `segment` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
+    `holding` and `reservation` are None while the job waits. `num_placed` counts the tokens that plans have given a
     place, `num_read` those whose keys and values exist: between the two lie the plans under way.
     """
 
@@ -64,7 +65,8 @@ class Job:
         """Began for its age, and is not preempted before it ends."""
         self.is_paused = False
         """Its reader is behind: no rows until it has caught up."""
-        self.segment: Segment | None = None
+        self.holding: Holding | None = None
+        """Of the segment that the tokens are read into, or the answer."""
         self.reservation: Reservation | None = None
         self._path_ids: tuple[int, ...] = ()
 
@@ -94,26 +96,27 @@ class Job:
         """There are prompt tokens that no plan has placed yet."""
         return self.num_placed < self.num_prefill
 
-    def begin(self, segment: Segment, reservation: Reservation) -> None:
-        self.segment, self.reservation = segment, reservation
-        self._path_ids = segment.path.ids
+    def begin(self, holding: Holding, reservation: Reservation) -> None:
+        self.holding, self.reservation = holding, reservation
+        self._path_ids = holding.segment.path.ids
 
-    def _active(self) -> tuple[Segment, Reservation]:
-        assert self.segment is not None
+    def _active(self) -> tuple[Holding, Reservation]:
+        assert self.holding is not None
         assert self.reservation is not None
-        return self.segment, self.reservation
+        return self.holding, self.reservation
 
     def next_chunk(self, placer: Placer, chunk_size: int) -> Prefill:
         """Places the next chunk and says what the ranks must do."""
-        segment, reservation = self._active()
+        holding, reservation = self._active()
         stop = min(self.num_placed + chunk_size, self.num_prefill)
         token_ids = tuple(self.token_ids[self.num_placed : stop])
-        start, end = segment.end, segment.end + len(token_ids)
+        start = holding.segment.end
+        end = start + len(token_ids)
         pieces = placer.place_chunk(start, end, self.num_chunks, reservation)
-        segment.window_runs = placer.roll(segment.window_runs, start, end, reservation, is_chunk=True)
-        segment.extend(token_ids, pieces)
+        holding.window_runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=True)
+        holding.extend(token_ids, pieces)
         self.num_placed, self.num_chunks = stop, self.num_chunks + 1
-        return Prefill(self._path_ids, start, token_ids, pieces, self.rope, segment.window_runs)
+        return Prefill(self._path_ids, start, token_ids, pieces, self.rope, holding.window_runs)
 
     def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
         """What its client is told when what ranks computed in a step is not finite."""
@@ -126,12 +129,13 @@ class Job:
         return f"tokens {first} to {first + len(work.token_ids) - 1} of the {self.noun}"
 
     def _grow(self, placer: Placer, token_ids: TokenIds[int]) -> tuple[Run, ...]:
-        segment, reservation = self._active()
-        last = segment.runs[-1] if segment.runs else None
-        start, end = segment.end, segment.end + len(token_ids)
+        holding, reservation = self._active()
+        last = holding.runs[-1] if holding.runs else None
+        start = holding.segment.end
         runs = placer.grow(last, start, len(token_ids), reservation)
-        segment.window_runs = placer.roll(segment.window_runs, start, end, reservation, is_chunk=False)
-        segment.extend(token_ids, runs)
+        end = start + len(token_ids)
+        holding.window_runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=False)
+        holding.extend(token_ids, runs)
         self.num_placed += len(token_ids)
         return runs
 
@@ -181,11 +185,11 @@ class Sequence(Job):
         if not self.num_begins:
             self.num_cached = path.end
 
-    def answer(self, segment: Segment) -> None:
-        """Goes on in `segment`, which continues the one that the prompt was read into."""
+    def answer(self, holding: Holding) -> None:
+        """Goes on in another segment, which continues the one that the prompt was read into."""
         assert self.reservation is not None
-        self.path = segment.before
-        self.begin(segment, self.reservation)
+        self.path = holding.segment.before
+        self.begin(holding, self.reservation)
 
     def fan_out(self, each: Blocks) -> list["Sequence"]:
         """The other samples, which share what was read. Their reservations, of `each`, are theirs; segments they
@@ -257,20 +261,20 @@ class Sequence(Job):
         self.token_ids = array("I", self.prompt.token_ids) + self.generated
         self.path, self.num_placed, self.num_read, self.num_chunks = self.origin, 0, 0, 0
         self.num_asked, self.is_answering = self.num_generated, False
-        self.segment = self.reservation = None
+        self.holding = self.reservation = None
 
     def next_row(self, placer: Placer) -> Row:
         """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
 
         That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
         """
-        segment, _ = self._active()
-        start, index, known = segment.end, self.num_asked, segment.window_runs
+        holding, _ = self._active()
+        start, index, known = holding.segment.end, self.num_asked, holding.window_runs
         sent = tuple(self.token_ids[self.num_placed :])  # empty, once the prompt is placed
         terms = self._terms() if sent else None
         runs = self._grow(placer, sent or (self.generated[-1] if index == self.num_generated else 0,))
         self.num_asked += 1
-        window_runs, num_reference = segment.window_runs, self._num_reference
+        window_runs, num_reference = holding.window_runs, self._num_reference
         if terms is not None:
             return Row(self.id, self._path_ids, start, sent, runs, index, terms, num_reference, self.rope, window_runs)
         window_runs = window_runs and growth(known, window_runs, placer.block_size)
@@ -289,7 +293,7 @@ class Sequence(Job):
 
     def take(self, token_id: int) -> None:
         """Adds the token that was sampled next to the answer."""
-        segment, _ = self._active()
+        segment = self._active()[0].segment
         self.num_read = len(self.token_ids)
         self.generated.append(token_id)
         if (position := self.num_prompt + self.num_generated - 1) < segment.end:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import Contexts
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import Job, Sequence
@@ -17,36 +18,38 @@ def check_holdings(
     """Raises AssertionError where the books do not add up."""
     segments.check()
     contexts.check()
-    placer.check(run for segment in segments for run in (*segment.runs, *segment.window_runs))
+    holdings = segments.holdings
+    placer.check(run for holding in holdings for run in (*holding.runs, *holding.window_runs))
     jobs = (*waiting, *running)
     for job in jobs:
-        job.origin.check(placer.windows)
-        job.path.check(placer.windows)
+        holdings.check(job.origin)
+        holdings.check(job.path)
     owners: dict[int, int] = {}
     paths = [context.path for context in contexts.list()] + [job.path for job in jobs]
-    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
+    growing = [job.holding.segment for job in running if job.holding]
+    for segment in [s for path in paths for s in path.segments] + growing:
         owners[segment.id] = owners.get(segment.id, 0) + 1
-    assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
+    assert owners == {h.segment.id: h.num_references - h.num_kept for h in holdings if h.num_references > h.num_kept}
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
     places += [(path, path.end) for job in jobs for path in (job.origin, job.path)]
-    _check_seams(segments, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
+    _check_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
     assert placer.num_reserved == sum((job.reservation.left for job in running if job.reservation), Blocks())
-    assert not any(job.segment or job.reservation for job in waiting)
-    assert all(job.segment and job.reservation for job in running)
+    assert not any(job.holding or job.reservation for job in waiting)
+    assert all(job.holding and job.reservation for job in running)
 
 
-def _check_seams(segments: Segments, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
+def _check_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
     """Each place holds the windows before it, and nothing else is held of what is sealed: the first block of each run
     is seen."""
     held: dict[int, Counter[int]] = {}
     for path, end in places:
         for segment in path.seen(end, placer.windows):
             held.setdefault(segment.id, Counter())[end] += 1
-    assert held == {segment.id: segment.seams for segment in segments if segment.seams}
-    for segment in segments:
-        if placer.windows and segment.is_sealed and segment.window_runs:
-            first = placer.windows.first(min(segment.seams))
-            assert all(min(run.start + placer.block_size, run.end) > first for run in segment.window_runs)
+    assert held == {holding.segment.id: holding.seams for holding in holdings if holding.seams}
+    for holding in holdings:
+        if placer.windows and holding.segment.is_sealed and holding.window_runs:
+            first = placer.windows.first(min(holding.seams))
+            assert all(min(run.start + placer.block_size, run.end) > first for run in holding.window_runs)
 
 
 def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:

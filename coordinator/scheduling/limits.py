@@ -2,6 +2,7 @@
 
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.positions import Positions
+from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import Job
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
@@ -10,9 +11,10 @@ from longleaf.errors import InvalidArgument
 class Limits:
     """What the model's positions and the pool of all ranks allow, even when nothing else is held."""
 
-    def __init__(self, config: EngineConfig, placer: Placer, positions: Positions) -> None:
+    def __init__(self, config: EngineConfig, placer: Placer, segments: Segments, positions: Positions) -> None:
         self._config = config
         self._placer = placer
+        self._segments = segments
         self.positions = positions
 
     def num_prefill(self, num_tokens: int, num_samples: int) -> int:
@@ -36,7 +38,7 @@ class Limits:
             limit = f"the context was created for {job.capacity:,} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(job, max_tokens, num_tails)
-        held = job.path.num_blocks
+        held = self._segments.holdings.num_blocks(job.path)
         least = Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
         if limit := self._too_small(least + blocks):
             raise InvalidArgument(field, f"{_sum(job, field, max_tokens, num_tails)}; {limit}")

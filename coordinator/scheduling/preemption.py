@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import Contexts
-from coordinator.placement.paths import Segment, count_all
+from coordinator.placement.holdings import Holdings, count_all
+from coordinator.placement.paths import Segment
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import Ingest, Job, Sequence
 from coordinator.scheduling.speeds import Speeds
@@ -54,9 +55,10 @@ class Room:
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for other in answers for s in other.origin.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, Ingest)), Blocks())
-        held = count_all(kept.values()) + coming
+        holdings = self._segments.holdings
+        held = count_all(holdings.of(kept.values())) + coming
         self._check_room(job, held, None)
-        held += count_all(leaving.values())
+        held += count_all(holdings.of(leaving.values()))
         if isinstance(job, Ingest):
             needs = [other.num_blocks for other in answers]
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
@@ -104,17 +106,17 @@ class Room:
                 break
             chosen.append(other)
             places -= other.num_tails
-            lacking -= _num_freed(other, dropped)
+            lacking -= _num_freed(other, dropped, self._segments.holdings)
         return chosen if lacking.fits(Blocks()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int]) -> Blocks:
+def _num_freed(job: Sequence, dropped: Counter[int], holdings: Holdings) -> Blocks:
     """Blocks that are free, or as good as free, when a running job is preempted after those that `dropped` counts."""
-    assert job.segment is not None
+    assert job.holding is not None
     assert job.reservation is not None
-    num_blocks = job.segment.num_blocks + job.reservation.left
-    for segment in job.path.segments[len(job.origin.segments) :]:
-        dropped[segment.id] += 1
-        if segment.num_references - segment.num_kept == dropped[segment.id]:
-            num_blocks += segment.num_blocks
+    num_blocks = job.holding.num_blocks + job.reservation.left
+    for holding in holdings.of(job.path.segments[len(job.origin.segments) :]):
+        dropped[holding.segment.id] += 1
+        if holding.num_references - holding.num_kept == dropped[holding.segment.id]:
+            num_blocks += holding.num_blocks
     return num_blocks

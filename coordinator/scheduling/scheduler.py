@@ -51,8 +51,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, placer: Placer, positions: Positions, epoch: int) -> None:
         self._config = config
         self._placer = placer
-        self._limits = Limits(config, placer, positions)
         self.segments = Segments(placer)
+        self._limits = Limits(config, placer, self.segments, positions)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
         self._prompts = Prompts(self.segments, placer, self._limits)
@@ -221,9 +221,9 @@ class Scheduler:
             self._answer(job)
 
     def _acknowledge(self, job: Ingest, now: float) -> None:
-        assert job.segment is not None
+        assert job.holding is not None
         document = job.document
-        self.contexts.append(document.context, job.segment, now, document.settings, job.capacity)
+        self.contexts.append(document.context, job.holding.segment, now, document.settings, job.capacity)
         self._outcomes.append((job.id, Acknowledged(document.context)))
         self.finish(job)
 
@@ -253,9 +253,9 @@ class Scheduler:
     def _stop(self, job: Job) -> None:
         """Takes a job off the running ones; its path stays retained."""
         del self._running[job.id]
-        assert job.segment is not None
+        assert job.holding is not None
         assert job.reservation is not None
-        self.segments.drop(job.segment)
+        self.segments.drop(job.holding.segment)
         self._placer.release(job.reservation)
         self._queue.settle(job)
         self._may_begin = True

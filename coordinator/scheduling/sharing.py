@@ -55,14 +55,14 @@ class Prompts:
 
     def share(self, job: Sequence) -> list[Sequence]:
         """The samples of a job whose chunks are read, itself first. From here on each has a segment of its own."""
-        assert job.segment is not None
+        assert job.holding is not None
         assert job.reservation is not None
-        if job.segment.runs:
+        if job.holding.runs:
+            read = job.holding.segment
             if job.is_sharing:
-                self._segments.keep(job.segment)
+                self._segments.keep(read)
             else:
-                self._segments.close(job.segment)
-            read = job.segment
+                self._segments.close(read)
             self._move(job, read.path)
             self._segments.drop(read)
             job.answer(self._segments.create(job.path, job.rope))

@@ -5,16 +5,16 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.prefixes import Prefixes
-from longleaf.runs import Run
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 def segment_of(number: int, before: Path, token_ids: list[int]) -> Segment:
     segment = Segment(number, before)
-    segment.extend(token_ids, [Run(0, before.end, before.end + len(token_ids), (number,))])
+    segment.extend(token_ids)
     segment.is_sealed = True
     return segment
 
@@ -41,7 +41,7 @@ def num_common(a: list[int], b: list[int]) -> int:
 def test_the_longest_held_beginning_is_found(
     segments: list[Segment], block_size: int, blocks_at_once: int, prompt: list[int], data: st.DataObject
 ) -> None:
-    index = Prefixes(block_size, blocks_at_once)
+    index = Prefixes(block_size, Holdings(), blocks_at_once)
     for segment in segments:
         index.add(segment)
     index.check(segments)
@@ -63,7 +63,7 @@ def test_the_longest_held_beginning_is_found(
 
 @given(forests(), st.lists(st.integers(0, 1), max_size=20))
 def test_equal_hashes_deceive_nobody(segments: list[Segment], prompt: list[int]) -> None:
-    index = Prefixes(2)
+    index = Prefixes(2, Holdings())
     index._chain = lambda link, token_ids: iter([7] * (len(token_ids) // 2))  # type: ignore[method-assign]
     for segment in segments:
         index.add(segment)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Blocks, Placer, count_blocks
+from coordinator.placement.holdings import Holding, Holdings
 from coordinator.placement.paths import Path, Segment
 from longleaf.geometry import Windows
 from longleaf.runs import Run
@@ -50,35 +51,36 @@ def test_growth_keeps_what_is_seen_and_its_promise(
 
 
 @st.composite
-def paths(draw: st.DrawFn, windows: Windows) -> Path:
-    """A path that branches off its segments wherever they can be continued."""
+def paths(draw: st.DrawFn, windows: Windows) -> tuple[Path, Holdings]:
+    """A path that branches off its segments wherever they can be continued, and what is held of these."""
     placer = Placer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
-    path = Path()
+    path, holdings = Path(), Holdings(windows)
     for number in range(draw(st.integers(1, 4))):
         segment = Segment(number, path)
+        holdings.add(holding := Holding(segment))
         for step in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
             start, end = segment.end, segment.end + step
-            runs = placer.roll(segment.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
-            segment.window_runs = runs
-            segment.extend(range(step), [Run(0, start, end, ())])
-        segment.window_runs = placer.window_pool.trim(segment.window_runs, segment.end)
+            runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
+            holding.window_runs = runs
+            holding.extend(range(step), [Run(0, start, end, ())])
+        holding.window_runs = placer.window_pool.trim(holding.window_runs, segment.end)
         path = segment.path
-        end = path.seams(draw(st.integers(0, path.end)), windows)[1]
+        end = holdings.seams(path, draw(st.integers(0, path.end)))[1]
         path = path.cut(end)
-    return path
+    return path, holdings
 
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
 def test_seams_are_where_all_that_is_seen_is_held(windows: Windows, data: st.DataObject) -> None:
-    path = data.draw(paths(windows))
-    path.check(windows)
-    held = {p for segment, _, end in path.parts() for p in positions(segment.window_runs) if p < end}
+    path, holdings = data.draw(paths(windows))
+    holdings.check(path)
+    held = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
     seams = [p for p in range(path.end + 1) if held >= set(range(windows.first(p), p))]
     for position in range(path.end + 1):
-        below, above = path.seams(position, windows)
+        below, above = holdings.seams(path, position)
         assert below == seams[bisect_right(seams, position) - 1]
         assert above == seams[bisect_left(seams, position)]
-    assert path.seams(path.end // 2, None) == (path.end // 2, path.end // 2)
+    assert Holdings().seams(path, path.end // 2) == (path.end // 2, path.end // 2)

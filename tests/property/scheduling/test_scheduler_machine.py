@@ -402,7 +402,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.adds_up()
         assert self.scheduler.segments.make_room(self.placer.num_blocks)
         assert self.placer.num_free == self.placer.num_blocks
-        assert not list(self.scheduler.segments)
+        assert not list(self.scheduler.segments.holdings)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

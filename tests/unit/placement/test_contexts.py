@@ -20,11 +20,11 @@ class Store:
 
     def segment(self, before: Path, count: int) -> Segment:
         """With one reference, from `create`."""
-        segment, start = self.segments.create(before), before.end
+        holding, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
-        segment.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
-        return segment
+        holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
+        return holding.segment
 
     def append(self, context: str, before: Path, count: int, now: float = 0.0) -> None:
         segment = self.segment(before, count)
@@ -34,7 +34,10 @@ class Store:
     def check(self) -> None:
         self.segments.check()
         self.contexts.check()
-        self.placer.check(run for segment in self.segments for run in segment.runs)
+        self.placer.check(run for holding in self.segments.holdings for run in holding.runs)
+
+    def shares(self, context: Context) -> list[int]:
+        return self.segments.holdings.shares(context.path, 2)
 
 
 def test_context_grows_by_sealed_segments() -> None:
@@ -43,7 +46,7 @@ def test_context_grows_by_sealed_segments() -> None:
     store.append("a", store.contexts.get("a").path, 3, now=7.0)
     context = store.contexts.get("a")
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
-    assert sum(context.shares(2)) == 13
+    assert sum(store.shares(context)) == 13
     assert all(segment.is_sealed for segment in context.path.segments)
     store.check()
 
@@ -64,7 +67,7 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
 
 def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
     store = Store()
-    store.segments.drop(store.segments.create(Path()))
+    store.segments.drop(store.segments.create(Path()).segment)
     assert store.segments.take_forgotten() == ()
 
 
@@ -105,7 +108,7 @@ def test_fork_shares_segments_and_copies_nothing(num_tokens: int | None, parts: 
     fork = store.contexts.fork("a", "b", num_tokens, now=9.0)
     assert [end for _, _, end in fork.path.parts()] == parts
     assert fork.path.segments == store.contexts.get("a").path.segments[: len(parts)]
-    assert (fork.num_tokens, sum(fork.shares(2)), fork.created, fork.updated) == (parts[-1], parts[-1], 9.0, 9.0)
+    assert (fork.num_tokens, sum(store.shares(fork)), fork.created, fork.updated) == (parts[-1], parts[-1], 9.0, 9.0)
     assert store.placer.num_free == free
     store.check()
 
@@ -120,7 +123,7 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     store.append("b", fork.path, 5, now=11.0)
     store.check()
     assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)
-    assert (fork.num_tokens, sum(fork.shares(2)), fork.updated) == (9, 9, 11.0)
+    assert (fork.num_tokens, sum(store.shares(fork)), fork.updated) == (9, 9, 11.0)
     branch = store.contexts.fork("b", "c", 3, now=12.0)
     store.contexts.delete("b")
     assert branch.path == Path((first,), 3)

@@ -30,7 +30,7 @@ def test_a_document_leaves_the_window_before_its_end() -> None:
     # each chunk stores what the token after it will see, and keeps what its own first token sees
     assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
     (segment,) = bench.scheduler.contexts.get("doc").path.segments
-    assert [(run.start, run.end) for run in segment.window_runs] == [(33, 40)]
+    assert [(run.start, run.end) for run in bench.scheduler.segments.holdings[segment].window_runs] == [(33, 40)]
     assert bench.placer.num_free == bench.placer.num_blocks - Blocks(10, 2)
 
 

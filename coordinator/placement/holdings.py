@@ -1,0 +1,138 @@
+"""What the ranks of an epoch hold of segments, and so of the paths that lead through these."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from coordinator.placement.blocks import Blocks
+from coordinator.placement.paths import Path, Segment
+from longleaf.geometry import Windows
+from longleaf.runs import Run, join
+
+
+class Holding:
+    """The runs that hold a segment, and how many refer to it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.runs: list[Run] = []
+        self.num_sharded = 0
+        """Blocks of `runs`: a path may have thousands of segments, and all of them are counted for each request."""
+        self.window_runs: tuple[Run, ...] = ()
+        """Runs in the windows' pool: while it grows what its next token sees of it, and little more; once it is sealed
+        what is seen of it from its seams."""
+        self.seams = Counter[int]()
+        """Positions at which paths go on, or may, and of whose windows a part lies here; how often each is held."""
+        self.num_references = 1
+        self.num_kept = 0
+        """References that only keep the segment for prompts to come."""
+
+    @property
+    def num_blocks(self) -> Blocks:
+        return count_all([self])
+
+    @property
+    def num_reclaimable(self) -> Blocks:
+        """The blocks, if the segment is kept for prompts to come, and for nothing else."""
+        return self.num_blocks if self.num_kept and self.num_kept == self.num_references else Blocks()
+
+    def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
+        """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
+        assert runs
+        if self.runs and self.runs[-1].start == runs[0].start:
+            self.num_sharded -= len(self.runs.pop().blocks)
+        self.runs.extend(runs)
+        for run in runs:
+            self.num_sharded += len(run.blocks)
+        self.segment.extend(token_ids)
+
+    def check(self) -> None:
+        """The runs cover the tokens, in order and without gaps."""
+        ends = [self.segment.start, *(run.end for run in self.runs)]
+        assert [run.start for run in self.runs] == ends[:-1]
+        assert ends[-1] == self.segment.end
+        assert all(len(run) > 0 for run in self.runs)
+        assert self.num_sharded == sum(len(run.blocks) for run in self.runs)
+        assert self.num_references >= max(1, self.num_kept)
+
+
+def count_all(holdings: Iterable[Holding]) -> Blocks:
+    """The blocks of holdings."""
+    sharded = windows = 0
+    for holding in holdings:
+        sharded += holding.num_sharded
+        for run in holding.window_runs:
+            windows += len(run.blocks)
+    return Blocks(sharded, windows)
+
+
+class Holdings:
+    """What is held, by segment. `windows` is None unless each rank holds the keys of windowed layers itself."""
+
+    def __init__(self, windows: Windows | None = None) -> None:
+        self.windows = windows
+        self._by_segment: dict[Segment, Holding] = {}
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._by_segment.values())
+
+    def __getitem__(self, segment: Segment) -> Holding:
+        return self._by_segment[segment]
+
+    def add(self, holding: Holding) -> None:
+        self._by_segment[holding.segment] = holding
+
+    def remove(self, holding: Holding) -> None:
+        del self._by_segment[holding.segment]
+
+    def of(self, segments: Iterable[Segment]) -> list[Holding]:
+        """Those of `segments`, in order."""
+        return list(map(self._by_segment.__getitem__, segments))  # may be thousands
+
+    def num_blocks(self, path: Path) -> Blocks:
+        """Blocks of the segments of a path, used or not."""
+        return count_all(self.of(path.segments))
+
+    def shares(self, path: Path, world_size: int) -> list[int]:
+        """Tokens of a path that each rank holds."""
+        held = [0] * world_size
+        for segment, _, end in path.parts():
+            for run in self[segment].runs:
+                held[run.rank] += max(0, min(run.end, end) - run.start)
+        return held
+
+    def num_window_tokens(self, path: Path) -> int:
+        """Tokens of a path that lie in the windows' pool."""
+        return sum(end - start for start, end in self._windows_of(path))
+
+    def seams(self, path: Path, position: int) -> tuple[int, int]:
+        """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
+        which all that the next token sees is held. Without windows, any."""
+        if (windows := self.windows) is None:
+            return position, position
+        below, above, stride = 0, path.end, windows.stride
+        if stride:
+            below, above = position - position % stride, min(path.end, position - position % -stride)
+        for start, end in self._windows_of(path):
+            low = start + bisect_left(range(start, end + 1), start, key=windows.first)
+            if low <= min(position, end):
+                below = max(below, min(position, end))
+            if max(position, low) <= end:
+                return below, min(above, max(position, low))
+        return below, above
+
+    def _windows_of(self, path: Path) -> list[tuple[int, int]]:
+        """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
+        held = [(0, 0)]
+        for segment, _, part_end in path.parts():
+            held += [(run.start, min(run.end, part_end)) for run in self[segment].window_runs if run.start < part_end]
+            held.append((part_end, part_end))
+        return join(held)
+
+    def check(self, path: Path) -> None:
+        """A path is sound and can be continued: what its next token sees is held."""
+        path.check()
+        if self.windows is not None:
+            runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]
+            held = {position for run, end in runs for position in range(run.start, min(run.end, end))}
+            assert held.issuperset(range(self.windows.first(path.end), path.end))
