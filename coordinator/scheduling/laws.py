@@ -8,7 +8,8 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import Contexts
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Job, Sequence
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.sequences import Sequence
 
 
 def check_holdings(
@@ -20,19 +21,17 @@ def check_holdings(
     placer.check(run for segment in segments for run in (*segment.runs, *segment.window_runs))
     jobs = (*waiting, *running)
     for job in jobs:
-        job.origin.check(placer.windows)
-        job.path.check(placer.windows)
+        job.request.origin.check(placer.windows)
+        job.reading.path.check(placer.windows)
     owners: dict[int, int] = {}
-    paths = [context.path for context in contexts.list()] + [job.path for job in jobs]
-    for segment in [s for path in paths for s in path.segments] + [job.segment for job in running if job.segment]:
+    paths = [context.path for context in contexts.list()] + [job.reading.path for job in jobs]
+    for segment in [s for path in paths for s in path.segments] + [job.tail.segment for job in running]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
     assert owners == {s.id: s.num_references - s.num_kept for s in segments if s.num_references > s.num_kept}
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
-    places += [(path, path.end) for job in jobs for path in (job.origin, job.path)]
+    places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
     _check_seams(segments, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
-    assert placer.num_reserved == sum((job.reservation.left for job in running if job.reservation), Blocks())
-    assert not any(job.segment or job.reservation for job in waiting)
-    assert all(job.segment and job.reservation for job in running)
+    assert placer.num_reserved == sum((job.tail.reservation.left for job in running), Blocks())
 
 
 def _check_seams(segments: Segments, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
@@ -53,6 +52,8 @@ def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: se
     """Raises AssertionError when a job is in two places, or runs and can never be planned again."""
     ids = [job.id for job in (*waiting, *running)]
     assert len(ids) == len(set(ids))
+    assert all(job.is_running for job in running)
+    assert not any(job.is_running for job in waiting)
     for job in running:
-        has_rows = isinstance(job, Sequence) and (job.has_rows or job.is_paused)
-        assert job.has_chunks or has_rows or job.id in under_way
+        has_rows = isinstance(job, Sequence) and (job.has_rows or job.request.is_paused)
+        assert job.reading.has_chunks or has_rows or job.id in under_way
