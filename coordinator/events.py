@@ -65,7 +65,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 class Started(msgspec.Struct, frozen=True):
     """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
-    the job begins, and when it is preempted."""
+    the request begins, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -117,4 +117,4 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 Event = Started | Progress | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
-"""Job id, and what its stream gets. An error, the last Ended or Failed, and Acknowledged are the last one of a job."""
+"""Id of a request, and what its stream gets: last an error, the last Ended or Failed, or Acknowledged."""

@@ -19,12 +19,12 @@ from longleaf.messages import Event, Finished, Generate, Resume
 
 
 class EventStream(Protocol):
-    """One job's events. Raises WorkerLost when a rank is lost."""
+    """One request's events. Raises WorkerLost when a rank is lost."""
 
     def __aiter__(self) -> AsyncIterator[events.Event]: ...
 
     async def aclose(self) -> None:
-        """Ends the job, and returns at once when it has ended."""
+        """Ends the request, and returns at once when it has ended."""
         ...
 
     def cancel_sample(self, sample: int) -> None:

@@ -42,7 +42,7 @@ class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
 
     @property
     def changes(self) -> Changes:
-        """Of jobs, and of what ranks hold."""
+        """Of requests, and of what ranks hold."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The engine: the loop that turns submitted jobs into steps and the results of steps into streams."""
+"""The engine: the loop that turns submitted requests into steps and the results of steps into streams."""
 
 import asyncio
 import time
@@ -123,13 +123,13 @@ class Engine:
 
     def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
         self._open().admit(self._next_id, asked, self._clock())
-        job_id, self._next_id = self._next_id, self._next_id + num_samples
+        request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
-            lambda: self._cancel(job_id),
-            lambda sample: self._cancel_sample(job_id, sample),
-            lambda: self._pause(job_id, False),
+            lambda: self._cancel(request_id),
+            lambda sample: self._cancel_sample(request_id, sample),
+            lambda: self._pause(request_id, False),
         )
-        self._readers.add(job_id, stream, num_samples)
+        self._readers.add(request_id, stream, num_samples)
         self._wake.set()
         return stream
 
@@ -165,8 +165,8 @@ class Engine:
         self._delete(self._open(), context_id)
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
-        for job_id in scheduler.delete_context(context_id):
-            self._readers.close(job_id, NotFound(f"contexts/{context_id}"))
+        for request_id in scheduler.delete_context(context_id):
+            self._readers.close(request_id, NotFound(f"contexts/{context_id}"))
         self._wake.set()
 
     def _expire(self, scheduler: Scheduler) -> float | None:
@@ -175,8 +175,8 @@ class Engine:
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
-        for job_id in scheduler.expire_ingests(now):
-            self._readers.close(job_id, expired())
+        for request_id in scheduler.expire_ingests(now):
+            self._readers.close(request_id, expired())
             self._wake.set()
         following = scheduler.next_expiry
         return None if following is None else following - now
@@ -206,7 +206,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """The scheduler adds up, and every open stream belongs to a job."""
+        """The scheduler adds up, and every open stream belongs to a request."""
         scheduler = self._open()
         scheduler.check()
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
@@ -232,20 +232,20 @@ class Engine:
         holdings = self._scheduler.segments.holdings
         return view_context(context, holdings, self._epoch.readies, self.positions, self.is_exact)
 
-    def _cancel(self, job_id: int) -> None:
-        self._readers.remove(job_id)
+    def _cancel(self, request_id: int) -> None:
+        self._readers.remove(request_id)
         if self._scheduler is not None:
-            self._scheduler.cancel(job_id)
+            self._scheduler.cancel(request_id)
         self._wake.set()
 
-    def _cancel_sample(self, job_id: int, sample: int) -> None:
-        if self._scheduler is not None and self._scheduler.cancel_sample(job_id, sample):
-            self._readers.end_sample(job_id)
+    def _cancel_sample(self, request_id: int, sample: int) -> None:
+        if self._scheduler is not None and self._scheduler.cancel_sample(request_id, sample):
+            self._readers.end_sample(request_id)
         self._wake.set()
 
-    def _pause(self, job_id: int, is_paused: bool) -> None:
+    def _pause(self, request_id: int, is_paused: bool) -> None:
         if self._scheduler is not None:
-            self._scheduler.pause(job_id, is_paused)
+            self._scheduler.pause(request_id, is_paused)
         self._wake.set()
 
     # --- the loop ---
@@ -288,8 +288,8 @@ class Engine:
             step = asyncio.create_task(self._ranks.step(plan))
             step.add_done_callback(lambda _: self._wake.set())
             self._steps.append((plan, step))
-        for job_id in self._readers.publish(outcomes + scheduler.drain()):
-            self._pause(job_id, True)
+        for request_id in self._readers.publish(outcomes + scheduler.drain()):
+            self._pause(request_id, True)
         for plan, result in answered:
             self._observe(plan, result)
         if scheduler.num_waiting:
@@ -297,7 +297,7 @@ class Engine:
         await self._wait(scheduler)
 
     async def _wait(self, scheduler: Scheduler) -> None:
-        """Waits for something to do, at most until a job's deadline or a context's expiry."""
+        """Waits for something to do, at most until a request's deadline or a context's expiry."""
         deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
         waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
         waits += [] if expiry is None else [expiry]

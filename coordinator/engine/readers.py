@@ -1,4 +1,4 @@
-"""Who reads what jobs say: the stream of each, and what it was told when."""
+"""Who reads what requests say: the stream of each, and what it was told when."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -26,7 +26,7 @@ class Reader:
         self._first_token: float | None = None
 
     def tell(self, event: Event, now: float) -> None:
-        """Notes when things happen for the first time: a preempted job begins again."""
+        """Notes when things happen for the first time: a preempted request begins again."""
         match event:
             case Started():
                 self._started = now if self._started is None else self._started
@@ -54,45 +54,45 @@ class Reader:
 
 
 class Readers:
-    """Those of all jobs that have not ended. `clock` is the engine's, in seconds."""
+    """Those of all requests that have not ended. `clock` is the engine's, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._by_job: dict[int, Reader] = {}
+        self._by_request: dict[int, Reader] = {}
         self._has_new = False
         self._positions_told = 0.0
 
     def __len__(self) -> int:
-        return len(self._by_job)
+        return len(self._by_request)
 
-    def add(self, job_id: int, stream: Stream, num_samples: int) -> None:
-        self._by_job[job_id] = Reader(stream, num_samples, self._clock())
+    def add(self, request_id: int, stream: Stream, num_samples: int) -> None:
+        self._by_request[request_id] = Reader(stream, num_samples, self._clock())
         self._has_new = True
 
-    def remove(self, job_id: int) -> None:
-        """A job's reader has left."""
-        del self._by_job[job_id]
+    def remove(self, request_id: int) -> None:
+        """A request's reader has left."""
+        del self._by_request[request_id]
 
     def publish(self, outcomes: Iterable[Outcome]) -> list[int]:
-        """Tells the readers what happened; gives the jobs whose readers are behind."""
+        """Tells the readers what happened; gives the requests whose readers are behind."""
         now, behind = self._clock(), list[int]()
-        for job_id, outcome in outcomes:
-            if (reader := self._by_job.get(job_id)) is None:
+        for request_id, outcome in outcomes:
+            if (reader := self._by_request.get(request_id)) is None:
                 continue  # cancelled
             match outcome:
                 case LongleafError():
-                    self.close(job_id, outcome)
+                    self.close(request_id, outcome)
                 case Acknowledged():
-                    self.close(job_id)
+                    self.close(request_id)
                 case Failed(error):
                     reader.stream.fail(error)
-                    self.end_sample(job_id)
+                    self.end_sample(request_id)
                 case Ended():
                     reader.tell(outcome, now)
-                    self.end_sample(job_id)
+                    self.end_sample(request_id)
                 case _:
                     reader.tell(outcome, now)
-                    behind += [job_id] if reader.stream.is_full else []
+                    behind += [request_id] if reader.stream.is_full else []
         return behind
 
     def tell_positions(self, positions: Callable[[], Mapping[int, Started]]) -> None:
@@ -101,25 +101,25 @@ class Readers:
         is_due = now - self._positions_told >= POSITION_SECONDS
         if not (is_due or self._has_new):
             return
-        for job_id, started in positions().items():
-            reader = self._by_job[job_id]
+        for request_id, started in positions().items():
+            reader = self._by_request[request_id]
             if reader.position is None or (is_due and reader.position != started.queue_position):
                 reader.tell_position(started)
         self._has_new = False
         self._positions_told = now if is_due else self._positions_told
 
-    def end_sample(self, job_id: int) -> None:
+    def end_sample(self, request_id: int) -> None:
         """Ends the stream with the last of its samples."""
-        reader = self._by_job[job_id]
+        reader = self._by_request[request_id]
         reader.num_open -= 1
         if reader.num_open == 0:
-            self.close(job_id)
+            self.close(request_id)
 
-    def close(self, job_id: int, error: Exception | None = None) -> None:
-        """Ends a job's stream, unless it has ended."""
-        if (reader := self._by_job.pop(job_id, None)) is not None:
+    def close(self, request_id: int, error: Exception | None = None) -> None:
+        """Ends a request's stream, unless it has ended."""
+        if (reader := self._by_request.pop(request_id, None)) is not None:
             reader.stream.close(error)
 
     def close_all(self, error: Exception) -> None:
-        for job_id in list(self._by_job):
-            self.close(job_id, error)
+        for request_id in list(self._by_request):
+            self.close(request_id, error)

@@ -1,4 +1,4 @@
-"""What a client reads while its job runs."""
+"""What a client reads while its request runs."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from longleaf.messages import Progress
 from longleaf.sampling import Token
 
 MAX_UNREAD = 256
-"""Tokens of a sample that wait for a reader before its job is paused; those under way still come."""
+"""Tokens of a sample that wait for a reader before its request is paused; those under way still come."""
 
 
 class Unread:
@@ -39,7 +39,7 @@ class Unread:
 
 
 class Stream:
-    """Events of one job, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
+    """Events of one request, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
 
     However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
     joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
@@ -70,7 +70,7 @@ class Stream:
 
     @property
     def is_full(self) -> bool:
-        """The reader is behind: the job should pause."""
+        """The reader is behind: the request should pause."""
         return any(unread.is_full for unread in self._unread.values())
 
     def put(self, event: Event) -> None:
@@ -99,7 +99,7 @@ class Stream:
             self._changed.set()
 
     def cancel(self) -> None:
-        """Ends the job and the stream; all that the job held is free within one step. Idempotent."""
+        """Ends the request and the stream; all that the request held is free within one step. Idempotent."""
         if not self._is_closed:
             self._on_cancel()
             self.close()

@@ -1,17 +1,23 @@
 """From requests to jobs: what is refused at once, and why."""
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as TokenIds
 
 from msgspec import UNSET
 
 from coordinator.events import Document, Prompt
+from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import Contexts
-from coordinator.placement.paths import Path
+from coordinator.placement.holdings import count_all
+from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Ingest, Job, Sequence
+from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import Limits
-from coordinator.scheduling.preemption import Room
+from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted
@@ -19,7 +25,7 @@ from longleaf.units import human_seconds
 
 
 class Admission:
-    """Checks requests. Keeps nothing."""
+    """Checks what clients ask for. Keeps nothing."""
 
     def __init__(
         self,
@@ -27,18 +33,35 @@ class Admission:
         limits: Limits,
         contexts: Contexts,
         segments: Segments,
-        room: Room,
+        requests: Requests,
         speeds: Speeds,
     ) -> None:
         self._config = config
         self._limits = limits
         self._contexts = contexts
         self._segments = segments
-        self._room = room
+        self._requests = requests
         self._speeds = speeds
 
-    def sequence(self, job_id: int, prompt: Prompt) -> Sequence:
-        """The job of a generation. Raises InvalidArgument or NotFound."""
+    def admit(self, request_id: int, asked: Prompt | Document, now: float, begin_waiting: Callable[[], None]) -> Job:
+        """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
+
+        Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, or
+        ResourceExhausted when the queue is full or there may never be room.
+        """
+        job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
+        if self._requests.num_in_line >= self._config.max_waiting:
+            begin_waiting()  # they only wait for the next step
+        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting:
+            seconds = self._speeds.retry_seconds(num_in_line)
+            raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
+        jobs = list(self._requests.jobs())
+        self._check_room(job, jobs)
+        if job.request.claim.deadline is not None:
+            self._check_time(job, jobs, job.request.claim.deadline - now)
+        return job
+
+    def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
         prompt.sampling.check()
         if not 1 <= prompt.num_samples <= self._config.max_sequences:
             limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
@@ -47,45 +70,61 @@ class Admission:
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
         num_tokens, max_tokens = len(prompt.token_ids), prompt.sampling.max_tokens
-        path = context.path if context else Path()
-        job = Sequence(job_id, path, prompt, self._limits.num_prefill(num_tokens, prompt.num_samples))
-        job.capacity = context.capacity if context else UNLIMITED
-        job.rope = context.rope if context else self._limits.positions.rope(num_tokens + max_tokens)
-        job.is_beyond_trained = job.num_prompt + max_tokens > self._limits.positions.trained
-        self._limits.check(job, "input", 1)
-        self._limits.check(job, "sampling.max_token_count", max_tokens)
-        job.num_blocks = self._limits.check(job, "sample_count", max_tokens, prompt.num_samples)
-        return job
+        positions, path = self._limits.positions, context.path if context else Path()
+        request = Request(
+            id=request_id,
+            claim=prompt.claim,
+            origin=path,
+            rope=context.rope if context else positions.rope(num_tokens + max_tokens),
+            capacity=context.capacity if context else UNLIMITED,
+            is_beyond_trained=path.end + num_tokens + max_tokens > positions.trained,
+        )
+        reading = Reading(path, _array(prompt.token_ids), self._limits.num_prefill(num_tokens, prompt.num_samples))
+        self._limits.check(reading, request.capacity, "input", 1)
+        self._limits.check(reading, request.capacity, "sampling.max_token_count", max_tokens)
+        blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
+        return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
 
-    def ingest(self, job_id: int, document: Document, *, is_busy: bool) -> Ingest:
-        """The job of a document; `is_busy` when another one is read into the context.
-
-        Raises AlreadyExists, NotFound, InvalidArgument or ResourceExhausted.
-        """
-        context = document.context
+    def _ingest(self, request_id: int, document: Document) -> IngestJob:
+        context, token_ids = document.context, document.token_ids
+        is_busy = bool(self._requests.ingests_into(context))
         if not document.append and (is_busy or context in self._contexts):
             raise AlreadyExists(f"contexts/{context}")
         known = self._contexts.get(context) if document.append else None
-        if not document.token_ids:
+        if not token_ids:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             seconds = self._speeds.retry_seconds(1)
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
-        job = Ingest(job_id, known.path if known else Path(), document)
         declared = None if document.settings.capacity is UNSET else document.settings.capacity
-        num_tokens = len(document.token_ids)
-        job.capacity = known.capacity if known else self._limits.positions.capacity(num_tokens, declared)
-        job.rope = known.rope if known else self._limits.positions.rope(job.capacity)
-        job.num_blocks = self._limits.check(job, "text", 0, num_tails=0)
-        return job
+        positions, path = self._limits.positions, known.path if known else Path()
+        capacity = known.capacity if known else positions.capacity(len(token_ids), declared)
+        rope = known.rope if known else positions.rope(capacity)
+        reading = Reading(path, _array(token_ids), len(token_ids))
+        blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
+        return IngestJob(Request(request_id, document.claim, path, rope, capacity), document, reading, blocks)
 
-    def check(self, job: Job, waiting: Collection[Job], running: Collection[Job], now: float) -> None:
-        """Raises ResourceExhausted when there may never be room, DeadlineExceeded when the deadline cannot be met."""
-        self._room.check(job, [*waiting, *running])
-        if job.claim.deadline is None:
-            return
-        left = job.claim.deadline - now
-        needed = self._speeds.least_seconds(job, self._num_held(job), waiting, running)
+    def _check_room(self, job: Job, jobs: list[Job]) -> None:
+        """Raises ResourceExhausted unless the job, and every other of `jobs`, can begin once nothing else runs.
+
+        Whoever is behind in the queue may come to be in front, so it does not matter who was there first.
+        """
+        kept: dict[int, Segment] = {s.id: s for context in self._contexts.list() for s in context.path.segments}
+        answers = [other for other in jobs if isinstance(other, Sequence)]
+        leaving = {s.id: s for other in answers for s in other.request.origin.segments if s.id not in kept}
+        coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), Blocks())
+        holdings = self._segments.holdings
+        held = count_all(holdings.of(kept.values())) + coming
+        self._limits.check_room(job.num_blocks, held, None)
+        held += count_all(holdings.of(leaving.values()))
+        if isinstance(job, IngestJob):
+            needs = [other.num_blocks for other in answers]
+            held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
+        self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
+
+    def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
+        """Raises DeadlineExceeded when more than the seconds that are left are needed."""
+        needed = self._speeds.least_seconds(job, self._num_held(job), jobs)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(
                 f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"
@@ -94,4 +133,9 @@ class Admission:
     def _num_held(self, job: Job) -> int:
         """Tokens that need not be read, because an earlier prompt began with them."""
         is_sharing = isinstance(job, Sequence) and job.is_sharing
-        return self._segments.match(job.token_ids[:-1], job.rope).end if is_sharing else 0
+        return self._segments.match(job.reading.token_ids[:-1], job.request.rope).end if is_sharing else 0
+
+
+def _array(token_ids: TokenIds[int]) -> "array[int]":
+    """An array is taken over, not copied: the ids may be many."""
+    return token_ids if isinstance(token_ids, array) else array("I", token_ids)

@@ -9,7 +9,8 @@ from coordinator.placement.contexts import Contexts
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Job, Sequence
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.sequences import Sequence
 
 
 def check_holdings(
@@ -22,20 +23,17 @@ def check_holdings(
     placer.check(run for holding in holdings for run in (*holding.runs, *holding.window_runs))
     jobs = (*waiting, *running)
     for job in jobs:
-        holdings.check(job.origin)
-        holdings.check(job.path)
+        holdings.check(job.request.origin)
+        holdings.check(job.reading.path)
     owners: dict[int, int] = {}
-    paths = [context.path for context in contexts.list()] + [job.path for job in jobs]
-    growing = [job.holding.segment for job in running if job.holding]
-    for segment in [s for path in paths for s in path.segments] + growing:
+    paths = [context.path for context in contexts.list()] + [job.reading.path for job in jobs]
+    for segment in [s for path in paths for s in path.segments] + [job.tail.segment for job in running]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
     assert owners == {h.segment.id: h.num_references - h.num_kept for h in holdings if h.num_references > h.num_kept}
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
-    places += [(path, path.end) for job in jobs for path in (job.origin, job.path)]
+    places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
     _check_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
-    assert placer.num_reserved == sum((job.reservation.left for job in running if job.reservation), Blocks())
-    assert not any(job.holding or job.reservation for job in waiting)
-    assert all(job.holding and job.reservation for job in running)
+    assert placer.num_reserved == sum((job.tail.reservation.left for job in running), Blocks())
 
 
 def _check_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
@@ -56,6 +54,8 @@ def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: se
     """Raises AssertionError when a job is in two places, or runs and can never be planned again."""
     ids = [job.id for job in (*waiting, *running)]
     assert len(ids) == len(set(ids))
+    assert all(job.is_running for job in running)
+    assert not any(job.is_running for job in waiting)
     for job in running:
-        has_rows = isinstance(job, Sequence) and (job.has_rows or job.is_paused)
-        assert job.has_chunks or has_rows or job.id in under_way
+        has_rows = isinstance(job, Sequence) and (job.has_rows or job.request.is_paused)
+        assert job.reading.has_chunks or has_rows or job.id in under_way

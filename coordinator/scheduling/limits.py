@@ -1,20 +1,20 @@
 """How large a job may be, and how many blocks it takes."""
 
 from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
-from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.reading import Reading
 from longleaf.config import EngineConfig
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, ResourceExhausted
 
 
 class Limits:
-    """What the model's positions and the pool of all ranks allow, even when nothing else is held."""
+    """What the model's positions and the pool of all ranks allow."""
 
-    def __init__(self, config: EngineConfig, placer: Placer, segments: Segments, positions: Positions) -> None:
+    def __init__(self, config: EngineConfig, placer: Placer, holdings: Holdings, positions: Positions) -> None:
         self._config = config
         self._placer = placer
-        self._segments = segments
+        self._holdings = holdings
         self.positions = positions
 
     def num_prefill(self, num_tokens: int, num_samples: int) -> int:
@@ -27,21 +27,21 @@ class Limits:
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
-    def check(self, job: Job, field: str, max_tokens: int, num_tails: int = 1) -> Blocks:
-        """The blocks that the job takes, generating `max_tokens` in each of its tails. Raises InvalidArgument naming
-        `field`."""
-        total = job.start + len(job.token_ids) + max_tokens
+    def check(self, reading: Reading, capacity: int, field: str, max_tokens: int, num_tails: int = 1) -> Blocks:
+        """The blocks that a job takes which has read nothing yet, of `capacity` positions, and generates `max_tokens`
+        in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone."""
+        total = reading.path.end + len(reading.token_ids) + max_tokens
         if total > self.positions.limit:
             limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
-            raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
-        if total > job.capacity:
-            limit = f"the context was created for {job.capacity:,} positions, and only a new one can have more"
-            raise InvalidArgument(field, f"{_sum(job, field, max_tokens, 1)}; {limit}")
-        blocks = self.most_blocks(job, max_tokens, num_tails)
-        held = self._segments.holdings.num_blocks(job.path)
+            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
+        if total > capacity:
+            limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
+            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
+        blocks = self.most_blocks(reading, max_tokens, num_tails)
+        held = self._holdings.num_blocks(reading.path)
         least = Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
         if limit := self._too_small(least + blocks):
-            raise InvalidArgument(field, f"{_sum(job, field, max_tokens, num_tails)}; {limit}")
+            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, num_tails)}; {limit}")
         return blocks
 
     def _too_small(self, needed: Blocks) -> str:
@@ -54,27 +54,45 @@ class Limits:
             return f"{held}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
         return ""
 
-    def num_blocks(self, job: Job, max_tokens: int, num_tails: int) -> Blocks:
-        """The blocks that the job takes for what it has not read yet and for answers of `max_tokens`."""
-        num_rest = len(job.token_ids) - job.num_prefill
+    def check_room(self, needed: Blocks, held: Blocks, retry_seconds: float | None) -> None:
+        """Raises ResourceExhausted unless a job fits beside what is held; without a time it never will."""
+        size, total = self._placer.block_size, self._placer.num_blocks
+        pools = {
+            "pool": (needed.sharded, total.sharded, held.sharded),
+            "window pool": (needed.windows, total.windows, held.windows),
+        }
+        for pool, counts in pools.items():
+            tokens, room, taken = (count * size for count in counts)
+            if tokens + taken <= room:
+                continue
+            more = ", or serve with more --window-bytes" if pool == "window pool" else ""
+            text = f"{tokens:,} tokens are needed, and of {room:,} the contexts keep {taken:,}; delete a context{more}"
+            if retry_seconds is not None:
+                text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
+            raise ResourceExhausted(pool, text, retry_seconds)
+
+    def num_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
+        """The blocks for what is not read yet and for answers of `max_tokens`."""
+        num_rest = len(reading.token_ids) - reading.num_prefill
         # The token that is sampled last is never fed back, so it needs no slot.
         num_rows = num_rest + max(0, max_tokens - 1)
-        num_prefill = job.num_prefill - job.num_read
+        num_prefill = reading.num_prefill - reading.num_read
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
-    def most_blocks(self, job: Job, max_tokens: int, num_tails: int) -> Blocks:
+    def most_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
         """The same, whenever the job may be preempted: then it reads its answer in chunks, and other rows at once."""
-        num_tokens = len(job.token_ids) + max(0, max_tokens - 1)
-        num_prefill = max(job.num_prefill, self.num_prefill(num_tokens, num_tails))
+        num_tokens = len(reading.token_ids) + max(0, max_tokens - 1)
+        num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
         at_once = max(self._config.replicate_below, self._placer.block_size)
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
-        return Blocks(self.num_blocks(job, max_tokens, num_tails).sharded, most.windows)
+        return Blocks(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
 
 
-def _sum(job: Job, field: str, max_tokens: int, num_tails: int) -> str:
+def _sum(reading: Reading, field: str, max_tokens: int, num_tails: int) -> str:
     own = "text" if field == "text" else "input"
-    parts = f"{job.start:,} tokens of context and {len(job.token_ids):,} of {own}"
+    held, read = reading.path.end, len(reading.token_ids)
     each = f"{num_tails} times " if num_tails > 1 else ""
     more = f" and {each}{max_tokens:,} to generate" if max_tokens else ""
-    return f"{parts}{more} make {job.start + len(job.token_ids) + num_tails * max_tokens:,}"
+    total = held + read + num_tails * max_tokens
+    return f"{held:,} tokens of context and {read:,} of {own}{more} make {total:,}"

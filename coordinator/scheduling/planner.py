@@ -4,14 +4,15 @@ Steps alternate between one chunk of one job and one token of every sequence tha
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from coordinator.placement.blocks import Placer
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Job, Sequence
+from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.queue import Turns
+from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.config import EngineConfig
@@ -105,13 +106,13 @@ class Planner:
         the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
         if any(isinstance(flight.plan.work, Prefill) for flight in self._flights):
             return []
-        return [job for job in running if job.has_chunks]
+        return [job for job in running if job.reading.has_chunks]
 
     def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
         job = self.turns.order(jobs, lambda job: job.last_turn)[0]
-        work = job.next_chunk(self._placer, self._budget.chunk_size(job, is_alone=is_alone))
-        job.last_turn = self.step + 1
-        self.turns.take(job.claim.client, len(work.token_ids))
+        size = self._budget.chunk_size(job, is_alone=is_alone)
+        work = job.next_chunk(self._placer, size, self.step + 1)
+        self.turns.take(job.request.claim.client, len(work.token_ids))
         return self._plan(work, [job])
 
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan:
@@ -124,8 +125,8 @@ class Planner:
         self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs)))
         return plan
 
-    def land(self, plan: StepPlan, running: Mapping[int, Job]) -> list[Job]:
-        """The jobs of `running` for which an answered plan counts; it must be the first one under way."""
+    def land(self, plan: StepPlan) -> list[Job]:
+        """The jobs for which an answered plan counts; it must be the first one under way."""
         first, jobs = self._flights.popleft()
         assert first is plan, "plans are committed in order"
-        return [job for job, num_begins in jobs if running.get(job.id) is job and job.num_begins == num_begins]
+        return [job for job, num_begins in jobs if job.is_running and job.num_begins == num_begins]

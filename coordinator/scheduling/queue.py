@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator
 
+from coordinator.events import Claim
 from coordinator.scheduling.jobs import Job
 
 AGEING = 8
@@ -30,12 +31,15 @@ class Turns:
 
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
         """Jobs as they are next; `since` tells which of them waits longer: the smaller number."""
-        ordered = sorted(jobs, key=lambda job: (-job.claim.priority, self._served[job.claim.client], since(job)))
+        ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.claim), since(job)))
         if ordered and self.is_for_the_oldest:
             oldest = min(ordered, key=since)
             ordered.remove(oldest)
             ordered.insert(0, oldest)
         return ordered
+
+    def _rank(self, claim: Claim) -> tuple[int, int]:
+        return -claim.priority, self._served[claim.client]
 
     def take(self, client: str, num_tokens: int) -> None:
         """Counts a turn."""
@@ -68,14 +72,14 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
-        self.turns.enter(job.claim.client)
+        self.turns.enter(job.request.claim.client)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
 
     def order(self) -> list[Job]:
         """As they are next. Whoever would not read its answer does not begin."""
-        return self.turns.order((job for job in self if not job.is_paused), lambda job: job.id)
+        return self.turns.order((job for job in self if not job.request.is_paused), lambda job: job.id)
 
     def take(self, has_room: Callable[[Job], bool]) -> Job | None:
         """The next job for which there is room, taken out; None when there is none.
@@ -93,15 +97,14 @@ class Queue:
 
     def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
-        job.passed = passed
-        job.num_charged = job.num_tokens_left
-        job.is_spared = self.turns.is_for_the_oldest and not passed  # or it might never get to its end
-        if passed and self.turns.is_for_the_oldest:
-            self.turns.charge(job.claim.client, job.num_charged)  # the oldest keeps its turn
+        client, is_for_the_oldest = job.request.claim.client, self.turns.is_for_the_oldest
+        # Whoever is spared begins for its age: else it might never get to its end.
+        num_tokens = job.take_turn(passed, is_spared=is_for_the_oldest and not passed)
+        if passed and is_for_the_oldest:
+            self.turns.charge(client, num_tokens)  # the oldest keeps its turn
         else:
-            self.turns.take(job.claim.client, job.num_charged)
+            self.turns.take(client, num_tokens)
 
     def settle(self, job: Job) -> None:
         """Gives back what a job that was running did not use."""
-        self.turns.charge(job.claim.client, -min(job.num_charged, job.num_tokens_left))
-        job.num_charged = 0
+        self.turns.charge(job.request.claim.client, -job.refund())

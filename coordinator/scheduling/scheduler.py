@@ -1,13 +1,11 @@
-"""The lives of jobs, from admission to their end. Pure: no clock, no I/O; the engine owns both.
+"""The lives of requests, from admission to their end. Pure: no clock, no I/O; the engine owns both.
 
-A job is admitted to a queue, begins in its turn when its blocks can be reserved, and then can never run out of room; a
-higher priority may send it back to the queue.
+A request is admitted to a queue, begins in its turn when its blocks can be reserved, and then can never run out of
+room; a higher priority may send it back to the queue.
 """
 
-from collections.abc import Iterable
 from functools import partial
 
-from coordinator.deadlines import Deadlines
 from coordinator.events import (
     Acknowledged,
     Document,
@@ -23,24 +21,25 @@ from coordinator.placement.contexts import Context, Contexts
 from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.jobs import Ingest, Job, Sequence
+from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import check_holdings, check_jobs
 from coordinator.scheduling.limits import Limits
-from coordinator.scheduling.pauses import Pauses
 from coordinator.scheduling.planner import Planner
-from coordinator.scheduling.preemption import Crowd, Room
+from coordinator.scheduling.preemption import Crowd, Preemption
 from coordinator.scheduling.queue import Queue
-from coordinator.scheduling.sharing import Prompts
+from coordinator.scheduling.reading import Tail
+from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
 from longleaf.messages import Progress
-from longleaf.sampling import Token
 
 
 class Scheduler:
-    """Jobs, their segments and their blocks. Plans are committed in the order in which they were scheduled.
+    """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
     them anew is scheduled later, and ranks execute plans in order.
@@ -49,20 +48,16 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, placer: Placer, positions: Positions, epoch: int) -> None:
-        self._config = config
         self._placer = placer
         self.segments = Segments(placer)
-        self._limits = Limits(config, placer, self.segments, positions)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
-        self._prompts = Prompts(self.segments, placer, self._limits)
-        self._room = Room(config, placer, self.contexts, self.segments, self.speeds)
-        self._admission = Admission(config, self._limits, self.contexts, self.segments, self._room, self.speeds)
+        self._requests = Requests(config.max_sequences + config.max_waiting)
+        limits = Limits(config, placer, self.segments.holdings, positions)
+        self._sharing = Sharing(self.segments, placer, limits)
+        self._preemption = Preemption(config.max_sequences, placer, self.segments)
+        self._admission = Admission(config, limits, self.contexts, self.segments, self._requests, self.speeds)
         self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
-        self._deadlines = Deadlines[int]()
-        self._expiries = Deadlines[int]()
-        """When the contexts of ingests expire, since the epoch."""
-        self._pauses = Pauses(config.max_sequences + config.max_waiting)
         self._queue = Queue()
         self._may_begin = False
         """Something has changed since nobody in the queue had room."""
@@ -72,79 +67,54 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs of which nothing runs, however many samples each of them has."""
-        return len({job.owner for job in self._queue} - {job.owner for job in self._running.values()})
+        """Requests of which nothing runs, however many samples each of them has."""
+        return len({job.request.id for job in self._queue if not job.request.is_running})
 
     @property
     def num_running(self) -> int:
-        """Jobs, however many samples each of them has."""
-        return len({job.owner for job in self._running.values()})
+        """Requests, however many samples each of them has."""
+        return len(self._requests) - self.num_waiting
 
     @property
     def num_unread(self) -> int:
-        """Jobs that are paused: nobody reads what they say. They run or wait, and keep nobody from doing so."""
-        return len(self._pauses)
-
-    @property
-    def _num_in_line(self) -> int:
-        """Jobs that wait for room."""
-        in_line = {job.owner for job in self._queue if not job.is_paused}
-        return len(in_line - {job.owner for job in self._running.values()})
+        """Requests that are paused: nobody reads what they say. They run or wait, and keep nobody from doing so."""
+        return self._requests.num_paused
 
     @property
     def next_deadline(self) -> float | None:
         """When `schedule` has something to end."""
-        return self._deadlines.next
+        return self._requests.deadlines.next
 
     def positions(self) -> dict[int, Started]:
-        """What the generations in the queue are told, by job: 1 is next."""
+        """What the generations in the queue are told, by request: 1 is next."""
         order = enumerate(self._queue.order(), start=1)
         told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.owner: job.started(at) for at, job in told}
+        return {job.request.id: job.started(at) for at, job in told}
 
     # --- admit ---
 
-    def admit(self, job_id: int, asked: Prompt | Document, now: float = 0.0) -> None:
-        """Queues a generation, whose sample number i runs under the id job_id + i, or a document.
+    def admit(self, request_id: int, asked: Prompt | Document, now: float = 0.0) -> None:
+        """Queues a generation, whose sample number i runs under the id request_id + i, or a document.
 
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
         """
-        if isinstance(asked, Prompt):
-            self._enqueue(self._admission.sequence(job_id, asked), now)
-        else:
-            is_busy = self._is_read_into(asked.context)
-            self._enqueue(self._admission.ingest(job_id, asked, is_busy=is_busy), now)
-            self._expiries.add(job_id, asked.settings.ingest_expiry)
-
-    def _is_read_into(self, context: str) -> bool:
-        return any(job.document.context == context for job in self._jobs() if isinstance(job, Ingest))
-
-    def _enqueue(self, job: Job, now: float) -> None:
-        if self._num_in_line >= self._config.max_waiting:
-            self._begin_waiting()  # those for whom there is room only wait for the next step
-        if (num_in_line := self._num_in_line) >= self._config.max_waiting:
-            seconds = self.speeds.retry_seconds(num_in_line)
-            raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
-        self._admission.check(job, list(self._queue), list(self._running.values()), now)
-        self.segments.retain(job.origin)
-        self.segments.retain(job.path, job.origin)
-        self._deadlines.add(job.id, job.claim.end)
+        job = self._admission.admit(request_id, asked, now, self._begin_waiting)
+        origin, client = job.request.origin, job.request.claim.client
+        self.segments.retain(origin)
+        self.segments.retain(job.reading.path, origin)
+        self._requests.add(job)
         self._queue.add(job)
-        self._planner.turns.enter(job.claim.client)
+        self._planner.turns.enter(client)
         self._may_begin = True
-
-    def _jobs(self) -> Iterable[Job]:
-        yield from self._queue
-        yield from self._running.values()
 
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing is ready or enough is under way. Outcomes may appear: see `drain`."""
         self._now = now
-        for job_id in self._deadlines.passed(now):
-            self._outcomes.append((job_id, DeadlineExceeded("the deadline has passed")))
-            self.cancel(job_id)
+        for request_id in self._requests.deadlines.passed(now):
+            self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
+            self.cancel(request_id)
         if self._planner.is_full:
             return None
         self._begin_waiting()
@@ -156,34 +126,35 @@ class Scheduler:
                 assert self._running or not self._queue.order(), "a queued job can never begin"
                 self._may_begin = False
                 return
-            job.num_begins += 1
-            job.last_turn = self._planner.step
             self._running[job.id] = job
             if isinstance(job, Sequence):
                 if job.speaks_for_all:
-                    self._outcomes.append((job.owner, job.started()))
+                    self._outcomes.append((job.request.id, job.started()))
                 self._answer(job)
 
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
-        """Whether there is room for the job, perhaps after others have given way: then its blocks are promised."""
-        has_places = self._room.has_places(job, crowd)
-        reservation = self._prompts.reserve(job) if has_places else None
+        """Whether there is room for the job, perhaps after others have given way: then it begins."""
+        has_places = self._preemption.has_places(job, crowd)
+        reservation = self._sharing.reserve(job) if has_places else None
         if reservation is None:
-            if (victims := self._room.victims(job, crowd)) is None:
+            if (victims := self._preemption.victims(job, crowd)) is None:
                 return False
             for victim in victims:
                 self._stop(victim)
-                self._prompts.preempt(victim)
+                self._sharing.preempt(victim)
                 self._queue.add(victim)
-            reservation = self._prompts.reserve(job)
+            reservation = self._sharing.reserve(job)
             assert reservation is not None
-        job.begin(self.segments.create(job.path, job.rope), reservation)
+        holding = self.segments.create(job.reading.path, job.request.rope)
+        job.begin(Tail(holding, reservation), self._planner.step)
         return True
 
     def _answer(self, job: Sequence) -> None:
         """Lets the samples of a job answer, once its chunks are read."""
-        if job.num_read >= job.num_prefill:
-            self._running |= {sample.id: sample for sample in self._prompts.share(job)}
+        if job.reading.is_over:
+            others = self._sharing.share(job)
+            job.request.jobs += others
+            self._running |= {sample.id: sample for sample in others}
             self._may_begin |= self._placer.windows is not None  # blocks of windows that were needed to read are free
 
     # --- commit ---
@@ -192,16 +163,15 @@ class Scheduler:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
-        for job in self._planner.land(plan, self._running):
+        for job in self._planner.land(plan):
             if job.id in result.not_finite or not result.has_finite_keys:
-                self._outcomes.append((job.owner, job.failure(plan.work)))
-                self.finish(job)
+                self._outcomes.append((job.request.id, job.failure(plan.work)))
+                self._finish(job)
             elif isinstance(plan.work, Prefill):
-                job.seconds_per_token = result.seconds / len(plan.work.token_ids)
-                self._commit_chunk(job, len(plan.work.token_ids), now)
+                job.read(len(plan.work.token_ids), result.seconds)
+                self._commit_chunk(job, now)
             elif isinstance(job, Sequence):
-                job.comparison = result.comparisons.get(job.id)
-                self._commit_token(job, result.tokens[job.id])
+                self._commit_token(job, result)
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -209,42 +179,34 @@ class Scheduler:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _commit_chunk(self, job: Job, num_tokens: int, now: float) -> None:
-        job.num_read += num_tokens
-        if isinstance(job, Ingest):
-            self._outcomes.append((job.id, Progress(job.num_read, len(job.token_ids))))
-            if job.num_read == job.num_prefill:
+    def _commit_chunk(self, job: Job, now: float) -> None:
+        num_read, total = job.reading.num_read, len(job.reading.token_ids)
+        if isinstance(job, IngestJob):
+            self._outcomes.append((job.request.id, Progress(num_read, total)))
+            if job.reading.is_over:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
             if job.speaks_for_all:
-                self._outcomes.append((job.owner, Progress(job.start + job.num_read, job.start + len(job.token_ids))))
+                start = job.request.start
+                self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
             self._answer(job)
 
-    def _acknowledge(self, job: Ingest, now: float) -> None:
-        assert job.holding is not None
+    def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document
-        self.contexts.append(document.context, job.holding.segment, now, document.settings, job.capacity)
-        self._outcomes.append((job.id, Acknowledged(document.context)))
-        self.finish(job)
+        self.contexts.append(document.context, job.tail.segment, now, document.settings, job.request.capacity)
+        self._outcomes.append((job.request.id, Acknowledged(document.context)))
+        self._finish(job)
 
-    def _commit_token(self, job: Sequence, token: Token) -> None:
-        self._outcomes.append((job.owner, Tokens(job.num_generated, (token,), job.sample)))
-        job.take(token.id)
-        if token.id in job.end_tokens:
-            self._end(job, "end_token")
-        elif token.id in job.sampling.stop_tokens:
-            self._end(job, "stop_token")
-        elif job.num_generated == job.sampling.max_tokens:
-            self._end(job, "length")
-
-    def _end(self, job: Sequence, reason: EndReason) -> None:
-        counts = (job.num_prompt, job.num_cached, job.num_generated)
-        self._outcomes.append((job.owner, Ended(reason, *counts, 0.0, 0.0, 0.0, job.sample, job.comparison)))
-        self.finish(job)
+    def _commit_token(self, job: Sequence, result: StepResult) -> None:
+        request_id, token = job.request.id, result.tokens[job.id]
+        self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample)))
+        if (reason := job.take(token.id)) is not None:
+            self._outcomes.append((request_id, _ended(job, reason, result)))
+            self._finish(job)
 
     # --- finish, cancel, pause ---
 
-    def finish(self, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         """Gives back all that a running job holds."""
         self._stop(job)
         self.speeds.ended(self._now, bool(self._running or self._queue))
@@ -253,69 +215,66 @@ class Scheduler:
     def _stop(self, job: Job) -> None:
         """Takes a job off the running ones; its path stays retained."""
         del self._running[job.id]
-        assert job.holding is not None
-        assert job.reservation is not None
-        self.segments.drop(job.holding.segment)
-        self._placer.release(job.reservation)
+        tail = job.stop()
+        self.segments.drop(tail.segment)
+        self._placer.release(tail.reservation)
         self._queue.settle(job)
         self._may_begin = True
         if isinstance(job, Sequence):
             self._planner.forget(job.id)
 
     def _leave(self, job: Job) -> None:
-        self.segments.release(job.path, job.origin)
-        self.segments.release(job.origin)
+        origin = job.request.origin
+        self.segments.release(job.reading.path, origin)
+        self.segments.release(origin)
         self._may_begin = True
-        others = list(self._jobs())
-        if not any(other.owner == job.owner for other in others):
-            self._deadlines.discard(job.owner)
-            self._expiries.discard(job.owner)
-            self._pauses.discard(job.owner)
-        clients = {other.claim.client for other in others}
+        self._requests.remove(job)
+        clients = self._requests.clients
         self._queue.turns.keep(clients)
         self._planner.turns.keep(clients)
 
-    def cancel(self, job_id: int) -> bool:
-        """Ends a job wherever it is. Its blocks are free at once: any step that reuses them comes later."""
-        samples = [job for job in self._jobs() if job.owner == job_id]
-        for job in samples:
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request wherever it is. Its blocks are free at once: any step that reuses them comes later."""
+        if (request := self._requests.get(request_id)) is None:
+            return False
+        for job in tuple(request.jobs):
             self._drop(job)
-        return bool(samples)
+        return True
 
-    def cancel_sample(self, job_id: int, sample: int) -> bool:
-        """Ends one sample of a job; the others go on. False when it does not answer yet, or any more."""
-        for job in self._jobs():
-            if (job.owner, job.id) == (job_id, job_id + sample) and isinstance(job, Sequence) and job.num_tails == 1:
+    def cancel_sample(self, request_id: int, sample: int) -> bool:
+        """Ends one sample of a request; the others go on. False when it does not answer yet, or any more."""
+        request = self._requests.get(request_id)
+        for job in request.jobs if request else ():
+            if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
                 self._drop(job)
                 return True
         return False
 
     def _drop(self, job: Job) -> None:
-        if self._running.get(job.id) is job:
-            self.finish(job)
+        if job.is_running:
+            self._finish(job)
         else:
             self._queue.remove(job.id)
             self._leave(job)
 
-    def pause(self, job_id: int, is_paused: bool) -> None:
-        """Stops or resumes the rows of a job whose reader is behind. It keeps its blocks until others need them; jobs
-        that have ended are none of its business. Too many that are paused end: see `drain`."""
-        for job in self._jobs():
-            if job.owner == job_id:
-                job.is_paused = is_paused
-                self._may_begin = True
-                self._pauses.add(job_id, job.claim.client) if is_paused else self._pauses.discard(job_id)
-        while (surplus := self._pauses.surplus) is not None:
-            told = f"more than {self._pauses.limit} are not read, and this one the longest of its client's"
-            self._outcomes.append((surplus, ResourceExhausted("stream", told)))
-            self.cancel(surplus)
+    def pause(self, request_id: int, is_paused: bool) -> None:
+        """Stops or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them;
+        requests that have ended are none of its business. Too many that are paused end: see `drain`."""
+        if (request := self._requests.get(request_id)) is None:
+            return
+        self._requests.pause(request, is_paused)
+        self._may_begin = True
+        while (surplus := self._requests.surplus) is not None:
+            told = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
+            self._outcomes.append((surplus.id, ResourceExhausted("stream", told)))
+            self.cancel(surplus.id)
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
         """
-        if self._is_read_into(context_id):
+        if self._requests.ingests_into(context_id):
             raise AlreadyExists(f"contexts/{context_id}")
         return self.contexts.fork(source, context_id, num_tokens, now)
 
@@ -323,24 +282,37 @@ class Scheduler:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
         self.contexts.delete(context_id)
         self._may_begin = True
-        ids = [job.id for job in self._jobs() if isinstance(job, Ingest) and job.document.context == context_id]
-        return [job_id for job_id in ids if self.cancel(job_id)]
+        return [request_id for request_id in self._requests.ingests_into(context_id) if self.cancel(request_id)]
 
     @property
     def next_expiry(self) -> float | None:
         """When a context expires next, or one that is not there yet."""
-        times = (self.contexts.next_expiry, self._expiries.next)
+        times = (self.contexts.next_expiry, self._requests.expiries.next)
         return min((time for time in times if time is not None), default=None)
 
     def expire_ingests(self, now: float) -> list[int]:
         """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
-        return [job_id for job_id in self._expiries.passed(now) if self.cancel(job_id)]
+        return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
 
     def check(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         check_holdings(self.segments, self.contexts, self._placer, waiting, running)
         check_jobs(waiting, running, self._planner.under_way)
-        assert set(self._pauses) == {job.owner for job in self._jobs() if job.is_paused}
-        assert set(self._expiries) <= {job.id for job in self._jobs() if isinstance(job, Ingest)}
-        assert set(self._deadlines) == {job.owner for job in self._jobs() if job.claim.end is not None}
+        self._requests.check()
+        assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))
+
+
+def _ended(job: Sequence, reason: EndReason, result: StepResult) -> Ended:
+    """Without times, which the engine knows."""
+    return Ended(
+        reason=reason,
+        prompt_tokens=job.num_prompt,
+        cached_tokens=job.request.num_cached,
+        completion_tokens=job.num_generated,
+        queue_seconds=0.0,
+        first_token_seconds=0.0,
+        decode_seconds=0.0,
+        sample=job.sample,
+        comparison=result.comparisons.get(job.id),
+    )

@@ -1,8 +1,9 @@
 """How fast the ranks were lately, and what that lets expect. Pure: measured times are passed in. Times in seconds."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from coordinator.scheduling.jobs import Job, Sequence
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.step import Prefill, StepPlan
 
 DECAY = 0.75
@@ -59,26 +60,27 @@ class Speeds:
         low, high = RETRY_SECONDS
         return min(high, max(low, per_job * num_waiting / 2))
 
-    def least_seconds(self, job: Job, num_held: int, waiting: Iterable[Job], running: Iterable[Job]) -> float:
+    def least_seconds(self, job: Job, num_held: int, others: Collection[Job]) -> float:
         """What a new job takes at least: those in the queue that surely go first, its share of the prefill, its answer.
 
-        `num_held` of its tokens need not be read.
+        `num_held` of its tokens need not be read; `others` wait or run.
 
         Only an answer that nothing can end early counts with all its tokens. What was never measured counts nothing.
         """
         token, step = self.prefill_token.value or 0.0, self.decode_step.value or 0.0
-        first = sum(1 for other in waiting if _goes_first(other, job))
-        rivals = [other for other in running if other.claim.priority >= job.claim.priority]
+        first = sum(1 for other in others if not other.is_running and _goes_first(other, job))
+        running = (other for other in others if other.is_running)
+        rivals = [other for other in running if other.request.claim.priority >= job.request.claim.priority]
         # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
-        own = max(0, job.num_prefill - num_held)
-        tokens = own + sum(min(other.num_prefill - other.num_placed, own) for other in rivals)
+        own = max(0, job.reading.num_prefill - num_held)
+        tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
 
 
 def _goes_first(other: Job, job: Job) -> bool:
-    one, two = other.claim, job.claim
+    one, two = other.request.claim, job.request.claim
     is_before = one.priority > two.priority or (one.priority == two.priority and one.client == two.client)
-    return is_before and not other.is_paused
+    return is_before and not other.request.is_paused
 
 
 def _least_steps(job: Job) -> int:

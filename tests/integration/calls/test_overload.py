@@ -186,7 +186,7 @@ async def test_a_client_that_does_not_read_is_paused_and_slows_nobody() -> None:
         expected = await ask(served.client, 1)
         call = GenerationServiceStub(channel).Generate(endless())
         index = 0
-        await until(lambda: any(job.is_paused for job in served.engine._scheduler._running.values()))  # type: ignore[union-attr]
+        await until(lambda: any(job.request.is_paused for job in served.engine._scheduler._running.values()))  # type: ignore[union-attr]
         assert await ask(served.client, 1) == expected
         while index < 3000:
             message = await call.read()

@@ -1,12 +1,19 @@
 """Who gives way to whom, found for all that wait at once, against a look at each pair."""
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Claim, Document, Prompt
+from coordinator.placement.blocks import Blocks
 from coordinator.placement.paths import Path
-from coordinator.scheduling.jobs import Ingest, Job, Sequence
+from coordinator.placement.positions import UNLIMITED
+from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.preemption import Crowd
+from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.sequences import Sequence
+from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
 
 
@@ -14,13 +21,16 @@ from longleaf.sampling import Sampling
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
     claim = Claim(priority=draw(st.integers(-1, 2)))
+    request = Request(job_id, claim, Path(), OWN_ROPE, UNLIMITED)
+    request.is_paused = draw(st.booleans()) and draw(st.booleans())
+    reading = Reading(Path(), array("I", [1]), 0)
     if draw(st.booleans()):
-        job: Job = Ingest(job_id, Path(), Document(context="doc", token_ids=[1], claim=claim))
+        job: Job = IngestJob(request, Document(context="doc", token_ids=[1], claim=claim), reading, Blocks())
     else:
         prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), claim=claim)
-        job = Sequence(job_id, Path(), prompt, 0)
-    job.is_paused, job.is_spared = draw(st.booleans()) and draw(st.booleans()), draw(st.booleans())
-    job.passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
+        job = Sequence(request, prompt, reading, Blocks(), range(1))
+    passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
+    job.take_turn(passed, is_spared=draw(st.booleans()))
     return job
 
 

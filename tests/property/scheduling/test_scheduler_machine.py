@@ -240,7 +240,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(job.id not in other.passed for other in running.values())
         stayed = [job for job in waiting if self.waited.get(job.id) == job.num_begins]
         for other in (running[job_id] for job_id in running.keys() - self.ran):
-            before = {job.id for job in stayed if job.claim == other.claim and job.id < other.owner}
+            request = other.request
+            before = {job.id for job in stayed if job.request.claim == request.claim and job.id < request.id}
             assert before <= other.passed
         self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
 

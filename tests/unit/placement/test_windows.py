@@ -264,7 +264,7 @@ def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
         bench.step()
     for _ in range(LAST_ENDS + 2):
         bench.ingest("doc", 20, append=True)
-        while bench.scheduler.contexts.get("doc").num_tokens % 20 or bench.scheduler._is_read_into("doc"):
+        while bench.scheduler.contexts.get("doc").num_tokens % 20 or bench.scheduler._requests.ingests_into("doc"):
             bench.step()
     high = bench.ask(5, context="doc", priority=3)
     bench.run()

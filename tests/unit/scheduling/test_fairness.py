@@ -1,21 +1,24 @@
 """Who goes first, who gives way, and how long a chunk may be."""
 
+from array import array
+
 import pytest
 
 from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
-from coordinator.placement.blocks import Placer
+from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
-from coordinator.placement.positions import Positions
-from coordinator.scheduling.jobs import Ingest
+from coordinator.placement.positions import UNLIMITED, Positions
+from coordinator.scheduling.jobs import Job, Request
 from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.queue import AGEING
+from coordinator.scheduling.reading import Reading
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
-from longleaf.geometry import Rotary
+from longleaf.geometry import OWN_ROPE, Rotary
 from longleaf.sampling import Sampling
 from workers.fakes import EchoLedger, echo_token
 
@@ -334,7 +337,8 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    job = Ingest(0, Path(), Document(context="doc", token_ids=range(9999)))
+    request = Request(0, Claim(), Path(), OWN_ROPE, UNLIMITED)
+    job = Job(request, 0, Reading(Path(), array("I", range(9999)), 9999), Blocks())
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)
     speeds.decode_step.add(step, 1)

@@ -1,0 +1,178 @@
+"""Sequences: jobs that answer."""
+
+from array import array
+from dataclasses import replace
+
+from coordinator.events import EndReason, Failed, Prompt, Started
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.paths import Path
+from coordinator.scheduling.jobs import Job, Phase, Request
+from coordinator.scheduling.reading import Reading
+from longleaf.channel.sequences import growth
+from longleaf.channel.step import Decode, Prefill, Row, Seen, Terms
+from longleaf.errors import NotFinite
+from longleaf.geometry import OWN_ROPE
+
+
+class Sequence(Job):
+    """One live generation: while the prompt is read for the first time, for all its samples, then for one of them.
+
+    `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds those that were sampled.
+    """
+
+    def __init__(self, request: Request, prompt: Prompt, reading: Reading, num_blocks: Blocks, samples: range) -> None:
+        super().__init__(request, request.id + samples.start, reading, num_blocks)
+        self.prompt = prompt
+        self.samples = samples
+        """Numbers of those that it stands for."""
+        self.sampling = prompt.sampling.of_sample(samples.start)
+        self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
+        self.num_asked = 0
+        self.generated = array("I")
+
+    @property
+    def sample(self) -> int:
+        """The number of the one for which it answers."""
+        return self.samples.start
+
+    @property
+    def num_tails(self) -> int:
+        return len(self.samples)
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Where it stands is where the whole request stands: it is not one sample of several."""
+        return len(self.samples) == self.prompt.num_samples
+
+    @property
+    def is_sharing(self) -> bool:
+        """Reads what is held of a prompt that begins alike, and is held for others itself."""
+        return self.prompt.context is None and not self.prompt.is_compared
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the context and the prompt."""
+        return self.request.start + len(self.prompt.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.generated)
+
+    @property
+    def num_answer_left(self) -> int:
+        return self.sampling.max_tokens - self.num_generated
+
+    @property
+    def can_end_early(self) -> bool:
+        """Something other than the length may end the answer."""
+        return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens)
+
+    @property
+    def has_rows(self) -> bool:
+        """There are tokens of the answer that no plan has asked for yet."""
+        is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
+        return is_answering and self.num_asked < self.sampling.max_tokens
+
+    def started(self, queue_position: int = 0) -> Started:
+        """What its client is told."""
+        request = self.request
+        return Started(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
+
+    def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
+        error = NotFinite(self._tokens_of(work))
+        return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples go on
+
+    def _tokens_of(self, work: Prefill | Decode) -> str:
+        if isinstance(work, Prefill):
+            is_read_again = work.start + len(work.token_ids) > self.num_prompt
+            return super()._tokens_of(work) + (" and the answer" if is_read_again else "")
+        answer = f"answer {self.sample}" if self.prompt.num_samples > 1 else "the answer"
+        return f"token {self.num_generated} of {answer}"
+
+    # --- reading ---
+
+    def reuse(self, path: Path, num_prefill: int) -> None:
+        """Goes on after `path`, which holds the beginning of a plain prompt."""
+        assert self.request.start == 0
+        self.reading = Reading(path, self.reading.token_ids, num_prefill, path.end, path.end)
+        if not self.num_begins:
+            self.request.num_cached = path.end
+
+    def answer(self) -> list["Sequence"]:
+        """The prompt is read: it answers for one sample from now on. Gives the others, which share what was read, and
+        run once they have tails."""
+        self.phase = Phase.ANSWERING
+        others, self.samples = self.samples[1:], self.samples[:1]
+        return [self._other(sample) for sample in others]
+
+    def _other(self, sample: int) -> "Sequence":
+        one = range(sample, sample + 1)
+        other = Sequence(self.request, self.prompt, replace(self.reading), self.num_blocks, one)
+        other.phase, other.num_begins = self.phase, 1
+        other.passed, other.is_spared = self.passed, self.is_spared
+        return other
+
+    def prompt_and_answer(self) -> "array[int]":
+        """Their token ids so far."""
+        return array("I", self.prompt.token_ids) + self.generated
+
+    def preempt(self, reading: Reading, num_blocks: Blocks) -> None:
+        """Goes back to where nothing is read: what was generated is read again with the prompt, later, and the answer
+        goes on at its next token. That is the same one as without: randomness depends on the token's index alone."""
+        self.reading, self.num_blocks = reading, num_blocks
+        self.num_asked = self.num_generated
+
+    # --- answering ---
+
+    def next_row(self, placer: Placer) -> Row:
+        """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
+
+        That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
+        """
+        tail, reading, index = self.tail, self.reading, self.num_asked
+        start, known = tail.segment.end, tail.holding.window_runs
+        sent = tuple(reading.token_ids[reading.num_placed :])  # empty, once the prompt is placed
+        terms = self._terms() if sent else None
+        token_ids = sent or (self.generated[-1] if index == self.num_generated else 0,)
+        runs = tail.add_rows(token_ids, placer)
+        reading.num_placed += len(token_ids)
+        self.num_asked += 1
+        window_runs, num_reference = tail.holding.window_runs, self._num_reference
+        if terms is not None:
+            rope = self.request.rope
+            return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs)
+        window_runs = window_runs and growth(known, window_runs, placer.block_size)
+        return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
+
+    def _terms(self) -> Terms:
+        """What rank 0 must know before the first row; others would only have to read it."""
+        reference = tuple(self.reading.token_ids) if self.prompt.is_compared else ()
+        return Terms(self.sampling.choosing, self._seen(), reference)
+
+    @property
+    def _num_reference(self) -> int:
+        """Tokens to compute once more when the last one of the answer has been asked for."""
+        is_complete = self.num_asked == self.sampling.max_tokens
+        return self.num_prompt + self.num_asked - 1 if self.prompt.is_compared and is_complete else 0
+
+    def take(self, token_id: int) -> EndReason | None:
+        """Adds the token that was sampled next to the answer, and tells why that ends it, if it does."""
+        self.reading.num_read = len(self.reading.token_ids)
+        self.generated.append(token_id)
+        segment, position = self.tail.segment, self.num_prompt + self.num_generated - 1
+        if position < segment.end:
+            segment.fill(position, token_id)
+        if token_id in self.end_tokens:
+            return "end_token"
+        if token_id in self.sampling.stop_tokens:
+            return "stop_token"
+        return "length" if self.num_generated == self.sampling.max_tokens else None
+
+    def _seen(self) -> Seen | None:
+        """What rank 0 cannot know of the tokens that penalties count."""
+        if not self.sampling.has_penalties:
+            return None
+        generated = tuple(self.generated)
+        if self.sampling.repetition_penalty == 1.0:
+            return Seen((), generated)
+        return Seen(tuple({*self.reading.path.token_ids(), *self.prompt.token_ids}), generated)
