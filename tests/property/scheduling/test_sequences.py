@@ -13,10 +13,10 @@ from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.errors import LongleafError
-from longleaf.geometry import OWN_ROPE, Rope, Rotary, Windows
+from longleaf.geometry import OWN_ROPE, Reach, Rope, Rotary, Windows
 from longleaf.runs import Run
-from tests.scheduling import Bench
-from tests.window_ledger import windows_of
+from tests.support.scheduling import Bench
+from tests.support.window_ledger import windows_of
 
 SCALED_FROM = 24
 """Prompts and contexts of more positions have another rope."""
@@ -117,7 +117,7 @@ def test_ranks_know_what_whole_rows_would_have_said(
     bench.scheduler.check()
 
 
-@pytest.mark.parametrize("windows", [None, Windows(windows=(8,), num_blocks=60)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])
 def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | None) -> None:
     bench = Watched(windows, max_sequences=2)
     job = bench.ask(SCALED_FROM, max_tokens=20, num_samples=2)
@@ -131,7 +131,7 @@ def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | N
 
 def size(num_segments: int, window: int = 0) -> int:
     """Bytes of the last step of an answer after a path of so many segments, and so many tokens of it in a window."""
-    windows = Windows(windows=(window,), num_blocks=400) if window else None
+    windows = Windows(reaches=(Reach(window),), num_blocks=400) if window else None
     bench = Bench(windows=windows, max_positions=4000, blocks=(400,), check_every=200)
     for number in range(num_segments):
         bench.ingest("doc", 12, append=number > 0)
