@@ -11,12 +11,13 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
-from coordinator.calls.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
+from coordinator.calls.document import STEP_BYTES, CutShort, Document
 from coordinator.calls.generation import EventStream
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.calls.uploads import Prefill, Upload, Uploads
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.vocabulary import STEP_TOKENS
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
 from longleaf.messages import Context, IngestHeader, IngestPhase, IngestPiece, IngestProgress, Progress, expired
 from longleaf.units import human_seconds
