@@ -11,8 +11,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
-from coordinator.calls.document import STEP_BYTES, Document
 from coordinator.calls.generation import EventStream
+from coordinator.calls.intake import STEP_BYTES, Intake
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.calls.uploads import Owner, PrefillTask, Upload, Uploads
 from coordinator.text.threads import TextThreads
@@ -110,7 +110,7 @@ class Ingest:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
-        document = Document(encoder, limit, self._tokenizer.vocabulary_size)
+        document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
@@ -145,7 +145,7 @@ class Ingest:
             yield report
 
     async def _receive(
-        self, owner: Owner, document: Document, pieces: AsyncIterator[IngestPiece]
+        self, owner: Owner, document: Intake, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
         time passes meanwhile."""
@@ -182,7 +182,7 @@ class Ingest:
             told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
             raise DeadlineExceeded(told) from None
 
-    def _prefill(self, upload: Upload, document: Document) -> PrefillTask:
+    def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
         stream = self._engine.ingest(
@@ -220,7 +220,7 @@ class Ingest:
             raise
 
 
-async def _take(owner: Owner, document: Document, piece: IngestPiece) -> AsyncIterator[None]:
+async def _take(owner: Owner, document: Intake, piece: IngestPiece) -> AsyncIterator[None]:
     """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
     the upload."""
     owner.check()
@@ -251,7 +251,7 @@ def _num_bytes(piece: IngestPiece) -> int:
             return 4 * len(piece)
 
 
-def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestProgress:
+def _report(phase: IngestPhase, document: Intake, total: int = 0) -> IngestProgress:
     return IngestProgress(
         phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
     )

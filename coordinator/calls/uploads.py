@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 
-from coordinator.calls.document import CutShort, Document
 from coordinator.calls.generation import EventStream
+from coordinator.calls.intake import CutShort, Intake
 from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.text.threads import TextThreads
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
@@ -82,13 +82,13 @@ class Upload:
     """An ingest: its document while that arrives, then its prefill. The stream that came last owns it."""
 
     def __init__(
-        self, header: IngestHeader, document: Document, threads: TextThreads, deadline: float | None = None
+        self, header: IngestHeader, document: Intake, threads: TextThreads, deadline: float | None = None
     ) -> None:
         self.header = header
         self._threads = threads
         self.deadline = deadline
         """When nobody waits for it any more, in seconds on the engine's clock."""
-        self.document: Document | None = document
+        self.document: Intake | None = document
         """None once its ids are with the engine."""
         self.prefill: PrefillTask | None = None
         self.owner: Owner | None = None

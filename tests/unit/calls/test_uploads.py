@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.calls.document import Document
+from coordinator.calls.intake import Intake
 from coordinator.calls.text_limit import TextLimit
 from coordinator.calls.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.template import split_template
@@ -60,7 +60,7 @@ def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
     limit = TextLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0, client: str = "") -> Upload:
-        document = Document(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
+        document = Intake(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
         if num_tokens:
             document.add_ids([1] * num_tokens)
         return Upload(IngestHeader("moby", upload_id=upload_id, client=client), document, threads)

@@ -19,7 +19,7 @@ class CutShort(InvalidArgument):
     """Less has come than was declared: the rest may come yet."""
 
 
-class Document:
+class Intake:
     """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
 
     `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
