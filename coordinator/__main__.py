@@ -34,13 +34,14 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from coordinator.actor import BAD_INPUT, NAME, NAMESPACE, CoordinatorActor, Outcome, describe
+from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Outcome, describe
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.service import ServiceConfig
 from longleaf.config import EngineConfig, join_address
 from longleaf.errors import StartError
+from longleaf.launch import BAD_INPUT, ERROR, LISTENING
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 
@@ -83,13 +84,13 @@ def announce(config: ServiceConfig, outcome: Outcome) -> None:
     for note in outcome.notes:
         print(note, file=sys.stderr, flush=True)
     address = join_address(config.host, outcome.port)
-    told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"listening on {address}"
+    told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(told, flush=True)
 
 
 def report(outcome: Outcome) -> int:
     if outcome.error:
-        print(f"error: {outcome.error}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{outcome.error}", file=sys.stderr, flush=True)
     return outcome.exit_code
 
 

@@ -8,11 +8,12 @@ import msgspec
 from coordinator.ranks.ports import Fleet
 from coordinator.service import Service, ServiceConfig
 from longleaf.errors import LongleafError, WorkerLost
+from longleaf.launch import BAD_INPUT
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
 
-BAD_INPUT, FAILED = 2, 1
+FAILED = 1
 
 
 class Outcome(msgspec.Struct, frozen=True):

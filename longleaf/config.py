@@ -25,6 +25,9 @@ DEFAULT_PORT = 50051
 LOOPBACK = "127.0.0.1"
 CLIENT_NAME = "longleaf-client"
 """What the clients of this project call themselves, before the name of their library."""
+MAX_REQUEST_BYTES = 4 << 20
+"""What gRPC itself allows by default. It takes some ten milliseconds to parse, in which nothing else happens."""
+MAX_RESPONSE_BYTES = 64 << 20
 MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
 """Characters."""

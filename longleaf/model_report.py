@@ -39,7 +39,7 @@ class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """On each rank, for each place where a context can be continued: of as many tokens as any other layer sees."""
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The pool of one rank, and the tokens that it holds of this model, in whole blocks."""
 
     rank: int
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window_keys: WindowKeys
     reason: str = ""
     """Why no such fleet starts; empty when it does."""
-    rooms: tuple[Room, ...] = ()
+    rooms: tuple[RankPlan, ...] = ()
     tokens: int = 0
     """That the pools of all ranks hold together."""
     is_unlimited: bool = False

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
-from longleaf.model_report import AttentionKind, AttentionReport, Plan, ReplicatedReport, Room
+from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
 from workers.keys.pools import (
     FREE_MEMORY_SHARE,
     kv_bytes_per_token,
@@ -77,7 +77,7 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
     # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
     windows = min((held for _, held in shares if held), key=lambda held: held.num_blocks, default=None)
     rooms = tuple(
-        Room(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
+        RankPlan(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
         for rank, (kv_bytes, (num_blocks, _)) in enumerate(zip(pools, shares, strict=True))
     )
     return Plan(

@@ -13,12 +13,11 @@ import msgspec
 import zmq
 
 from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.channel.lives import Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.lives import PULSE_SECONDS, Failed, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.errors import StartError, WorkerLost
 
-PULSE_SECONDS = 1.0
 LINGER_MILLISECONDS = 2000
 CLOSE_SECONDS = 5.0
 """How long a rank may take to close; then its process ends as it is. Longer than fleets wait before they kill."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
@@ -18,14 +19,6 @@ from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
-
-VOCAB = 1000
-
-
-def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
-    """The id that fake ranks sample after `last`."""
-    return (last * 31 + 7 + token_index) % vocab
-
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 

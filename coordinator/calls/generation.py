@@ -2,18 +2,18 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 from coordinator import events
 from coordinator.calls.answer import Answer
-from coordinator.calls.document import STEP_TOKENS
 from coordinator.calls.replay import CallLater, Replays, call_later
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.text.encoder import Encoder
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.vocabulary import check_known
 from longleaf.errors import AlreadyExists, InvalidArgument, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
 
@@ -147,8 +147,8 @@ class Generation:
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
             raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
-        _check_known("sampling.logit_bias", request.sampling.logit_bias, size)
-        _check_known("sampling.stop_token_ids", request.sampling.stop_tokens, size)
+        check_known(tuple(request.sampling.logit_bias), size, "sampling.logit_bias")
+        check_known(request.sampling.stop_tokens, size, "sampling.stop_token_ids")
         if isinstance(request.input, str):
             return await self._text_ids(request, request.input, held)
         return await self._threads.run(check_ids, request.input, size)
@@ -173,23 +173,8 @@ class Generation:
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:
-    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary.
-
-    Ids of a text are checked as well: some tokenizers have added tokens for which the model has no embedding.
-    """
+    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary."""
     if not token_ids:
         raise InvalidArgument(field, "has no tokens" if field == "text" else "are empty")
-    for start in range(0, len(token_ids), STEP_TOKENS):
-        step = token_ids[start : start + STEP_TOKENS]
-        if 0 <= min(step) <= max(step) < vocabulary_size:
-            continue
-        wrong = next(i for i, token_id in enumerate(step) if not 0 <= token_id < vocabulary_size)
-        place = field if field == "text" else f"{field}.ids[{start + wrong}]"
-        raise InvalidArgument(place, f"{step[wrong]} is not in the vocabulary of {vocabulary_size:,} tokens")
+    check_known(token_ids, vocabulary_size, field)
     return token_ids
-
-
-def _check_known(field: str, token_ids: Iterable[int], vocabulary_size: int) -> None:
-    wrong = next((token_id for token_id in token_ids if token_id >= vocabulary_size), None)
-    if wrong is not None:
-        raise InvalidArgument(field, f"{wrong} is not in the vocabulary of {vocabulary_size:,} tokens")

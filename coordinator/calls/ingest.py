@@ -11,13 +11,14 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
-from coordinator.calls.document import STEP_BYTES, STEP_TOKENS, CutShort, Document
 from coordinator.calls.generation import EventStream
+from coordinator.calls.intake import STEP_BYTES, Intake
 from coordinator.calls.text_limit import Capacity, TextLimit
-from coordinator.calls.uploads import Prefill, Upload, Uploads
+from coordinator.calls.uploads import Owner, PrefillTask, Upload, Uploads
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted
+from coordinator.text.vocabulary import STEP_TOKENS
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.messages import Context, IngestHeader, IngestPhase, IngestPiece, IngestProgress, Progress, expired
 from longleaf.units import human_seconds
 
@@ -80,22 +81,11 @@ class Ingest:
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
         upload = self._known(header) or self._new(header, None if seconds is None else arrived + seconds)
-        claim = upload.claim()
-        try:
-            async with aclosing(self._go_on(upload, claim, pieces)) as reports:
-                async for report in reports:
-                    upload.check_owner(claim)
-                    yield report
-                    upload.check_owner(claim)
-        except LongleafError as error:
-            # A document that waits for room, for its client or for its end need not be sent again.
-            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
-            if claim == upload.num_claims and not can_go_on:
-                self._uploads.forget(upload)
-            raise
-        finally:
-            if not self._uploads.leave(upload, claim) and upload.prefill is not None:
-                await upload.prefill.stop()
+        async with self._uploads.owned(upload) as owner, aclosing(self._go_on(owner, pieces)) as reports:
+            async for report in reports:
+                owner.check()
+                yield report
+                owner.check()
 
     def _known(self, header: IngestHeader) -> Upload | None:
         """The ingest that is resumed, if it is one and there is something to resume."""
@@ -120,7 +110,7 @@ class Ingest:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
-        document = Document(encoder, limit, self._tokenizer.vocabulary_size)
+        document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
@@ -140,12 +130,11 @@ class Ingest:
                 raise AlreadyExists(f"contexts/{header.context}")
         return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
 
-    async def _go_on(
-        self, upload: Upload, claim: int, pieces: AsyncIterator[IngestPiece]
-    ) -> AsyncGenerator[IngestProgress, None]:
+    async def _go_on(self, owner: Owner, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
+        upload = owner.upload
         await upload.settle()
         if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
-            async with aclosing(self._receive(upload, claim, upload.document, pieces)) as reports:
+            async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
             yield _report("prefilling", upload.document, total=upload.document.num_tokens)
@@ -156,15 +145,15 @@ class Ingest:
             yield report
 
     async def _receive(
-        self, upload: Upload, claim: int, document: Document, pieces: AsyncIterator[IngestPiece]
+        self, owner: Owner, document: Intake, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
         time passes meanwhile."""
-        reported = _report("receiving", document)
+        upload, reported = owner.upload, _report("receiving", document)
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             self._uploads.count(upload, _num_bytes(piece))
-            steps = _take(upload, claim, document, piece)
+            steps = _take(owner, document, piece)
             del piece  # it may be large, and the next one long in coming
             async for _ in steps:
                 self._uploads.count(upload)
@@ -175,9 +164,9 @@ class Ingest:
             del steps
         # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
         yield _report("tokenizing", document)
-        upload.check_owner(claim)
+        owner.check()
         document.check_size()
-        await upload.work(document.finish)
+        await owner.work(document.finish)
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
         """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
@@ -193,7 +182,7 @@ class Ingest:
             told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
             raise DeadlineExceeded(told) from None
 
-    def _prefill(self, upload: Upload, document: Document) -> Prefill:
+    def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
         stream = self._engine.ingest(
@@ -206,7 +195,7 @@ class Ingest:
             )
         )
         begun = _report("prefilling", document, total=document.num_tokens)
-        return Prefill(stream, self._reports(header, stream, begun))
+        return PrefillTask(stream, self._reports(header, stream, begun))
 
     async def _reports(
         self, header: IngestHeader, stream: EventStream, report: IngestProgress
@@ -231,10 +220,10 @@ class Ingest:
             raise
 
 
-async def _take(upload: Upload, claim: int, document: Document, piece: IngestPiece) -> AsyncIterator[None]:
+async def _take(owner: Owner, document: Intake, piece: IngestPiece) -> AsyncIterator[None]:
     """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
     the upload."""
-    upload.check_owner(claim)
+    owner.check()
     match piece:
         case IngestHeader():
             raise InvalidArgument("config", "must be in the first request, and only there")
@@ -242,13 +231,11 @@ async def _take(upload: Upload, claim: int, document: Document, piece: IngestPie
             for start in range(0, len(piece), STEP_BYTES):
                 document.receive(piece[start : start + STEP_BYTES])
                 if document.is_due:
-                    await upload.work(document.digest)
-                    upload.check_owner(claim)
+                    await owner.work(document.digest)
                     yield
         case _:
             for start in range(0, len(piece), STEP_TOKENS):
-                await upload.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
-                upload.check_owner(claim)
+                await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
                 yield
     yield
 
@@ -264,7 +251,7 @@ def _num_bytes(piece: IngestPiece) -> int:
             return 4 * len(piece)
 
 
-def _report(phase: IngestPhase, document: Document, total: int = 0) -> IngestProgress:
+def _report(phase: IngestPhase, document: Intake, total: int = 0) -> IngestProgress:
     return IngestProgress(
         phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from coordinator.text.encoder import Encoder
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Tokenized
 
@@ -59,11 +60,7 @@ class Tokenization:
 
     def _decode(self, token_ids: Sequence[int], keep_special: bool) -> str:
         """In one step: a decoder may look at neighbours, so that parts cannot be joined."""
-        size = self._tokenizer.vocabulary_size
-        if token_ids and max(token_ids) >= size:
-            wrong = next(i for i, token_id in enumerate(token_ids) if token_id >= size)
-            told = f"{token_ids[wrong]} is not in the vocabulary of {size:,} tokens"
-            raise InvalidArgument(f"token_ids.ids[{wrong}]", told)
+        check_known(token_ids, self._tokenizer.vocabulary_size)
         return self._tokenizer.decode(token_ids, keep_special=keep_special)
 
 

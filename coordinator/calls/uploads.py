@@ -5,13 +5,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
-from coordinator.calls.document import Document
 from coordinator.calls.generation import EventStream
+from coordinator.calls.intake import CutShort, Intake
 from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.text.threads import TextThreads
-from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import IngestHeader, IngestProgress
 
 KEEP_SECONDS = 600.0
@@ -26,7 +26,7 @@ SHARE = 1 / 2
 RETRY_SECONDS = 5.0
 
 
-class Prefill:
+class PrefillTask:
     """The second half of an ingest, as a task of its own: it needs no stream that listens."""
 
     def __init__(self, stream: EventStream, reports: AsyncGenerator[IngestProgress, None]) -> None:
@@ -79,19 +79,20 @@ class Prefill:
 
 
 class Upload:
-    """An ingest: its document while that arrives, then its prefill. The stream that claimed it last owns it."""
+    """An ingest: its document while that arrives, then its prefill. The stream that came last owns it."""
 
     def __init__(
-        self, header: IngestHeader, document: Document, threads: TextThreads, deadline: float | None = None
+        self, header: IngestHeader, document: Intake, threads: TextThreads, deadline: float | None = None
     ) -> None:
         self.header = header
         self._threads = threads
         self.deadline = deadline
         """When nobody waits for it any more, in seconds on the engine's clock."""
-        self.document: Document | None = document
+        self.document: Intake | None = document
         """None once its ids are with the engine."""
-        self.prefill: Prefill | None = None
-        self.num_claims = 0
+        self.prefill: PrefillTask | None = None
+        self.owner: Owner | None = None
+        """The stream that goes on with it; None while there is none."""
         self.num_counted = 0
         """Bytes that are counted among those of all."""
         self.idle_since: float | None = None
@@ -106,20 +107,14 @@ class Upload:
     def is_prefilling(self) -> bool:
         return self.prefill is not None and not self.prefill.is_over
 
-    def begin(self, prefill: Prefill) -> None:
+    def begin(self, prefill: PrefillTask) -> None:
         """The document is with the engine."""
         self.document, self.prefill = None, prefill
 
-    def claim(self) -> int:
-        """The number by which the new owner is known."""
-        self.num_claims += 1
-        self.idle_since = None
-        return self.num_claims
-
-    def check_owner(self, claim: int) -> None:
-        """Raises Unavailable when another stream took over."""
-        if claim != self.num_claims:
-            raise Unavailable("another stream goes on with this upload")
+    def own(self) -> "Owner":
+        """The new owner, a stream that takes over from any other."""
+        self.owner, self.idle_since = Owner(self), None
+        return self.owner
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
         """Runs a short method of the document in a thread. If the caller is cancelled, it runs to its end, or not at
@@ -134,6 +129,28 @@ class Upload:
             await asyncio.wait([work])
             if not work.cancelled():
                 work.result()
+
+
+class Owner:
+    """A stream that goes on with an upload, until another takes over."""
+
+    def __init__(self, upload: Upload) -> None:
+        self.upload = upload
+
+    @property
+    def is_current(self) -> bool:
+        return self.upload.owner is self
+
+    def check(self) -> None:
+        """Raises Unavailable when another stream took over."""
+        if not self.is_current:
+            raise Unavailable("another stream goes on with this upload")
+
+    async def work(self, function: Callable[..., None], *arguments: object) -> None:
+        """As that of the upload. Raises Unavailable when another stream took over, before or meanwhile."""
+        self.check()
+        await self.upload.work(function, *arguments)
+        self.check()
 
 
 class Uploads:
@@ -221,11 +238,28 @@ class Uploads:
         if upload.idle_since is not None:
             self._remove(upload)
 
-    def leave(self, upload: Upload, claim: int) -> bool:
-        """The stream of `claim` has ended. Says whether the ingest is kept, or goes on with another stream."""
-        if claim != upload.num_claims:
+    @asynccontextmanager
+    async def owned(self, upload: Upload) -> AsyncGenerator[Owner, None]:
+        """A stream goes on with `upload` in here. With it ends what cannot be resumed, by what went wrong or at all."""
+        owner = upload.own()
+        try:
+            yield owner
+        except LongleafError as error:
+            # A document that waits for room, for its client or for its end need not be sent again.
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
+            if owner.is_current and not can_go_on:
+                self.forget(upload)
+            raise
+        finally:
+            if not self.leave(owner) and upload.prefill is not None:
+                await upload.prefill.stop()
+
+    def leave(self, owner: Owner) -> bool:
+        """A stream has ended. Says whether its ingest is kept, or goes on with another stream."""
+        upload = owner.upload
+        if not owner.is_current:
             return True
-        upload.idle_since = self._clock()
+        upload.owner, upload.idle_since = None, self._clock()
         if self._by_key.get(_key(upload.header)) is not upload:
             self._remove(upload)
             return False

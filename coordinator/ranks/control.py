@@ -18,15 +18,13 @@ import zmq.asyncio
 from coordinator.ranks.blame import Losses
 from coordinator.ranks.members import Members, Tally
 from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.channel.lives import Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.lives import PULSE_SECONDS, Failed, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import LOOPBACK, EngineConfig, join_address
 from longleaf.errors import LongleafError, StartError, WorkerLost
 from longleaf.topology import Topology
 from longleaf.units import human_seconds
 
-PULSE_SECONDS = 1.0
-"""How often ranks report."""
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
 """What a rank says at most, and for each sequence of a step. More ends its connection before memory is taken."""

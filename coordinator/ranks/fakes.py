@@ -3,16 +3,12 @@
 import asyncio
 from collections.abc import Collection
 
+from longleaf.channel.fakes import VOCAB, echo_token
 from longleaf.channel.lives import Hello, Ready
 from longleaf.channel.step import Comparison, Decode, Row, StepPlan, StepResult
 from longleaf.errors import LongleafError, WorkerLost
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Logprobs, Token
-
-
-def echo_token(last: int, token_index: int, vocab: int) -> int:
-    """The id that fake ranks sample after `last`."""
-    return (last * 31 + 7 + token_index) % vocab
 
 
 def equal(row: Row) -> Comparison:
@@ -30,7 +26,7 @@ class FakeRanks:
         self,
         world_size: int = 1,
         num_blocks: int = 1024,
-        vocab: int = 1000,
+        vocab: int = VOCAB,
         lose_at: int = 0,
         lost_rank: int = 0,
         rotary: Rotary | None = None,

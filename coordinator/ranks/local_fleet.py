@@ -14,14 +14,13 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
+from coordinator.ranks.ports import OnDeath
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
-
-OnDeath = Callable[[int, str], None]
 
 
 @contextmanager

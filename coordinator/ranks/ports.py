@@ -9,6 +9,9 @@ from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 
+OnDeath = Callable[[int, str], None]
+"""Is told which rank ended, and why, from any thread."""
+
 
 class Ranks(Protocol):
     """The ranks as the engine sees them. Implemented by coordinator.ranks.control; faked by coordinator.ranks.fakes."""
@@ -52,11 +55,9 @@ class Fleet(Protocol):
         """
         ...
 
-    async def launch(
-        self, config: EngineConfig, invitations: Sequence[Invitation], on_death: Callable[[int, str], None]
-    ) -> None:
-        """Starts one process per rank, which gets its invitation, in the reserved places. Calls on_death(rank, reason)
-        from any thread when one ends on its own."""
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        """Starts one process per rank, which gets its invitation, in the reserved places. Calls `on_death` when one
+        ends on its own."""
         ...
 
     def shutdown(self) -> Awaitable[None]:

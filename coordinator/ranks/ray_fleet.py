@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from coordinator.ranks.ports import OnDeath
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
@@ -17,8 +18,6 @@ POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
 NODE_DIGITS = 12
 """Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
-
-OnDeath = Callable[[int, str], None]
 
 
 def _ray() -> Any:
@@ -39,7 +38,7 @@ class RayFleet:
         self._worker_args = worker_args
         self._group: Any = None
         self._bundle: dict[str, float] = {}
-        self._places: list[Place] = []
+        self._slots: list[Slot] = []
         self._actors: list[Any] = []
         self._ranks_by_run: dict[Any, int] = {}
         self._is_stopping = threading.Event()
@@ -55,9 +54,9 @@ class RayFleet:
         if not group.wait(timeout_seconds=min(60.0, config.start_timeout)):
             raise StartError(f"world size {config.world_size} needs {config.world_size} free slots; some are in use")
         own: str = _ray().util.get_node_ip_address()
-        self._places = places(group)
-        if all(place.host == own for place in self._places):
-            self._places = [msgspec.structs.replace(place, host=LOOPBACK) for place in self._places]
+        self._slots = slots_of(group)
+        if all(slot.host == own for slot in self._slots):
+            self._slots = [msgspec.structs.replace(slot, host=LOOPBACK) for slot in self._slots]
             return LOOPBACK
         return own
 
@@ -71,15 +70,15 @@ class RayFleet:
         has_gpu = "GPU" in self._bundle
         if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
             config = msgspec.structs.replace(config, device="cuda")
-        for rank, (place, invitation) in enumerate(zip(self._places, invitations, strict=True)):
-            self._actors.append(self._place(self._bundle, place.bundle, variables))
+        for rank, (slot, invitation) in enumerate(zip(self._slots, invitations, strict=True)):
+            self._actors.append(self._place(self._bundle, slot.bundle, variables))
             spec = RankSpec(
                 rank=rank,
                 config=config,
                 invitation=invitation,
-                host=place.host,
-                node=place.node,
-                num_ranks_here=sum(other.node == place.node for other in self._places),
+                host=slot.host,
+                node=slot.node,
+                num_ranks_here=sum(other.node == slot.node for other in self._slots),
                 gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
             )
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
@@ -133,7 +132,7 @@ class RayFleet:
         self._ranks_by_run.clear()
 
 
-class Place(msgspec.Struct, frozen=True):
+class Slot(msgspec.Struct, frozen=True):
     """Where a rank goes: bundle number, its machine's name and address."""
 
     bundle: int
@@ -162,7 +161,7 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
     return bundle
 
 
-def places(group: Any) -> list[Place]:
+def slots_of(group: Any) -> list[Slot]:
     """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too."""
     ray = _ray()
     here = ray.get_runtime_context().get_node_id()
@@ -170,7 +169,7 @@ def places(group: Any) -> list[Place]:
     table: dict[str, Any] = ray.util.placement_group_table(group)
     by_bundle: dict[int, str] = table["bundles_to_node_id"]
     ordered = sorted(by_bundle.items(), key=lambda item: (item[1] != here, item[1], item[0]))
-    return [Place(bundle, node[:NODE_DIGITS], hosts[node]) for bundle, node in ordered]
+    return [Slot(bundle, node[:NODE_DIGITS], hosts[node]) for bundle, node in ordered]
 
 
 def _describe(run: Any) -> str:

@@ -11,13 +11,10 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 
 from longleaf.codec import has_more_fields
-from longleaf.config import CLIENT_NAME
+from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.units import human_seconds
 
-MAX_REQUEST_BYTES = 4 << 20
-"""Of the methods that take long texts or token ids; what gRPC itself allows by default. It takes some ten milliseconds
-to parse, in which nothing else happens. Longer documents come in pieces."""
 MAX_PIECE_BYTES = 1 << 20
 """Of an ingest, whose streams may all send one at the same time: ids take nine times as much until they are counted."""
 MAX_SMALL_BYTES = 64 << 10

@@ -9,14 +9,14 @@ from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingT
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.interceptors import ErrorInterceptor
-from coordinator.serving.requests import MAX_CALLS, MAX_REQUEST_BYTES, Requests
+from coordinator.serving.requests import MAX_CALLS, Requests
 from coordinator.serving.servicers import (
     ClusterServicer,
     ContextServicer,
     GenerationServicer,
     TokenizerServicer,
 )
-from longleaf.config import MAX_SECONDS, join_address
+from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS, join_address
 from longleaf.errors import StartError
 from longleaf.v1 import (
     cluster_service_pb2_grpc,
@@ -25,7 +25,6 @@ from longleaf.v1 import (
     tokenizer_service_pb2_grpc,
 )
 
-MAX_RESPONSE_BYTES = 64 << 20
 MAX_PENDING_CALLS = 2 * MAX_CALLS
 """Calls that arrived and were not looked at yet. Of more, by default of more than 1000, the library ends some without a
 word; of one connection it takes in as many as may be open."""

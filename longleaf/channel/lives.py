@@ -4,6 +4,9 @@ import msgspec
 
 from longleaf.geometry import Rotary, Windows
 
+PULSE_SECONDS = 1.0
+"""How often ranks report that they live."""
+
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """Coordinator to rank: where the process group of this epoch meets. `nodes` names each rank's machine."""

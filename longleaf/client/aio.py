@@ -14,7 +14,7 @@ from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source
 from longleaf.client.reading import Reading, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
-from longleaf.client.upload import Upload, header_of
+from longleaf.client.upload import Sending, header_of, reach_of
 from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
@@ -190,11 +190,11 @@ class AsyncClient:
         attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
         async with aclosing(Source(document)) as source:
             while True:
-                upload = Upload(header, source)
+                sending = Sending(header, source)
                 try:
-                    async with aclosing(self._ingest_once(upload, attempts.time_left())) as steps:
+                    async with aclosing(self._ingest_once(sending, attempts.time_left())) as steps:
                         async for progress in steps:
-                            if (reached := _reached(progress)) > furthest:
+                            if (reached := reach_of(progress)) > furthest:
                                 furthest = reached
                                 attempts.renew()
                             yield progress
@@ -205,22 +205,22 @@ class AsyncClient:
                         raise
                     await attempts.wait(error, is_repeatable=True)
 
-    async def _ingest_once(self, upload: Upload, timeout: float | None) -> AsyncGenerator[IngestProgress, None]:
+    async def _ingest_once(self, sending: Sending, timeout: float | None) -> AsyncGenerator[IngestProgress, None]:
         """One stream of an ingest, sending from where the service wants it."""
         with self._calls.typed():
-            call = self._contexts.IngestContext(upload.requests(), timeout=timeout)
+            call = self._contexts.IngestContext(sending.requests(), timeout=timeout)
         try:
             with self._calls.typed(Ending(call)):
                 async for response in call:
                     progress = self._calls.decoded(codec.decode_ingest_progress, response)
-                    upload.take(progress)
+                    sending.take(progress)
                     yield progress
         except LongleafError:
-            if upload.error is not None:  # the call only knows that its upward half broke
-                raise upload.error from None
+            if sending.error is not None:  # the call only knows that its upward half broke
+                raise sending.error from None
             raise
         finally:
-            upload.stop()
+            sending.stop()
             call.cancel()
 
     async def get_context(self, context: str, *, timeout: float | None = None) -> Context:
@@ -345,8 +345,3 @@ def _decode_page(page: ingest_pb.ListContextsResponse) -> tuple[list[Context], s
 
 def _nothing(_: object) -> None:
     """Reads a response that says nothing."""
-
-
-def _reached(progress: IngestProgress) -> int:
-    """A number that grows with what the service has done."""
-    return progress.received_bytes + progress.received_tokens + progress.processed

@@ -10,12 +10,10 @@ import grpc
 from longleaf.client.callbacks import Callback
 from longleaf.client.retries import Attempts, Retries, Retry
 from longleaf.codec.status import decode_error
-from longleaf.config import CLIENT_NAME
+from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from longleaf.errors import Cancelled, LongleafError, Unavailable
 
 T = TypeVar("T")
-MAX_REQUEST_BYTES = 4 << 20
-MAX_RESPONSE_BYTES = 64 << 20
 OPTIONS = (
     ("grpc.primary_user_agent", CLIENT_NAME),
     ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),

@@ -33,7 +33,12 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
     )
 
 
-class Upload:
+def reach_of(progress: IngestProgress) -> int:
+    """A number that grows with what the service has done."""
+    return progress.received_bytes + progress.received_tokens + progress.processed
+
+
+class Sending:
     """The header, and once the service answered it, the document from where the service wants it."""
 
     def __init__(self, header: IngestHeader, source: Source) -> None:

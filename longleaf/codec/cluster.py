@@ -1,9 +1,8 @@
 """The cluster. Its structs name the fields in the order and with the meaning of the messages, but shorter."""
 
-from google.protobuf.duration_pb2 import Duration
-
 from longleaf.channel.lives import MergeTiming
 from longleaf.codec.names import as_text
+from longleaf.codec.times import decode_seconds, encode_measured
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
 from longleaf.units import human_number, human_seconds
@@ -88,17 +87,14 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
 
 def encode_watch(min_interval: float) -> cluster_pb.WatchClusterRequest:
     """Raises InvalidArgument when the interval, in seconds, is out of range."""
-    nanos = round(_checked(min_interval) * 1e9)
-    interval = Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
-    return cluster_pb.WatchClusterRequest(min_interval_duration=interval)
+    return cluster_pb.WatchClusterRequest(min_interval_duration=encode_measured(_checked(min_interval)))
 
 
 def decode_watch(message: cluster_pb.WatchClusterRequest) -> float:
     """Seconds between two looks at the least. Raises InvalidArgument."""
-    interval = message.min_interval_duration
     if not message.HasField("min_interval_duration"):
         return DEFAULT_INTERVAL
-    return _checked(interval.seconds + interval.nanos / 1e9)
+    return _checked(decode_seconds(message.min_interval_duration))
 
 
 def _checked(seconds: float) -> float:
@@ -133,16 +129,15 @@ def decode_verify(message: cluster_pb.VerifyClusterRequest) -> Verify:
 
 
 def encode_verification(found: Verification) -> cluster_pb.VerifyClusterResponse:
-    message = cluster_pb.VerifyClusterResponse(
-        **{field: getattr(found, _VERIFICATION_NAMES.get(field, field)) for field in _verification_fields()}
+    return cluster_pb.VerifyClusterResponse(
+        **{field: getattr(found, _VERIFICATION_NAMES.get(field, field)) for field in _verification_fields()},
+        plain_duration=encode_measured(found.plain_seconds),
     )
-    message.plain_duration.FromNanoseconds(round(found.plain_seconds * 1e9))
-    return message
 
 
 def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verification:
     told = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
-    return Verification(**told, plain_seconds=message.plain_duration.ToNanoseconds() / 1e9)
+    return Verification(**told, plain_seconds=decode_seconds(message.plain_duration))
 
 
 def _verification_fields() -> list[str]:

@@ -1,15 +1,14 @@
 """Contexts and ingests."""
 
-import math
 from typing import get_args
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
+from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     MAX_TIME,
@@ -44,14 +43,14 @@ def encode_context(context: Context) -> context_pb.Context:
         name=context_name(context.id),
         token_count=context.tokens,
         kv_bytes=context.kv_bytes,
-        create_time=_timestamp(context.created),
-        update_time=_timestamp(context.updated),
+        create_time=encode_time(context.created),
+        update_time=encode_time(context.updated),
         rank_shares=[
             context_pb.RankShare(rank=share.rank, token_count=share.tokens, kv_bytes=share.kv_bytes)
             for share in context.shares
         ],
         display_name=context.display_name,
-        expire_time=None if context.expires is None else _timestamp(context.expires),
+        expire_time=None if context.expires is None else encode_time(context.expires),
         pinned=context.is_pinned,
         position_info=_encode_positions(context.positions),
         exact=context.is_exact,
@@ -69,26 +68,16 @@ def _encode_positions(positions: PositionInfo) -> context_pb.PositionInfo:
     )
 
 
-def _timestamp(seconds: float) -> Timestamp:
-    whole = math.floor(seconds)
-    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e6) * 1000)
-
-
-def _duration(seconds: float) -> Duration:
-    whole = math.trunc(seconds)
-    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e6) * 1000)
-
-
 def decode_context(message: context_pb.Context) -> Context:
     return Context(
         id=message.name.removeprefix("contexts/"),
         tokens=message.token_count,
         kv_bytes=message.kv_bytes,
-        created=_seconds(message.create_time),
-        updated=_seconds(message.update_time),
+        created=decode_seconds(message.create_time),
+        updated=decode_seconds(message.update_time),
         shares=tuple(RankShare(share.rank, share.token_count, share.kv_bytes) for share in message.rank_shares),
         display_name=message.display_name,
-        expires=_seconds(message.expire_time) if message.HasField("expire_time") else None,
+        expires=decode_seconds(message.expire_time) if message.HasField("expire_time") else None,
         is_pinned=message.pinned,
         positions=_decode_positions(message.position_info),
         is_exact=message.exact,
@@ -104,10 +93,6 @@ def _decode_positions(message: context_pb.PositionInfo) -> PositionInfo:
         phase_error=message.phase_error,
         is_beyond_trained=message.beyond_trained_length,
     )
-
-
-def _seconds(time: Timestamp | Duration) -> float:
-    return time.seconds + time.nanos / 1e9
 
 
 def encode_fork(fork: ForkContext) -> ingest_pb.ForkContextRequest:
@@ -150,13 +135,13 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
             message.pinned = settings.is_pinned
             paths.append("pinned")
         if settings.ttl is not UNSET:
-            message.ttl.CopyFrom(_duration(settings.ttl))
+            message.ttl.CopyFrom(encode_lifetime(settings.ttl))
             paths.append("ttl")
         if settings.capacity is not UNSET and isinstance(message, ingest_pb.IngestConfig):
             message.capacity_token_count = settings.capacity
         if settings.expires is not UNSET:
             if settings.expires is not None:
-                message.expire_time.CopyFrom(_timestamp(settings.expires))
+                message.expire_time.CopyFrom(encode_time(settings.expires))
             paths.append("expire_time")
     except (ValueError, OverflowError, TypeError) as error:
         raise InvalidArgument("settings", str(error)) from None
@@ -210,11 +195,11 @@ def _decode_expiry(
     time = message.expire_time
     if not (0 <= time.nanos < 10**9 and 0 <= time.seconds <= MAX_TIME):
         raise InvalidArgument(f"{parent}.expire_time", "is no time from 1970 to 9999")
-    return _seconds(time)
+    return decode_seconds(time)
 
 
 def _decode_ttl(ttl: Duration, field: str) -> float:
-    seconds = _seconds(ttl)
+    seconds = decode_seconds(ttl)
     if not 0 < seconds <= MAX_TIME or abs(ttl.nanos) >= 10**9:
         raise InvalidArgument(field, f"{human_number(seconds)} s is not a positive time, or too long")
     return seconds

@@ -2,10 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import get_args
-
-from google.protobuf.duration_pb2 import Duration
 
 from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.names import (
@@ -20,6 +17,7 @@ from longleaf.codec.names import (
     within,
 )
 from longleaf.codec.sampling import decode_sampling, encode_sampling
+from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Delta,
@@ -74,7 +72,7 @@ def encode_generate(
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
         seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
-        message.resume_duration.CopyFrom(_duration(seconds))
+        message.resume_duration.CopyFrom(encode_duration(seconds))
     encode_claim(priority, client, message)
     return message
 
@@ -106,7 +104,7 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     priority, client = decode_claim(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
         raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
-    duration = message.resume_duration.seconds + message.resume_duration.nanos / 1e9
+    duration = decode_seconds(message.resume_duration)
     return Generate(
         input=message.text if kind == "text" else decode_ids(message.token_ids),
         context=context_id(message.context, "context") if message.context else None,
@@ -187,20 +185,14 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
             completion_token_count=usage.completion_tokens,
         ),
         timings=generation_pb.Timings(
-            queue_duration=_duration(timings.queue_seconds),
-            first_token_duration=_duration(timings.first_token_seconds),
-            decode_duration=_duration(timings.decode_seconds),
-            prefill_duration=_duration(timings.prefill_seconds),
+            queue_duration=encode_duration(timings.queue_seconds),
+            first_token_duration=encode_duration(timings.first_token_seconds),
+            decode_duration=encode_duration(timings.decode_seconds),
+            prefill_duration=encode_duration(timings.prefill_seconds),
         ),
         sample_index=event.sample,
         exact=event.is_exact,
     )
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromTimedelta(timedelta(seconds=seconds))
-    return duration
 
 
 def decode_event(message: service_pb.GenerateResponse) -> Event | None:
@@ -244,10 +236,10 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
         message.matched_stop,
         Usage(usage.prompt_token_count, usage.cached_token_count, usage.completion_token_count),
         Timings(
-            timings.queue_duration.ToTimedelta().total_seconds(),
-            timings.first_token_duration.ToTimedelta().total_seconds(),
-            timings.decode_duration.ToTimedelta().total_seconds(),
-            timings.prefill_duration.ToTimedelta().total_seconds(),
+            decode_seconds(timings.queue_duration),
+            decode_seconds(timings.first_token_duration),
+            decode_seconds(timings.decode_duration),
+            decode_seconds(timings.prefill_duration),
         ),
         message.sample_index,
         message.exact,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -16,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 from grpc import StatusCode
 
+from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
@@ -206,16 +206,14 @@ def _quota(error: ResourceExhausted) -> list[Message]:
     )
     details: list[Message] = [error_details_pb2.QuotaFailure(violations=[violation])]
     if error.retry_seconds is not None:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_seconds))
-        details.append(retry)
+        details.append(error_details_pb2.RetryInfo(retry_delay=encode_duration(error.retry_seconds)))
     return details
 
 
 def _exhausted(status: status_pb2.Status) -> ResourceExhausted:
     quota = _find(status, error_details_pb2.QuotaFailure)
     retry = _find(status, error_details_pb2.RetryInfo)
-    seconds = max(0.0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None
+    seconds = max(0.0, decode_seconds(retry.retry_delay)) if retry else None
     if quota is None or not quota.violations:
         return ResourceExhausted("message", status.message, seconds)
     return ResourceExhausted(quota.violations[0].subject, quota.violations[0].description, seconds)

@@ -1,4 +1,5 @@
-"""The options that `longleaf ask` and `longleaf generate` share."""
+"""Commands with many options: those are the fields of a dataclass. Here are the ones that `longleaf ask` and
+`longleaf generate` share."""
 
 import inspect
 from collections.abc import Callable
@@ -85,27 +86,30 @@ def _biases(typed: list[str]) -> dict[int, float]:
         raise InvalidArgument("--logit-bias", f"{' '.join(typed)} is not ID=BIAS") from None
 
 
-def takes_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with an option for each field of Flags, which it gets together as `flags`."""
-    hints = get_type_hints(Flags, include_extras=True)
+def takes_flags(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command with an option for each field of the dataclass `kind`, which it gets together as `flags`."""
+    hints = get_type_hints(kind, include_extras=True)
     added = {
         field.name: inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
-        for field in fields(Flags)
+        for field in fields(kind)
     }
 
-    @wraps(command)
-    def run(**given: Any) -> None:
-        flags = Flags(**{name: given.pop(name) for name in added})
-        command(**given, flags=flags)
+    def takes(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            flags = kind(**{name: given.pop(name) for name in added})
+            command(**given, flags=flags)
 
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(command).parameters.items()
-        if name != "flags"
-    ]
-    signature = inspect.Signature([*own, *added.values()])
-    cast(Any, run).__signature__ = signature
-    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    return run
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "flags"
+        ]
+        signature = inspect.Signature([*own, *added.values()])
+        cast(Any, run).__signature__ = signature
+        run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        return run
+
+    return takes

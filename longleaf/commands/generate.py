@@ -14,7 +14,7 @@ from longleaf.messages import Delta, Event, Finished, Started
 from longleaf.units import human_seconds
 
 
-@takes_flags
+@takes_flags(Flags)
 def ask(
     context: Annotated[str, typer.Argument(help="Name of the context.")],
     question: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
@@ -31,7 +31,7 @@ def ask(
         show(client.ask(context, read_input(question, "question"), **options), as_json, flags.samples)
 
 
-@takes_flags
+@takes_flags(Flags)
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt; - reads standard input.")],
     server: Server,

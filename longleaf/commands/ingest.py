@@ -70,21 +70,28 @@ def ingest(
     texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
     total = size_of(texts)  # whatever they hold: a file that is not there is told before anything is sent
     document = read_ids(files, token_ids) if token_ids else texts
+    with (
+        _files_named(files),
+        connect(server, retries=PATIENT) as service,
+        progress_bar(None if token_ids else total, is_shown=not as_json) as on_progress,
+    ):
+        context = service.ingest(name, document, on_progress=on_progress, **options)
+    if as_json:
+        print_json(context)
+    else:
+        print(summary(context))
+
+
+@contextmanager
+def _files_named(files: list[str]) -> Generator[None, None, None]:
+    """What is wrong with the document is said of the files."""
     try:
-        with (
-            connect(server, retries=PATIENT) as service,
-            progress_bar(None if token_ids else total, is_shown=not as_json) as on_progress,
-        ):
-            context = service.ingest(name, document, on_progress=on_progress, **options)
+        yield
     except InvalidArgument as error:
         if error.field.partition(".")[0] in ("text", "token_ids"):
             names = ", ".join("standard input" if file == "-" else file for file in files)
             raise InvalidArgument(names, error.description) from None
         raise
-    if as_json:
-        print_json(context)
-    else:
-        print(summary(context))
 
 
 def summary(context: Context) -> str:

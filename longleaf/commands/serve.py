@@ -3,9 +3,11 @@
 import os
 import signal
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from longleaf.commands.flags import takes_flags
 from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
@@ -30,44 +32,47 @@ REQUESTS = "Requests and times"
 _DEFAULTS = EngineConfig(model="")
 
 
-def serve(
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """What was typed."""
+
     model: Annotated[
         Path | None, option(SERVICE, "Folder of the checkpoint.", default="the small model in the package")
-    ] = None,
+    ] = None
     model_name: Annotated[
         str | None,
         option(SERVICE, "What clients see of the model, whatever its folder is called.", default="its folder's"),
-    ] = None,
-    host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT,
-    dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    ] = None
+    host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT
+    dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype
     allow_long: Annotated[
         bool, option(SERVICE, "Take what goes beyond the positions that the model was trained for.", "--allow-long")
-    ] = _DEFAULTS.allow_long,
-    world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1,
-    launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray",
+    ] = _DEFAULTS.allow_long
+    world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
+    launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray"
     ray_address: Annotated[
         str | None, option(RANKS, "A running Ray cluster to join, such as auto.", default="start one here")
-    ] = None,
+    ] = None
     device: Annotated[
         DeviceName, option(RANKS, "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs.")
-    ] = _DEFAULTS.device,
-    threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank,
-    merge: Annotated[
-        MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")
-    ] = _DEFAULTS.merge,
+    ] = _DEFAULTS.device
+    threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
+    merge: Annotated[MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")] = (
+        _DEFAULTS.merge
+    )
     partials: Annotated[
         PartialDtype, option(RANKS, "Type in which partials travel; bfloat16 rounds them by 2^-8 per hop.")
-    ] = _DEFAULTS.partials,
-    prefill: Annotated[
-        PrefillName, option(RANKS, "What ranks gather while they read; auto: what has fewer bytes.")
-    ] = _DEFAULTS.prefill,
+    ] = _DEFAULTS.partials
+    prefill: Annotated[PrefillName, option(RANKS, "What ranks gather while they read; auto: what has fewer bytes.")] = (
+        _DEFAULTS.prefill
+    )
     kv_bytes: Annotated[
         int | None,
         option(KEYS, "Bytes of keys and values per rank.", default="40 % of a machine's free memory over its ranks"),
-    ] = None,
-    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
-    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.")] = _DEFAULTS.block_size,
+    ] = None
+    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype
+    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.")] = _DEFAULTS.block_size
     window_keys: Annotated[
         WindowKeys,
         option(
@@ -75,7 +80,7 @@ def serve(
             "Where keys of windowed layers lie: all of them, each on its rank, or the last ones on every rank, "
             "which then exchange nothing in these layers.",
         ),
-    ] = _DEFAULTS.window_keys,
+    ] = _DEFAULTS.window_keys
     window_bytes: Annotated[
         int | None,
         option(
@@ -83,65 +88,50 @@ def serve(
             "With --window-keys replicated: the part of --kv-bytes for windowed layers.",
             default="by --max-sequences, at most half",
         ),
-    ] = None,
-    max_sequences: Annotated[int, option(REQUESTS, "Generations that run at once.")] = _DEFAULTS.max_sequences,
+    ] = None
+    max_sequences: Annotated[int, option(REQUESTS, "Generations that run at once.")] = _DEFAULTS.max_sequences
     max_waiting: Annotated[
         int, option(REQUESTS, "Generations and ingests that wait; more are refused, and told when to come again.")
-    ] = _DEFAULTS.max_waiting,
-    unread_timeout: Annotated[
-        float, option(REQUESTS, "Seconds after which a stream that nobody reads is ended.")
-    ] = _DEFAULTS.unread_timeout,
-    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens read per step.")] = _DEFAULTS.chunk_size,
+    ] = _DEFAULTS.max_waiting
+    unread_timeout: Annotated[float, option(REQUESTS, "Seconds after which a stream that nobody reads is ended.")] = (
+        _DEFAULTS.unread_timeout
+    )
+    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens read per step.")] = _DEFAULTS.chunk_size
     target_itl_ms: Annotated[
         float, option(REQUESTS, "Milliseconds between tokens that running streams should keep while prompts are read.")
-    ] = _DEFAULTS.target_itl_ms,
+    ] = _DEFAULTS.target_itl_ms
     start_timeout: Annotated[
         float, option(REQUESTS, "Seconds that ranks may take to load the model; a large one needs more.")
-    ] = _DEFAULTS.start_timeout,
+    ] = _DEFAULTS.start_timeout
     step_timeout: Annotated[
         float, option(REQUESTS, "Seconds a step of few tokens may take before the fleet is given up.")
-    ] = _DEFAULTS.step_timeout,
-    as_json: AsJson = False,
-) -> None:
+    ] = _DEFAULTS.step_timeout
+
+    def config(self) -> EngineConfig:
+        """What ranks are told of it."""
+        shared = {name: value for name, value in asdict(self).items() if name in EngineConfig.__struct_fields__}
+        shared |= {"model": str(self.model or embedded_model()), "threads_per_rank": self.threads}
+        return EngineConfig(**shared)
+
+
+@takes_flags(ServeFlags)
+def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     """Serve a model until interrupted.
 
     Prints `listening on HOST:PORT` once it is ready; with --json, {"address": "HOST:PORT"}.
 
     Example: longleaf serve --model ./Qwen3-0.6B --world-size 4
     """
-    config = EngineConfig(
-        model=str(model or embedded_model()),
-        world_size=world_size,
-        merge=merge,
-        partials=partials,
-        prefill=prefill,
-        chunk_size=chunk_size,
-        block_size=block_size,
-        kv_bytes=kv_bytes,
-        window_keys=window_keys,
-        window_bytes=window_bytes,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        threads_per_rank=threads,
-        step_timeout=step_timeout,
-        start_timeout=start_timeout,
-        max_sequences=max_sequences,
-        max_waiting=max_waiting,
-        unread_timeout=unread_timeout,
-        target_itl_ms=target_itl_ms,
-        allow_long=allow_long,
-    )
     command = coordinator_command(
-        config,
-        host=host,
-        port=port,
-        launcher=launcher,
-        ray_address=ray_address,
-        model_name=model_name,
+        flags.config(),
+        host=flags.host,
+        port=flags.port,
+        launcher=flags.launcher,
+        ray_address=flags.ray_address,
+        model_name=flags.model_name,
         as_json=as_json,
     )
-    print(f"starting {count_ranks(world_size)} ({launcher}) …", file=sys.stderr, flush=True)
+    print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)
     _become(command)
 
 

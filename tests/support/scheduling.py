@@ -4,6 +4,7 @@ from coordinator.events import Acknowledged, Claim, Document, Event, Prompt, Sta
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -11,7 +12,7 @@ from longleaf.errors import LongleafError
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
 from tests.support.window_ledger import WindowLedger
-from workers.fakes import EchoLedger, echo_token
+from workers.fakes import EchoLedger
 
 
 class Bench:

@@ -15,7 +15,8 @@ from bench.attacks import ATTACKS, OPEN, attack
 from bench.heartbeat import longest_gap
 from bench.hostile import Turns, line, parse, row
 from bench.users_page import hostile
-from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
+from coordinator.serving.requests import MAX_PIECE_BYTES
+from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted
 from longleaf.v1.context_service_pb2 import IngestContextRequest, UpdateContextRequest
 from longleaf.v1.generation_service_pb2 import GenerateRequest

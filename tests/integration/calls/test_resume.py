@@ -11,11 +11,11 @@ import pytest
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
-from coordinator.ranks.fakes import echo_token
 from coordinator.serving.server import Server
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import decode_error

@@ -20,12 +20,12 @@ from bench.memory import parse
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
-from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
+from coordinator.serving.requests import MAX_PIECE_BYTES
 from coordinator.serving.server import Server
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig, embedded_model
+from longleaf.config import MAX_REQUEST_BYTES, EngineConfig, embedded_model
 from longleaf.messages import IngestProgress, ModelInfo
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub

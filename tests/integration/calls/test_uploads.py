@@ -14,10 +14,10 @@ import pytest
 
 from coordinator.calls.uploads import MAX_UPLOADS, SHARE
 from longleaf.client import AsyncClient, Client, Retries
-from longleaf.client.calls import MAX_REQUEST_BYTES
 from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.client.upload import header_of
 from longleaf.codec.status import decode_error
+from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb

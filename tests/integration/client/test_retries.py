@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.calls.document import Document
+from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.errors import (
@@ -116,16 +116,16 @@ class Sent:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
         self.num_bytes = 0
         self._refuse_after = refuse_after
-        receive = Document.receive
+        receive = Intake.receive
 
-        def count(document: Document, text: bytes) -> None:
+        def count(document: Intake, text: bytes) -> None:
             if self._refuse_after is not None and self.num_bytes >= self._refuse_after:
                 self._refuse_after = None
                 raise ResourceExhausted("uploads", "hold too much", 0.01)
             receive(document, text)
             self.num_bytes += len(text)
 
-        monkeypatch.setattr(Document, "receive", count)
+        monkeypatch.setattr(Intake, "receive", count)
 
 
 def once(*parts: bytes) -> Iterator[bytes]:

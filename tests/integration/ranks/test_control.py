@@ -20,6 +20,7 @@ from coordinator.events import Document, Ended, Prompt, Started, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.lives import Hello, Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
@@ -29,7 +30,7 @@ from longleaf.messages import Progress
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
 from workers.control import connect, serve, taking_notes
-from workers.fakes import EchoMain, EchoRank, Fault, echo_token
+from workers.fakes import EchoMain, EchoRank, Fault
 
 pytestmark = pytest.mark.timeout(60)
 

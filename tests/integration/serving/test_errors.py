@@ -9,11 +9,11 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.calls.use_cases import UseCases
-from coordinator.serving.requests import MAX_REQUEST_BYTES
 from coordinator.serving.server import Server
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.codec.status import DETAILS_KEY
+from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,

@@ -9,9 +9,10 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.serving.requests import MAX_REQUEST_BYTES, MAX_SMALL_BYTES
+from coordinator.serving.requests import MAX_SMALL_BYTES
 from longleaf import codec
 from longleaf.codec.status import DETAILS_KEY
+from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.messages import Generate, Started
 from longleaf.v1 import generation_service_pb2 as service_pb

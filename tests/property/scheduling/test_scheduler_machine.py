@@ -13,6 +13,7 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -28,7 +29,7 @@ from longleaf.errors import (
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
 from tests.support.window_ledger import WindowLedger, windows_of
-from workers.fakes import EchoLedger, echo_token
+from workers.fakes import EchoLedger
 
 NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])

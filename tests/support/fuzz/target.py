@@ -18,12 +18,13 @@ from google.rpc import error_details_pb2, status_pb2
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks, echo_token
+from coordinator.ranks.fakes import FakeRanks
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import Service, ServiceConfig
 from coordinator.serving.server import Server
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.fakes import echo_token
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.messages import ModelInfo

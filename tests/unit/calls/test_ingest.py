@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from coordinator.calls.document import Document
 from coordinator.calls.ingest import Ingest
+from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
 from coordinator.serving.servicers import _pieces
 from coordinator.text.template import split_template
@@ -128,8 +128,8 @@ async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest
     def take(*_: object) -> None:
         raise AssertionError("a piece is taken for which there is no room")
 
-    monkeypatch.setattr(Document, "add_ids", take)
-    monkeypatch.setattr(Document, "receive", take)
+    monkeypatch.setattr(Intake, "add_ids", take)
+    monkeypatch.setattr(Intake, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
         with pytest.raises(ResourceExhausted, match="at most 40,000 are for a client"):
             await made.run(header(), piece)
@@ -176,7 +176,7 @@ async def test_more_than_the_size_is_refused_before_it_is_taken(made: Made, monk
     def decode(*_: object) -> None:
         raise AssertionError("text is taken that is too much")
 
-    monkeypatch.setattr(Document, "_decode", decode)
+    monkeypatch.setattr(Intake, "_decode", decode)
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
         await made.run(header("mine", size=6), b"call me")
     assert made.uploads.num_bytes == 0

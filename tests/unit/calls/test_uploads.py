@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.calls.document import Document
+from coordinator.calls.intake import Intake
 from coordinator.calls.text_limit import TextLimit
-from coordinator.calls.uploads import Prefill, Upload, Uploads
+from coordinator.calls.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
     limit = TextLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0, client: str = "") -> Upload:
-        document = Document(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
+        document = Intake(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
         if num_tokens:
             document.add_ids([1] * num_tokens)
         return Upload(IngestHeader("moby", upload_id=upload_id, client=client), document, threads)
@@ -70,7 +70,7 @@ def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
 
 def leave(uploads: Uploads, upload: Upload) -> bool:
     uploads.add(upload)
-    return uploads.leave(upload, upload.claim())
+    return uploads.leave(upload.own())
 
 
 def kept(uploads: Uploads, *upload_ids: str) -> list[bool]:
@@ -82,10 +82,10 @@ def test_an_ingest_is_kept_for_its_time_from_when_its_stream_left(make: Callable
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    claim = upload.claim()
+    owner = upload.own()
     clock.now = 100
     assert kept(uploads, "a") == [True], "while its stream lives it has all the time"
-    assert uploads.leave(upload, claim)
+    assert uploads.leave(owner)
     clock.now = 110
     assert kept(uploads, "a") == [True]
     clock.now = 110.5
@@ -131,11 +131,11 @@ def test_a_stream_that_was_replaced_does_not_let_go(make: Callable[..., Upload])
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    old, new = upload.claim(), upload.claim()
-    assert uploads.leave(upload, old)
+    old, new = upload.own(), upload.own()
+    assert uploads.leave(old)
     with pytest.raises(Unavailable, match="another stream"):
-        upload.check_owner(old)
-    upload.check_owner(new)
+        old.check()
+    new.check()
     clock.now = 100
     assert kept(uploads, "a") == [True]
 
@@ -208,16 +208,17 @@ def test_the_number_of_uploads_is_bounded_with_a_share_for_each_client(make: Cal
     uploads_of = {client: [make(f"{client}{i}", client=client) for i in range(3)] for client in "ab"}
     for upload in uploads_of["a"]:
         uploads.add(upload)
-        upload.claim()
+        upload.own()
     with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or kept") as caught:
         uploads.add(make("a3", client="a"))
     assert caught.value.retry_seconds
     for upload in uploads_of["b"]:
         uploads.add(upload)
-        upload.claim()
+        upload.own()
     with pytest.raises(ResourceExhausted, match="6 are open"):
         uploads.add(make("c", client="c"))
-    assert uploads.leave(uploads_of["a"][0], 1)
+    assert (owner := uploads_of["a"][0].owner) is not None
+    assert uploads.leave(owner)
     uploads.add(make("c", client="c"))
     assert kept(uploads, "a0", "a1") == [False, True], "what nobody listens to gave way"
     uploads.check()
@@ -232,7 +233,7 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
         uploads.count(upload)
         uploads.check()
         if name == "old":
-            uploads.leave(upload, upload.claim())
+            uploads.leave(upload.own())
     second = make("second", 1000, "a")
     uploads.add(second)
     uploads.count(second)
@@ -264,11 +265,11 @@ def test_what_ended_is_not_counted_any_more(make: Callable[..., Upload]) -> None
         upload = make(upload_id, 1000)
         uploads.add(upload)
         uploads.count(upload)
-        claim = upload.claim()
+        owner = upload.own()
         assert uploads.num_bytes == 4000
         uploads.forget(upload)
         assert uploads.num_bytes == 4000, "its stream is open yet, and holds it"
-        assert not uploads.leave(upload, claim)
+        assert not uploads.leave(owner)
         assert uploads.num_bytes == 0
         uploads.check()
 
@@ -285,7 +286,7 @@ async def test_a_prefill_is_never_dropped_while_it_runs(make: Callable[..., Uplo
     clock, gate = Clock(), asyncio.Event()
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a", 5)
-    upload.begin(Prefill(FakeStream((), None, False), reports(gate)))
+    upload.begin(PrefillTask(FakeStream((), None, False), reports(gate)))
     assert upload.num_held_bytes == 0
     leave(uploads, upload)
     clock.now = 100
@@ -300,7 +301,7 @@ async def test_a_prefill_is_never_dropped_while_it_runs(make: Callable[..., Uplo
 async def test_what_ended_a_prefill_is_told_to_everybody() -> None:
     gate = asyncio.Event()
     gate.set()
-    prefill = Prefill(FakeStream((), None, False), reports(gate, Unavailable("gone")))
+    prefill = PrefillTask(FakeStream((), None, False), reports(gate, Unavailable("gone")))
     for _ in range(2):
         with pytest.raises(Unavailable, match="gone"):
             [report async for report in prefill.follow()]
@@ -308,6 +309,6 @@ async def test_what_ended_a_prefill_is_told_to_everybody() -> None:
 
 async def test_a_prefill_that_is_given_up_closes_its_stream() -> None:
     stream = FakeStream((), None, True)
-    prefill = Prefill(stream, reports(asyncio.Event()))
+    prefill = PrefillTask(stream, reports(asyncio.Event()))
     await prefill.stop()
     assert stream.closed.is_set()

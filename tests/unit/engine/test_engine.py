@@ -12,7 +12,8 @@ import pytest
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
-from coordinator.ranks.fakes import FakeRanks, echo_token
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost

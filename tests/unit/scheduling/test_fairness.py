@@ -14,13 +14,14 @@ from coordinator.scheduling.queue import AGEING
 from coordinator.scheduling.reading import Reading
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.geometry import OWN_ROPE, Rotary
 from longleaf.sampling import Sampling
-from workers.fakes import EchoLedger, echo_token
+from workers.fakes import EchoLedger
 
 
 class Bench:

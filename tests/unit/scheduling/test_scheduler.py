@@ -4,11 +4,11 @@ import pytest
 
 from coordinator.events import Ended, Prompt, Started
 from longleaf.channel.encoding import encode
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.step import Decode, Prefill, Seen
 from longleaf.messages import Progress
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
-from workers.fakes import echo_token
 
 
 def test_long_prompt_is_read_in_chunks_and_its_last_token_is_a_row() -> None:

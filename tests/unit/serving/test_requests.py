@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from google.protobuf.message import DecodeError
 
-from coordinator.serving.requests import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_REQUEST_BYTES, MAX_SMALL_BYTES, Requests
+from coordinator.serving.requests import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Requests
+from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 GENERATE = "/longleaf.v1.GenerationService/Generate"

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from coordinator.calls.text_limit import TextLimit
 from coordinator.text.encoder import Encoder
+from coordinator.text.threads import STEP_CHARACTERS
+from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument
 
 STEP_BYTES = 1 << 16
 """Text taken at once."""
-STEP_CHARACTERS = 1 << 16
-"""Text that is worth a step of work."""
-STEP_TOKENS = 1 << 16
 SIZE = "config.total_size_bytes"
 
 
@@ -20,7 +19,7 @@ class CutShort(InvalidArgument):
     """Less has come than was declared: the rest may come yet."""
 
 
-class Document:
+class Intake:
     """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
 
     `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
@@ -105,9 +104,7 @@ class Document:
         if self._declared:
             raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
         self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary_size:
-            wrong = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < self._vocabulary_size)
-            raise self._unknown(token_ids[wrong], f"token_ids.ids[{offset + wrong}]")
+        check_known(token_ids, self._vocabulary_size, offset=offset)
         self._ids.extend(token_ids)
 
     def digest(self) -> None:
@@ -141,13 +138,8 @@ class Document:
         self._num_waiting += len(decoded)
 
     def _check_text(self) -> None:
-        """The ids of the text are checked as well: some tokenizers have tokens for which the model has no embedding."""
         token_ids = self._encoder.token_ids
         self._limit.check_tokens("text", len(token_ids))
         new = token_ids[self._num_checked :]
         self._num_checked = len(token_ids)
-        if new and max(new) >= self._vocabulary_size:
-            raise self._unknown(max(new), "text")
-
-    def _unknown(self, token_id: int, field: str) -> InvalidArgument:
-        return InvalidArgument(field, f"{token_id} is not in the vocabulary of {self._vocabulary_size:,} tokens")
+        check_known(new, self._vocabulary_size, "text")

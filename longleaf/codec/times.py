@@ -1,0 +1,42 @@
+"""Seconds as protobuf's times and durations, and back."""
+
+import math
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+
+def encode_time(seconds: float) -> Timestamp:
+    """The microsecond in which `seconds` since the epoch lie: never a later one."""
+    whole = math.floor(seconds)
+    return Timestamp(seconds=whole, nanos=_microseconds(seconds - whole) * 1000)
+
+
+def encode_lifetime(seconds: float) -> Duration:
+    """In whole microseconds, and never longer."""
+    whole = math.trunc(seconds)
+    return Duration(seconds=whole, nanos=_microseconds(seconds - whole) * 1000)
+
+
+def _microseconds(seconds: float) -> int:
+    return int(seconds * 1e6)
+
+
+def encode_duration(seconds: float) -> Duration:
+    """The nearest microsecond."""
+    duration = Duration()
+    duration.FromTimedelta(timedelta(seconds=seconds))
+    return duration
+
+
+def encode_measured(seconds: float) -> Duration:
+    """The nearest nanosecond."""
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def decode_seconds(time: Timestamp | Duration) -> float:
+    """The nearest number, of any message: also of one that protobuf takes for no time."""
+    return (time.seconds * 10**9 + time.nanos) / 10**9
