@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.arguments import tell
+from bench.harness.arguments import tell
 from longleaf.errors import LongleafError, ModelRefused
 from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
 from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import users_page
+from bench.harness.arguments import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 SPEED = ("decode", "ingest")
 BENCHES = (*SPEED, *users_page.SECTIONS)
 TARGETS = {

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.attention.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE
+from bench.harness.arguments import RESULTS
 from bench.merge import against_baseline
 from bench.report import machine
-from bench.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE
 
-RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 COLUMNS = (
     ("one device", ONE_DEVICE, "gloo"),
@@ -99,8 +99,8 @@ def choices(found: Row) -> Iterator[str]:
 def prediction(found: Row) -> Iterator[str]:
     """The model's errors here, and the paper's cluster: what is modelled beside what is published."""
     yield from ("## A model, here and on the paper's cluster", "")
-    yield "The formulas of `bench/model` fitted to the rows on this page. Errors are relative, on rows that the fit did"
-    yield from ("not see. `python -m bench.predict`", "")
+    yield "The formulas of `bench/predict` fitted to the rows on this page. Errors are relative, on rows that the fit"
+    yield from ("did not see. `python -m bench.predict`", "")
     yield from head("rows", "fitted", "held out", "median error", "worst error", "of")
     for row in found["measured_here"]["fits"]:
         yield fit_line(row)

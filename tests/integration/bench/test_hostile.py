@@ -10,10 +10,10 @@ from multiprocessing import get_context
 
 import pytest
 
-from bench import payloads
-from bench.attacks import ATTACKS, OPEN, attack
-from bench.heartbeat import longest_gap
-from bench.hostile import Turns, line, parse, row
+from bench.hostile import payloads
+from bench.hostile.__main__ import Turns, line, parse, row
+from bench.hostile.attacks import ATTACKS, OPEN, attack
+from bench.hostile.heartbeat import longest_gap
 from bench.users_page import hostile
 from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted

@@ -5,16 +5,19 @@ import os
 
 import pytest
 
-from bench import attention, ceiling, choose, merge, predict, tree_page
-from bench.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
-from bench.interfaces import parse
-from bench.machine import describe
-from bench.memory import parse as parse_status
-from bench.memory import peak_bytes
-from bench.ranks import Placement
-from bench.step_times import Gap, StepTime, gaps
-from bench.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE, Size
-from bench.timing import latency, slowest
+from bench import choose, merge, tree_page
+from bench.attention import __main__ as attention
+from bench.attention.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE, Size
+from bench.harness.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
+from bench.harness.interfaces import parse
+from bench.harness.machine import describe
+from bench.harness.memory import parse as parse_status
+from bench.harness.memory import peak_bytes
+from bench.harness.ranks import Placement
+from bench.harness.timing import latency, slowest
+from bench.overhead.step_times import Gap, StepTime, gaps
+from bench.predict import __main__ as predict
+from bench.scaling import ceiling
 
 COUNTERS = """Inter-|   Receive                            |  Transmit
  face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
