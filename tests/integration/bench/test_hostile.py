@@ -14,7 +14,7 @@ from bench.hostile import payloads
 from bench.hostile.__main__ import Turns, line, parse, row
 from bench.hostile.attacks import ATTACKS, OPEN, attack
 from bench.hostile.heartbeat import longest_gap
-from bench.users_page import hostile
+from bench.report import page
 from coordinator.serving.requests import MAX_PIECE_BYTES, MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted
 from longleaf.v1.context_service_pb2 import IngestContextRequest, UpdateContextRequest
@@ -84,7 +84,7 @@ def test_a_row_says_what_was_missed(measured, missed):
     found = row("watchers", parse(["--repeats", "3"]), measured)
     assert {name for name, is_met in found["met"].items() if not is_met} == missed
     assert ("MISSED" in line(found)) == bool(missed)
-    assert "\n".join(hostile([found])).count("| watchers |") == 1
+    assert page({"hostile": [found]}).count("| watchers |") == 1
     json.dumps(found)
 
 
