@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.machine import describe
-from bench.needles.answers import wilson
-from bench.needles.documents import Question
-from bench.service import hosted
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.service import hosted
+from bench.needle.answers import wilson
+from bench.needle.documents import Question
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.demo.haystack import distinct_facts

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.hosts import one_host
-from bench.machine import describe
-from bench.ranks import Placement, Rank, run
-from bench.timing import slowest
+from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.hosts import one_host
+from bench.harness.machine import describe
+from bench.harness.ranks import Placement, Rank, run
+from bench.harness.timing import slowest
 from longleaf.attention import Partial
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 
-RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 16, 128
 
 Row = dict[str, Any]

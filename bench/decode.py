@@ -7,12 +7,12 @@ context of its own, or all ask the same one; `generate` then holds that once per
     python -m bench.decode --context 8000 --model random-llama --batch 8
 """
 
-from bench.arguments import Arguments, parse, show, tell
-from bench.baseline import Baseline
-from bench.machine import describe
-from bench.service import Service, running
-from bench.subjects import Subject, is_there, subject
-from bench.timing import Decoded, common_prefix, compare
+from bench.harness.arguments import Arguments, parse, show, tell
+from bench.harness.baseline import Baseline
+from bench.harness.machine import describe
+from bench.harness.service import Service, running
+from bench.harness.subjects import Subject, is_there, subject
+from bench.harness.timing import Decoded, common_prefix, compare
 
 CHUNK_SIZE = 4096
 LONGEST_REAL_PREFILL = 16384

@@ -12,10 +12,10 @@ import json
 import time
 from statistics import quantiles
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.machine import describe
-from bench.service import START_SECONDS
-from bench.subjects import EMBEDDED, Subject, subject
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.service import START_SECONDS
+from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.launch import ServiceProcess, coordinator_command

@@ -8,12 +8,12 @@ Both use one thread and take turns. Usage:
 
 import time
 
-from bench.arguments import Arguments, parse, show, tell
-from bench.baseline import Baseline
-from bench.machine import describe
-from bench.service import Service, running
-from bench.subjects import Subject, is_there, subject
-from bench.timing import compare
+from bench.harness.arguments import Arguments, parse, show, tell
+from bench.harness.baseline import Baseline
+from bench.harness.machine import describe
+from bench.harness.service import Service, running
+from bench.harness.subjects import Subject, is_there, subject
+from bench.harness.timing import compare
 
 CHUNK_SIZE = 4096
 WARM_UP = 2048

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.arguments import unwind_on_terminate
-from bench.machine import describe
-from bench.timing import latency
+from bench.harness.arguments import unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.timing import latency
 from longleaf.attention import Partial
 from longleaf.attention.kernels import Kernel, kernel_for
 from longleaf.attention.masks import Read, Reads

@@ -22,18 +22,17 @@ from typing import Any
 
 import torch
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.hosts import Network, one_host
-from bench.machine import describe
-from bench.ranks import Placement, Rank, run
-from bench.timing import latency, slowest
+from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.hosts import Network, one_host
+from bench.harness.machine import describe
+from bench.harness.ranks import Placement, Rank, run
+from bench.harness.timing import latency, slowest
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.counting import counting
 from longleaf.config import MergeName
 from longleaf.tree import MERGES, Merge, Wire, make_merge
 
-RESULTS = Path(__file__).parent / "results"
 BASELINE = ("gloo", "paper")
 TOLERANCE = 1e-5
 

@@ -16,12 +16,13 @@ import argparse
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.arguments import tell
+from bench.harness.arguments import tell
+from bench.pages.rendering import render
 from longleaf.errors import LongleafError, ModelRefused
 from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
 from tests.support.golden.rounding import ALLOWED, plain_logits, ratio, served_logits
@@ -145,49 +146,14 @@ def write(rows: list[Row]) -> None:
     kept |= {row["family"]: kept.get(row["family"], {}) | row for row in rows}
     ordered = [kept[family] for family in (*FAMILIES, *REFUSED) if family in kept]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
-    PAGE.write_text("\n".join(page(ordered)) + "\n")
+    PAGE.write_text(page(ordered))
 
 
-def page(rows: list[Row]) -> Iterator[str]:
-    """The page, line by line."""
-    yield "# Models"
-    yield ""
-    yield "Written by `python -m bench.models --write`; the rows are in [bench/results](../bench/results/models.json)."
-    yield ""
-    yield "Longleaf runs the models of transformers unchanged; only their attention function is its own. A family is"
-    yield "exact when its greedy answers are those of transformers' `generate`, token for token, in float32, at every"
-    yield f"world size of its row and in every state of a context: {', '.join(STATES)}."
-    yield ""
-    yield "Checkpoints are small, with random weights whose text changes when a few keys are hidden; windows, sections"
-    yield "and temperatures are small enough to matter in a prompt of 1,000 tokens. The difference is the largest of a"
-    yield "logit in any step of the first answer; bytes are those of a token's keys and values in the small checkpoint."
-    yield f"Of checkpoints that also see images ({', '.join(SEEING)}) the text is served."
-    yield ""
-    yield "In bfloat16 and float16 rounding alone decides between tokens that are about as likely, in transformers"
-    yield "too, so that tokens prove nothing. The number says how many times as far from float32 the logits of the"
-    yield "service are as those of plain attention in that type: at worst over the world sizes, for a prompt alone and"
-    yield "for one that goes on from the fork of a context, by all logits together and by the one that is furthest off;"
-    yield f"of families with experts in the median over the tokens. Up to {ALLOWED:g} is taken for rounding."
-    yield ""
-    yield "| family | exact | largest difference of a logit | bfloat16 | float16 | bytes per token | world sizes |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    yield from (line(row) for row in rows if row.get("refused") is None)
-    yield ""
-    yield "A model that would not be exact is refused when it is loaded, with the reason:"
-    yield ""
-    yield "| model | refused because |"
-    yield "| --- | --- |"
-    for row in rows:
-        if row.get("refused") is not None:
-            yield f"| {row['family']} | {row['refused']} |"
-
-
-def line(row: Row) -> str:
-    """The line of a family that is served."""
-    cells = [row["family"], "yes" if row["exact"] else "no", f"{row['max_logit_diff']:.1e}"]
-    cells += [half(row.get(dtype)) for dtype in HALVES]
-    cells += [str(row["bytes_per_token"]), ", ".join(map(str, row["world_sizes"]))]
-    return f"| {' | '.join(cells)} |"
+def page(rows: list[Row]) -> str:
+    refused = [row for row in rows if row.get("refused") is not None]
+    served = [row for row in rows if row.get("refused") is None]
+    told = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
+    return render("models", served=served, refused=refused, **told)
 
 
 def half(found: Row | None) -> str:

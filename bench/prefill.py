@@ -24,9 +24,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.multiprocessing as mp
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.machine import describe
-from bench.subjects import RANDOM_LLAMA, subject
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.placement.blocks import Placer
 from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Prefill

@@ -13,11 +13,11 @@ import asyncio
 import json
 from statistics import median
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.engine import Generations, running
-from bench.machine import describe
-from bench.subjects import EMBEDDED, NAMES, Subject, subject
-from bench.timing import compare
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.engine import Generations, running
+from bench.harness.machine import describe
+from bench.harness.subjects import EMBEDDED, NAMES, Subject, subject
+from bench.harness.timing import compare
 from longleaf.config import EngineConfig
 
 CHUNK_SIZE = 4096

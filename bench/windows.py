@@ -13,12 +13,12 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
-from bench.arguments import tell, unwind_on_terminate
-from bench.engine import Generations, running
-from bench.machine import describe
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.engine import Generations, running
+from bench.harness.machine import describe
+from bench.harness.subjects import EMBEDDED, RANDOM_GEMMA3, Subject, subject
+from bench.harness.timing import compare
 from bench.shared import CONTEXT, rate
-from bench.subjects import EMBEDDED, RANDOM_GEMMA3, Subject, subject
-from bench.timing import compare
 from longleaf.config import EngineConfig, WindowKeys
 
 CHUNK_SIZE = 4096

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.hosts import Network
+from bench.harness.hosts import Network
 from longleaf.config import join_address
 from tests.support.command_line import Served, end
 from tests.support.network.namespaces import two_hosts

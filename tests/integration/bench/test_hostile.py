@@ -10,11 +10,11 @@ from multiprocessing import get_context
 
 import pytest
 
-from bench import payloads
-from bench.attacks import ATTACKS, OPEN, attack
-from bench.heartbeat import longest_gap
-from bench.hostile import Turns, line, parse, row
-from bench.users_page import hostile
+from bench.hostile import payloads
+from bench.hostile.__main__ import Turns, line, parse, row
+from bench.hostile.attacks import ATTACKS, OPEN, attack
+from bench.hostile.heartbeat import longest_gap
+from bench.report import page
 from coordinator.serving.requests import MAX_PIECE_BYTES
 from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted
@@ -85,7 +85,7 @@ def test_a_row_says_what_was_missed(measured, missed):
     found = row("watchers", parse(["--repeats", "3"]), measured)
     assert {name for name, is_met in found["met"].items() if not is_met} == missed
     assert ("MISSED" in line(found)) == bool(missed)
-    assert "\n".join(hostile([found])).count("| watchers |") == 1
+    assert page({"hostile": [found]}).count("| watchers |") == 1
     json.dumps(found)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.hosts import FOLDER, OWN, hosts, obstacle
-from bench.ranks import Placement, run
+from bench.harness.hosts import FOLDER, OWN, hosts, obstacle
+from bench.harness.ranks import Placement, run
 from longleaf.tree import MERGES
 
 MEBIBYTES = 16

@@ -6,9 +6,9 @@ from statistics import mean
 
 import pytest
 
-from bench.load import Answer, Documents, poisson
-from bench.serve import lines, measure, parse, summary
-from bench.timing import percentiles
+from bench.harness.timing import percentiles
+from bench.serve.__main__ import lines, measure, parse, summary
+from bench.serve.load import Answer, Documents, poisson
 from coordinator.events import Prompt
 from longleaf.errors import ResourceExhausted, Unavailable
 from tests.support.service import FakeStream, Served, ids

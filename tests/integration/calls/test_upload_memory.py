@@ -16,7 +16,7 @@ import grpc
 import psutil
 import pytest
 
-from bench.memory import parse
+from bench.harness.memory import parse
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from bench.hosts import Network, enter
+from bench.harness.hosts import Network, enter
 from longleaf.comm.process_group import open_store
 from longleaf.config import network_environment
 from longleaf.interfaces import interface_of

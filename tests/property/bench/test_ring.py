@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.ring import QueryRing, Ring
+from bench.attention.ring import QueryRing, Ring
 from longleaf.attention.kernels import kernel_for
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.one_by_one import History, adjusted
+from bench.sampling.one_by_one import History, adjusted
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution

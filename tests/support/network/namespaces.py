@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from bench.hosts import Network, hosts, obstacle
+from bench.harness.hosts import Network, hosts, obstacle
 
 
 @contextmanager

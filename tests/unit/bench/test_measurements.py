@@ -5,16 +5,19 @@ import os
 
 import pytest
 
-from bench import attention, ceiling, choose, merge, predict, tree_page
-from bench.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
-from bench.interfaces import parse
-from bench.machine import describe
-from bench.memory import parse as parse_status
-from bench.memory import peak_bytes
-from bench.ranks import Placement
-from bench.step_times import Gap, StepTime, gaps
-from bench.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE, Size
-from bench.timing import latency, slowest
+from bench import choose, merge, tree_page
+from bench.attention import __main__ as attention
+from bench.attention.steps import ONE_DEVICE, PAPER, QUERY_RING, RING, TREE, Size
+from bench.harness.hosts import LARGEST_PACKET, LOOPBACK, OWN, TWO_TIER, Network, burst_bytes, rate
+from bench.harness.interfaces import parse
+from bench.harness.machine import describe
+from bench.harness.memory import parse as parse_status
+from bench.harness.memory import peak_bytes
+from bench.harness.ranks import Placement
+from bench.harness.timing import latency, slowest
+from bench.overhead.step_times import Gap, StepTime, gaps
+from bench.predict import __main__ as predict
+from bench.scaling import ceiling
 
 COUNTERS = """Inter-|   Receive                            |  Transmit
  face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
@@ -174,7 +177,7 @@ def test_the_page_has_all_rows(tmp_path):
     (tmp_path / "choose.json").write_text(json.dumps({"machine": describe(), "rows": CHOICES}))
     (tmp_path / "predict.json").write_text(json.dumps({"measured_here": MODEL, "papers_cluster": predict.elsewhere()}))
     (tmp_path / "tree_surprises.md").write_text("Nothing.")
-    page = "\n".join(tree_page.page(tmp_path))
+    page = tree_page.page(tmp_path)
     assert "| shared_memory | gather | 30 (60), x 30.0, 3, 8,256 B |" in page
     assert "| 1 | 2 | 8 | gloo | gather, packed | gather | 1.50 | 2.00 | 0.25 |" in page
     assert "| merge, gloo | 7 | 3 | 10% | 30% | paper, 1x2 |" in page and "| merge, nccl | too few |" in page
@@ -186,4 +189,4 @@ def test_the_page_has_all_rows(tmp_path):
 
 
 def test_a_page_of_nothing(tmp_path):
-    assert next(tree_page.page(tmp_path)).startswith("# ")
+    assert tree_page.page(tmp_path).startswith("# ")

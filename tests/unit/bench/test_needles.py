@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.needles.answers import Answer, Answers, Place, rows, wilson
-from bench.needles.chart import draw
-from bench.needles.documents import MAKERS, TASKS, TWINS, Question, prose, twins
+from bench.needle.answers import Answer, Answers, Place, rows, wilson
+from bench.needle.chart import draw
+from bench.needle.documents import MAKERS, TASKS, TWINS, Question, prose, twins
 from longleaf.demo.haystack import canonical, distinct_facts
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import predict
-from bench.model import constants as c
-from bench.model.cluster import checks, disagreements, latencies, speed_ups, table_1
-from bench.model.fit import HELD_OUT, Point, fit, solve
-from bench.model.formulas import (
+from bench.predict import __main__ as predict
+from bench.predict import constants as c
+from bench.predict.cluster import checks, disagreements, latencies, speed_ups, table_1
+from bench.predict.fit import HELD_OUT, Point, fit, solve
+from bench.predict.formulas import (
     NOTHING,
     Cluster,
     Operation,
@@ -27,8 +27,8 @@ from bench.model.formulas import (
     sent_bytes,
     tree_work,
 )
-from bench.model.libraries import gloo, nccl, shared_memory
-from bench.model.measured import AttentionRow, Machine, MergeRow, Missing, fits, load
+from bench.predict.libraries import gloo, nccl, shared_memory
+from bench.predict.measured import AttentionRow, Machine, MergeRow, Missing, fits, load
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import one_by_one
+from bench.sampling import one_by_one
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution, draws

@@ -1,0 +1,1 @@
+"""One decode attention step over many ranks, and the rings that the tree is compared with."""

@@ -1,0 +1,1 @@
+"""Hostile clients, an honest one beside them, and a service whose heart can be heard."""

@@ -1,0 +1,253 @@
+"""What hostile clients do to everybody else: each attack beside one honest stream, against the same without the attack.
+
+A service of its own is started for each attack. It is left alone and attacked in turns, after a warm-up; medians count.
+Meanwhile an honest client reads one long stream and makes small requests, one after another. Usage:
+
+    python -m bench.hostile --json                                  # all attacks
+    python -m bench.hostile --attacks watchers calls_at_once --repeats 3
+    python -m bench.hostile --list                                  # what there is
+
+stream     the longest time between two tokens of the honest stream
+heartbeat  the longest time between two beats of a task that wakes every 5 ms on the coordinator's event loop: how long
+           nobody at all was served (wanted: at most 100 ms more than without the attack)
+answer     the longest wait for a small honest request, from its first attempt; one begins after the attack, too
+peak       how far the coordinator's memory rose above where the turn began
+remaining  the coordinator's memory a second after the attack, above where it stood before the first attack; nothing is
+           collected or trimmed for the measurement (wanted: at most 64 MiB)
+statuses   how the attacker's calls ended; a CANCELLED that the attacker did not ask for is a fault, and so is INTERNAL
+
+The attacker is a process of its own, and would be a machine of its own elsewhere. So it runs at a low priority (nice
+10): where both want a processor, the service gets it. What the attacker computes is told as attacker_cpu_s, and the
+row `burn`, of an attacker that computes without sending anything, tells what that alone costs here. Reads /proc, so it
+needs Linux.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.memory import Memory
+from bench.harness.service import START_SECONDS
+from bench.hostile.attacks import ATTACKS, BARE, Outcome, attack
+from bench.hostile.heartbeat import Beats, command
+from bench.hostile.honest import CONTEXT, Honest
+from bench.serve.load import Documents
+from coordinator.service import ServiceConfig
+from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig, embedded_model
+from longleaf.launch import ServiceProcess
+
+TARGETS = {"heartbeat_more_ms": 100.0, "remaining_mib": 64.0}
+FAULTS = ("CANCELLED" + BARE, "INTERNAL", "INTERNAL" + BARE, "UNKNOWN" + BARE)
+NICE = 10
+CONTEXT_TOKENS = 2000
+BYTES = 256
+"""Token ids of the embedded model that are bytes."""
+WARM_UP_SECONDS = 0.5
+SETTLE_SECONDS = 1.0
+ANSWER_SECONDS = 60.0
+"""A small request that took longer is given up, and the service replaced."""
+MOST_REMAINING_MIB = 1024
+"""A service that keeps more is replaced: the next attacks shall not fill this machine."""
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Turns:
+    """What was measured of one attack, a number for each turn of a kind."""
+
+    alone: list[dict[str, float]] = field(default_factory=list)
+    attacked: list[dict[str, float]] = field(default_factory=list)
+    statuses: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """What the honest client was told."""
+    num_unanswered: int = 0
+    num_died: int = 0
+    """Services that ended under an attack."""
+
+    @property
+    def count(self) -> int:
+        return len(self.attacked) + self.num_died
+
+
+class Watch:
+    """Measures a service that runs."""
+
+    def __init__(self, address: str, beats: Beats, honest: Honest) -> None:
+        self._address = address
+        self._beats = beats
+        self._honest = honest
+        self._memory = Memory(beats.pid)
+        self._stood = 0
+
+    async def warm_up(self) -> None:
+        """What is resident now is what an attack is held against."""
+        async with self._honest.streaming():
+            await self._turn(asyncio.sleep(WARM_UP_SECONDS))
+        self._stood = self._memory.resident
+
+    async def pair(self, name: str, seconds: float, attackers: Executor, turns: Turns) -> bool:
+        """A turn without the attack, and one with it; says whether the service is fit for more. Raises OSError when it
+        dies."""
+        async with self._honest.streaming():
+            _, alone = await self._turn(asyncio.sleep(seconds))
+            calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._address, seconds)
+            outcome, attacked = await self._turn(calls)
+            await asyncio.sleep(SETTLE_SECONDS)
+            assert isinstance(outcome, Outcome)
+            attacked["remaining_mib"] = (self._memory.resident - self._stood) / MIB
+            attacked["attacker_cpu_s"] = outcome.cpu_seconds
+        turns.alone.append(alone)
+        turns.attacked.append(attacked)
+        turns.statuses.update(outcome.statuses)
+        return self._honest.was_answered and attacked["remaining_mib"] <= MOST_REMAINING_MIB
+
+    async def _turn(self, work: Awaitable[object]) -> tuple[object, dict[str, float]]:
+        """Lets `work` go on beside the honest client; its result, and what was measured."""
+        stop = asyncio.Event()
+        self._memory.reset_peak()
+        stood, began = self._memory.resident, time.monotonic()
+        asking = asyncio.create_task(self._honest.ask_until(stop))
+        try:
+            done = await work
+        finally:
+            stop.set()
+            answer = await asking
+        ended, peak = time.monotonic(), self._memory.peak
+        return done, {
+            "stream_ms": self._honest.longest_gap(began, ended) * 1e3,
+            "heartbeat_ms": await self._beats.longest_gap(began, ended, ANSWER_SECONDS) * 1e3,
+            "answer_ms": answer * 1e3,
+            "peak_mib": (peak - stood) / MIB,
+        }
+
+
+async def take_turns(
+    address: str, beats: Beats, name: str, options: argparse.Namespace, attackers: Executor, turns: Turns
+) -> None:
+    """Goes on until there are enough turns, or the service is not fit for another."""
+    async with AsyncClient(address, retries=0) as client:
+        await client.ingest(CONTEXT, Documents("honest", BYTES).make(CONTEXT_TOKENS))
+        honest = Honest(client, ANSWER_SECONDS)
+        watch = Watch(address, beats, honest)
+        await watch.warm_up()
+        is_fit = True
+        try:
+            while is_fit and turns.count < options.repeats:
+                is_fit = await watch.pair(name, options.seconds, attackers, turns)
+        except OSError:
+            turns.num_died += 1
+    turns.num_unanswered += not honest.was_answered
+    turns.errors.update(honest.errors)
+
+
+def measure(name: str, options: argparse.Namespace, attackers: Executor) -> dict[str, object]:
+    """The row of one attack."""
+    turns = Turns()
+    kv_bytes = ATTACKS[name].kv_bytes // options.world_size
+    engine = EngineConfig(model=str(embedded_model()), world_size=options.world_size, kv_bytes=kv_bytes)
+    while turns.count < options.repeats:
+        with TemporaryDirectory(prefix="longleaf-bench-") as folder:
+            config = ServiceConfig(engine=engine, launcher="local")
+            with ServiceProcess(command(Path(folder), config)) as process:
+                address = process.wait_ready(START_SECONDS)
+                asyncio.run(take_turns(address, Beats(Path(folder)), name, options, attackers, turns))
+    return row(name, options, turns)
+
+
+def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
+    """Medians and worst values; and whether the targets were met."""
+    alone, attacked = medians(turns.alone), medians(turns.attacked)
+    more = attacked["heartbeat_ms"] - alone["heartbeat_ms"] if attacked else None
+    return {
+        "bench": "hostile",
+        "attack": name,
+        "told": ATTACKS[name].told,
+        "world_size": options.world_size,
+        "repeats": options.repeats,
+        "seconds": options.seconds,
+        "alone": alone,
+        "attacked": attacked,
+        "alone_worst": worst(turns.alone),
+        "attacked_worst": worst(turns.attacked),
+        "heartbeat_more_ms": None if more is None else round(more, 1),
+        "statuses": dict(turns.statuses),
+        "honest_errors": dict(turns.errors),
+        "unanswered": turns.num_unanswered,
+        "died": turns.num_died,
+        "targets": TARGETS,
+        "met": {
+            "heartbeat": not turns.num_died and more is not None and more <= TARGETS["heartbeat_more_ms"],
+            "memory": not turns.num_died and attacked.get("remaining_mib", 0.0) <= TARGETS["remaining_mib"],
+            "statuses": not any(turns.statuses[fault] for fault in FAULTS),
+        },
+        "machine": describe(),
+    }
+
+
+def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: round(median(turn[key] for turn in turns), 1) for key in (turns[0] if turns else ())}
+
+
+def worst(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: round(max(turn[key] for turn in turns), 1) for key in (turns[0] if turns else ())}
+
+
+def line(found: Mapping[str, object]) -> str:
+    """A row for people."""
+    alone, attacked, met = found["alone"], found["attacked"], found["met"]
+    assert isinstance(alone, dict) and isinstance(attacked, dict) and isinstance(met, dict)
+    keys = ("stream_ms", "heartbeat_ms", "answer_ms", "peak_mib")
+    gaps = "".join(f"  {key} {alone.get(key, 0):5,.0f} ->{attacked.get(key, 0):7,.0f}" for key in keys)
+    missed = ", ".join(name for name, is_met in met.items() if not is_met)
+    remaining = f"  remaining_mib {attacked.get('remaining_mib', 0):6,.0f}"
+    return f"{found['attack']:23}{gaps}{remaining}  {f'MISSED: {missed}' if missed else 'met'}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.hostile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    parser.add_argument("--list", action="store_true", help="print the attacks, and make none")
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=5, help="turns without and with each attack")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn; of attacks that could go on for ever")
+    parser.add_argument("--world-size", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.repeats < 1 or not 0.1 <= options.seconds <= 20 or options.world_size < 1:
+        parser.error("repeats and world size must be at least 1, seconds between 0.1 and 20")
+    return options
+
+
+def main() -> None:
+    unwind_on_terminate()
+    options = parse()
+    if options.list:
+        print("\n".join(f"{name:23} {chosen.told}" for name, chosen in ATTACKS.items()))
+        return
+    rows: list[dict[str, object]] = []
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=os.nice, initargs=(NICE,)) as attackers:
+        attackers.submit(os.getpid).result()  # so that it does not start in the first turn
+        for name in options.attacks:
+            rows.append(measure(name, options, attackers))
+            tell(line(rows[-1]))
+    print(json.dumps(rows, indent=2) if options.json else "\n".join(map(line, rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""What hostile clients do to a service. Every attack is bounded in number and time, and ends by itself."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from bench.hostile import payloads
+from longleaf.codec.status import DETAILS_KEY
+from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_pb2
+
+MIB = 1 << 20
+MOST_SECONDS = 60.0
+"""An attack that takes longer is broken off."""
+OPEN = "open until the attack ended"
+BROKEN_OFF = "ended while it was sent to"
+BARE = " without details"
+CONTEXT = "hostile"
+NUM_FORKS = 5000
+SMALL_POOL = 512 * MIB
+"""Holds 131,072 tokens of the embedded model, of which the honest stream and the long answer take 110,000."""
+LONG_ANSWER, LATE_DOCUMENT = 60_000, 30_000
+
+GENERATE, DETOKENIZE = "GenerationService/Generate", "TokenizerService/Detokenize"
+INGEST, FORK, GET, LIST, UPDATE = (
+    f"ContextService/{name}Context{end}"
+    for name, end in (("Ingest", ""), ("Fork", ""), ("Get", ""), ("List", "s"), ("Update", ""))
+)
+WATCH = "ClusterService/WatchCluster"
+STREAMING = (GENERATE, WATCH)
+OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0))
+UNREAD_OPTIONS = (*OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
+"""The service may send next to nothing that has not been asked for."""
+
+
+Run = Callable[["Attacker"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an attack."""
+
+    statuses: dict[str, int]
+    """Calls by how they ended."""
+    cpu_seconds: float
+    """What the attacker itself computed."""
+
+
+class Attacker:
+    """Makes calls of raw bytes, and counts how they end."""
+
+    def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
+        self._channel = channel
+        self.seconds = seconds
+        """How long an attack that could go on for ever lasts."""
+        self.statuses: Counter[str] = Counter()
+
+    def call(self, method: str, request: bytes) -> Any:
+        """A call with one request; both ends are bytes."""
+        kind = self._channel.unary_stream if method in STREAMING else self._channel.unary_unary
+        return kind(f"/longleaf.v1.{method}")(request)
+
+    def upload(self) -> Any:
+        return self._channel.stream_stream(f"/longleaf.v1.{INGEST}")()
+
+    async def ask(self, method: str, request: bytes) -> bytes | None:
+        """Makes a call and reads all of it. Its last response; None for an error, which is counted."""
+        return await self.read(self.call(method, request))
+
+    async def read(self, call: Any) -> bytes | None:
+        """The last response. A call that is still open when this is cancelled is counted as such."""
+        last = None
+        try:
+            if isinstance(call, grpc.aio.UnaryUnaryCall):
+                last = await call
+            else:
+                async for response in call:
+                    last = response
+            self.statuses["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            self.statuses[status_of(error.code(), error.trailing_metadata())] += 1
+            return None
+        except asyncio.CancelledError:
+            if not _is_cancelled():
+                self.statuses[BROKEN_OFF] += 1
+                return None
+            self._leave(call)
+            raise
+        return last
+
+    async def hold(self, call: Any) -> None:
+        """Reads nothing; counts how the call ends, as `read` does."""
+        try:
+            code, trailing = await call.code(), await call.trailing_metadata()
+            self.statuses[status_of(code, trailing)] += 1
+        except asyncio.CancelledError:
+            self._leave(call)
+            raise
+
+    def _leave(self, call: Any) -> None:
+        self.statuses[OPEN] += 1
+        call.cancel()
+
+    async def during(self, works: Iterable[Awaitable[object]]) -> None:
+        """Lets all of them go on for as long as attacks last."""
+        await self.stop_after(self.seconds, works)
+
+    async def stop_after(self, seconds: float, works: Iterable[Awaitable[object]]) -> None:
+        """Lets all of them go on for so long, then ends them."""
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def status_of(code: grpc.StatusCode, trailing: Any) -> str:
+    """The code; what does not tell why it was refused, or not when to come again, is named so."""
+    details = dict(trailing or ()).get(DETAILS_KEY, b"")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details and b"RetryInfo" not in details:
+        return f"{code.name} for good"
+    return code.name if details or code is grpc.StatusCode.OK else code.name + BARE
+
+
+def _is_cancelled() -> bool:
+    """Whether this task is: the library raises the same for a call that ended while it was being sent to."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def send(call: Any, *requests: bytes) -> None:
+    """Sends as much as the service takes; reading tells how the call ended."""
+    try:
+        for request in requests:
+            await call.write(request)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+
+
+async def repeat(attacker: Attacker, method: str, make: Callable[[int], bytes], num_bytes: int, count: int) -> None:
+    """So many large requests, one after another. When one took too long no other follows."""
+    request, deadline = make(num_bytes), time.monotonic() + MOST_SECONDS / 2
+    for _ in range(count):
+        await attacker.ask(method, request)
+        if time.monotonic() > deadline:
+            return
+
+
+def huge(method: str, make: Callable[[int], bytes], num_bytes: int = payloads.LARGEST, count: int = 3) -> Run:
+    """So many requests, by default each far larger than a service takes."""
+    return partial(repeat, method=method, make=make, num_bytes=num_bytes, count=count)
+
+
+async def abandon_texts(attacker: Attacker, num_bytes: int, count: int) -> None:
+    """Long texts whose askers leave at once."""
+    request = payloads.generate_text(num_bytes)
+    await attacker.during(attacker.ask(GENERATE, request) for _ in range(count))
+
+
+async def send_ids_at_once(attacker: Attacker) -> None:
+    """Documents that come in a few large pieces, all at the same time."""
+    piece = payloads.ingest_ids(payloads.PIECE)
+    await attacker.during(upload(attacker, f"{CONTEXT}-{number}", piece, piece) for number in range(100))
+
+
+async def leave_unread(attacker: Attacker) -> None:
+    """As many streams as may run and wait, none of which is read, until the buffers of the last ones are full."""
+    request = _generation(5000)
+    calls = [attacker.call(GENERATE, request) for _ in range(320)]
+    await attacker.stop_after(5 * attacker.seconds, map(attacker.hold, calls))
+
+
+async def fill_the_pool(attacker: Attacker) -> None:
+    """A document that must wait until a long answer has ended, and small requests that may begin before it."""
+    answer = asyncio.create_task(attacker.ask(GENERATE, _generation(LONG_ANSWER)))
+    await asyncio.sleep(0.3)
+    late = upload(attacker, f"{CONTEXT}-late", payloads.ingest_ids(LATE_DOCUMENT))
+    small = (_again_and_again(attacker, _generation(4)) for _ in range(4))
+    await attacker.during([answer, late, *small])
+
+
+async def _again_and_again(attacker: Attacker, request: bytes) -> None:
+    while True:
+        await attacker.ask(GENERATE, request)
+        await asyncio.sleep(0.05)
+
+
+def _generation(num_tokens: int) -> bytes:
+    return payloads.generate(sampling=generation_pb2.SamplingParams(max_token_count=num_tokens, ignore_end_token=True))
+
+
+async def upload(attacker: Attacker, name: str, *pieces: bytes) -> bytes | None:
+    """Ingests a document; its last response."""
+    call = attacker.upload()
+    await send(call, payloads.ingest_config(name), *pieces)
+    with suppress(asyncio.InvalidStateError):  # it has ended already
+        await call.done_writing()
+    return await attacker.read(call)
+
+
+async def stall_uploads(attacker: Attacker) -> None:
+    """Documents of which a part comes, and then nothing."""
+    piece = payloads.ingest_ids(450_000)
+
+    async def stall(number: int) -> None:
+        call = attacker.upload()
+        await send(call, payloads.ingest_config(f"{CONTEXT}-{number}"), piece)
+        await attacker.read(call)
+
+    await attacker.during(stall(number) for number in range(400))
+
+
+async def list_forks(attacker: Attacker) -> None:
+    """Thousands of contexts, made by the first attack, and pages of them one after another."""
+    last = NUM_FORKS - 1
+    if await attacker.ask(GET, context_service_pb2.GetContextRequest(name=_fork(last)).SerializeToString()) is None:
+        await upload(attacker, CONTEXT, payloads.ingest_ids(200))
+        for start in range(0, NUM_FORKS, 50):
+            await asyncio.gather(*(_make_fork(attacker, number) for number in range(start, start + 50)))
+    await attacker.during(_pages(attacker) for _ in range(4))
+
+
+def _fork(number: int) -> str:
+    return f"contexts/{CONTEXT}-{number}"
+
+
+async def _make_fork(attacker: Attacker, number: int) -> None:
+    message = context_service_pb2.ForkContextRequest(name=f"contexts/{CONTEXT}", new_name=_fork(number))
+    await attacker.ask(FORK, message.SerializeToString())
+
+
+async def _pages(attacker: Attacker) -> None:
+    token = ""
+    while True:
+        request = context_service_pb2.ListContextsRequest(page_token=token)
+        page = await attacker.ask(LIST, request.SerializeToString())
+        token = context_service_pb2.ListContextsResponse.FromString(page or b"").next_page_token
+        await asyncio.sleep(0 if page else 0.05)
+
+
+async def watch(attacker: Attacker) -> None:
+    """Many who want to hear of every change."""
+    message = cluster_service_pb2.WatchClusterRequest(min_interval_duration=Duration(nanos=10_000_000))
+    request = message.SerializeToString()
+    await attacker.during(attacker.ask(WATCH, request) for _ in range(100))
+
+
+async def set_everything(attacker: Attacker) -> None:
+    """Generations with as many stop strings, biases and stop tokens as they may have."""
+    options = generation_pb2.SamplingParams(
+        max_token_count=20_000,
+        stop=[chr(number + 1) * 1024 for number in range(16)],
+        logit_bias=dict.fromkeys(range(256), 1.0),
+        stop_token_ids=range(128, 192),
+        ignore_end_token=True,
+    )
+    request = payloads.generate(sampling=options)
+    await attacker.during(_again_and_again(attacker, request) for _ in range(32))
+
+
+async def call_at_once(attacker: Attacker) -> None:
+    """Far more short generations than may wait."""
+    request = _generation(4)
+    await asyncio.gather(*(attacker.ask(GENERATE, request) for _ in range(2500)))
+
+
+async def burn(attacker: Attacker) -> None:
+    """No attack: a process that computes, to tell what the attacker's own work costs on this machine."""
+
+    def spin() -> None:
+        deadline = time.monotonic() + attacker.seconds
+        while time.monotonic() < deadline:
+            pass
+
+    await asyncio.to_thread(spin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """What is done, and to which service."""
+
+    run: Run
+    told: str
+    """For people."""
+    options: Sequence[tuple[str, int]] = OPTIONS
+    """Of the channel."""
+    kv_bytes: int = 6 << 30
+    """What the ranks of the service have for keys and values, together."""
+
+
+ATTACKS = {
+    "burn": Attack(run=burn, told="no attack: the attacker computes, and sends nothing"),
+    "refused_16mib": Attack(
+        run=partial(repeat, method=GENERATE, make=payloads.generate_ids, num_bytes=16 * MIB, count=12),
+        told="12 prompts of 16 MiB, which are refused",
+    ),
+    "field_mask_64mib": Attack(run=huge(UPDATE, payloads.update_mask), told="an update of 22 million fields"),
+    "token_ids_64mib": Attack(run=huge(GENERATE, payloads.generate_ids), told="a prompt of 67 million ids"),
+    "stop_strings_64mib": Attack(run=huge(GENERATE, payloads.generate_stops), told="22 million stop strings"),
+    "detokenize_64mib": Attack(run=huge(DETOKENIZE, payloads.detokenize), told="67 million ids to detokenize"),
+    "logit_bias_64mib": Attack(run=huge(GENERATE, payloads.generate_biases), told="biases of 5.6 million ids"),
+    "token_ids_4mib": Attack(run=huge(GENERATE, payloads.generate_ids, payloads.TAKEN, 12), told="4 million ids"),
+    "logit_bias_4mib": Attack(run=huge(GENERATE, payloads.generate_biases, payloads.TAKEN, 12), told="350,000 biases"),
+    "texts_abandoned": Attack(
+        run=partial(abandon_texts, num_bytes=15_000_000, count=10), told="10 texts of 15 MB whose askers leave"
+    ),
+    "texts_abandoned_4mib": Attack(
+        run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16), told="16 texts of 4 MiB whose askers leave"
+    ),
+    "ingested_ids_1mib": Attack(run=send_ids_at_once, told="100 documents of 2 million ids at once"),
+    "unread_streams": Attack(run=leave_unread, told="320 streams that nobody reads", options=UNREAD_OPTIONS),
+    "head_of_line": Attack(run=fill_the_pool, told="a document that waits for room", kv_bytes=SMALL_POOL),
+    "stalled_uploads": Attack(run=stall_uploads, told="400 uploads that stall after 450,000 ids"),
+    "list_contexts": Attack(run=list_forks, told="4 who list 5,001 contexts again and again"),
+    "watchers": Attack(run=watch, told="100 who watch the cluster at 10 ms"),
+    "many_sampling_settings": Attack(run=set_everything, told="32 generations with every setting at its limit"),
+    "calls_at_once": Attack(run=call_at_once, told="2,500 generations asked for at once"),
+}
+"""By name. Each is made from a process of its own."""
+
+
+def attack(name: str, address: str, seconds: float) -> Outcome:
+    """Attacks the service at `address`; what can go on for ever ends after `seconds`."""
+    began = time.process_time()
+    statuses = asyncio.run(_attack(ATTACKS[name], address, seconds))
+    return Outcome(dict(statuses), time.process_time() - began)
+
+
+async def _attack(chosen: Attack, address: str, seconds: float) -> Counter[str]:
+    async with grpc.aio.insecure_channel(address, options=chosen.options) as channel:
+        attacker = Attacker(channel, seconds)
+        try:
+            await asyncio.wait_for(chosen.run(attacker), MOST_SECONDS)
+        except TimeoutError:
+            attacker.statuses["the attack took too long"] += 1
+        return attacker.statuses

@@ -1,0 +1,1 @@
+"""The gap between two decode steps, on the clocks of the ranks."""

@@ -1,0 +1,1 @@
+"""Choosing tokens: rows together, against one by one as it was."""

@@ -1,0 +1,1 @@
+"""More ranks on more cores, and what this machine gives at most."""

@@ -1,0 +1,1 @@
+"""A service under an open loop of requests."""
