@@ -103,5 +103,6 @@ def ring_over_gloo(rank, owner):
                 assert_close(found, expected(q, kv))
 
 
+@pytest.mark.bench
 def test_rings_over_gloo_processes():
     run_ranks("aaaa", ring_over_gloo, transport="gloo")
