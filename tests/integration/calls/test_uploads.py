@@ -25,6 +25,8 @@ from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.network.proxy import breaking
 from tests.support.service import BYTES, Served, ids
 
+pytestmark = pytest.mark.timeout(60)
+
 OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]
 SIZE = "config.total_size_bytes"
 PIECE = 1 << 18
