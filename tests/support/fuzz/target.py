@@ -143,7 +143,7 @@ class Target:
             num_reads = 1 if num_reads is None else min(1, num_reads)
         try:
             while num_reads is None or num_reads > 0:
-                if await made.read() is grpc.aio.EOF:
+                if await made.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 num_reads = None if num_reads is None else num_reads - 1
         finally:
@@ -189,7 +189,7 @@ def check_refusal(call: Call, error: grpc.aio.AioRpcError | None) -> None:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and call.timeout is not None:
         return
     assert error.code() in REFUSALS, f"{call}: {error.code()} {error.details()}"
-    trailers = dict(error.trailing_metadata() or ())
+    trailers: dict[Any, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
     status = status_pb2.Status.FromString(trailers[DETAILS_KEY])
     assert status.details, f"{call}: {error.code()} {error.details()}"
     if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
