@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class GatedRanks(FakeRanks):
 @asynccontextmanager
 async def serving(
     ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
-) -> AsyncIterator[tuple[Engine, str]]:
+) -> AsyncGenerator[tuple[Engine, str], None]:
     """The engine, whose clock may be the test's, and the address of its service."""
     config = EngineConfig(model="none", block_size=4, **settings)
     engine = Engine(ranks, config, max_positions=4096, clock=clock)

@@ -1,7 +1,7 @@
 """An engine that runs, on ranks of any kind. Nothing of it is left after the block."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(engine: Engine) -> AsyncIterator[Running]:
+async def running(engine: Engine) -> AsyncGenerator[Running, None]:
     """Starts the engine and its loop. After the block its laws hold, unless something ended it."""
     loop: asyncio.Task[None] | None = None
     try:
@@ -41,7 +41,7 @@ async def running(engine: Engine) -> AsyncIterator[Running]:
 @asynccontextmanager
 async def running_on(
     fleet: Fleet, control: Control, config: EngineConfig, max_positions: int = 100_000
-) -> AsyncIterator[Running]:
+) -> AsyncGenerator[Running, None]:
     """An engine whose ranks are processes."""
     engine = Engine(control, config, max_positions)
     try:

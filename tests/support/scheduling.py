@@ -1,6 +1,6 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from coordinator.events import Acknowledged, Claim, Document, Event, Failed, Outcome, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
@@ -68,7 +68,7 @@ class Bench:
         document = Document(context=context, token_ids=list(range(count)), append=append)
         return self._admitted(lambda job: self.scheduler.admit(job, document))
 
-    def _admitted(self, admit) -> int:  # type: ignore[no-untyped-def]
+    def _admitted(self, admit: Callable[[int], object]) -> int:
         try:
             admit(self.num_jobs)
         finally:
