@@ -15,7 +15,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-slow durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -34,6 +34,9 @@ test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 
 test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
+
+durations: $(READY) ## Keep in tests/durations.txt which tests take longest; only a machine that does nothing else tells
+	$(MAKE) --no-print-directory test | sed -n '/slowest .* durations/,$$p' > tests/durations.txt
 
 coverage: $(READY) ## Run the tests and say which lines and branches they do not reach
 	$(BIN)/coverage erase
@@ -69,7 +72,7 @@ lock: $(READY) ## Write requirements.lock from what .venv holds now
 	$(BIN)/python scripts/lock.py
 
 clean: ## Remove caches and builds (.venv stays)
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .coverage* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 # torch comes first and alone: its build depends on the machine, and nothing after it may replace it.
