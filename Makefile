@@ -1,18 +1,21 @@
 # Every target that needs Python makes .venv by itself; a second call finds it ready.
-# Variables: PYTHON (3.11 or newer), TORCH (which build of torch), ARGS (passed on to the command).
+# Variables: PYTHON (3.11 or newer), TORCH (which build of torch), ARGS (passed on to the command), WORKERS (how many
+# processes run tests; 0: this one).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 WIRE := protos/released.yaml
+SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format proto release-wire bench lock clean
+.PHONY: help demo test test-slow durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -27,10 +30,19 @@ demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answe
 	@$(BIN)/longleaf demo $(ARGS)
 
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
-test-slow: $(READY) ## Run the long tests: the full products and the demo
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
+	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
+
+durations: $(READY) ## Keep in tests/durations.txt which tests take longest; only a machine that does nothing else tells
+	$(MAKE) --no-print-directory test | sed -n '/slowest .* durations/,$$p' > tests/durations.txt
+
+coverage: $(READY) ## Run the tests and say which lines and branches they do not reach
+	$(BIN)/coverage erase
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 check: $(READY) ## Lint, type check, check the layers, what is generated, and that the wire keeps what was released
 	$(BIN)/ruff check
@@ -60,7 +72,7 @@ lock: $(READY) ## Write requirements.lock from what .venv holds now
 	$(BIN)/python scripts/lock.py
 
 clean: ## Remove caches and builds (.venv stays)
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .coverage* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 # torch comes first and alone: its build depends on the machine, and nothing after it may replace it.

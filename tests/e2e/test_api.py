@@ -87,5 +87,7 @@ def test_links_lead_to_messages() -> None:
     assert set(linked) <= known
 
 
+@pytest.mark.slow
 def test_the_page_of_messages_is_current() -> None:
+    """As `make check` sees to it as well."""
     assert PAGE.read_text() == page(read()), "run `make proto`"

@@ -35,6 +35,7 @@ def test_the_demo_as_it_is_by_default():
     assert sum(question["correct"] for question in report["questions"]) >= 5
 
 
+@pytest.mark.bench
 def test_needles_are_measured_on_any_served_model_and_go_on_where_they_stopped(served: Served, tmp_path: Path):
     command = [sys.executable, "-m", "bench.needle", "--json", "--server", served.address, "--out", str(tmp_path)]
     options = ["--lengths", "3000", "--questions", "2", "--max-tokens", "4"]

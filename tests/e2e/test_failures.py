@@ -77,6 +77,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path
     assert "config.json" in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
     from transformers import ViTConfig, ViTModel
 
@@ -84,11 +85,23 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
     ViTModel(
         ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     ).save_pretrained(tmp_path)
-    assert "causal" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+    assert "error: transformers has no causal language model of type vit\n" in serve_fails(
+        "--model", str(tmp_path), "--launcher", "local"
+    )
 
 
-@pytest.mark.parametrize("kind", ["encoder", "headless", "broken"])
+REASONS = {
+    "encoder": "lacks weights of a causal language model: ['cls.predictions.bias',",
+    "headless": "lacks weights of a causal language model: ['lm_head.weight']",
+    "broken": "cannot be loaded as a causal language model: Error while deserializing header",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["headless", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", "broken"))]
+)
 def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str):
+    """All of them also where ranks load them: unit/workers/test_model."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -99,7 +112,7 @@ def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str)
         LlamaModel(LlamaConfig(vocab_size=512, **small)).save_pretrained(tmp_path)
     else:
         (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "error: " in serve_fails("--model", str(tmp_path), "--launcher", "local")
+    assert f"error: {tmp_path} {REASONS[kind]}" in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 
 def test_a_taken_port_is_said(served: Served, checkpoint: Path):
@@ -139,8 +152,15 @@ def test_a_ray_that_does_not_answer_is_said_at_once(checkpoint: Path):
     assert "does not use Ray" in serve_fails("--launcher", "local", "--ray-address", "auto")
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-@pytest.mark.parametrize("seconds", [0.5, 4.0])
+@pytest.mark.parametrize(
+    ("seconds", "launcher"),
+    [
+        (0.5, "local"),
+        pytest.param(4.0, "ray", marks=pytest.mark.ray),
+        pytest.param(4.0, "local", marks=pytest.mark.slow),
+        pytest.param(0.5, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+)
 def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, started: ExitStack, launcher: str, seconds: float):
     command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2", "--launcher", launcher]
     process = start([*command, "--kv-bytes", "8000000"], started)
@@ -157,6 +177,7 @@ def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, started: ExitSta
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
+@pytest.mark.slow
 def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     checkpoint: Path, started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

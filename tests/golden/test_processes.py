@@ -14,6 +14,7 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import KEPT
+from tests.support.running import running_on
 from tests.support.threads import config_for
 from workers.__main__ import main
 
@@ -26,19 +27,9 @@ def apart(spec: RankSpec) -> None:
 async def running(config: EngineConfig) -> AsyncIterator[Engine]:
     fleet = LocalFleet(apart)
     control = Control(config, await fleet.reserve(config))
-    engine = Engine(control, config, max_positions=8192)
-    loop: asyncio.Task[None] | None = None
-    try:
-        await fleet.launch(config, control.invitations, control.lost)
-        readies = await engine.start()
-        assert {ready.transport for ready in readies} == {"gloo"}
-        loop = asyncio.create_task(engine.run())
-        yield engine
-    finally:
-        await engine.close()
-        if loop is not None:
-            await asyncio.gather(loop, return_exceptions=True)
-        await fleet.shutdown()
+    async with running_on(fleet, control, config, max_positions=8192) as found:
+        assert {ready.transport for ready in found.readies} == {"gloo"}
+        yield found.engine
 
 
 @pytest.mark.parametrize("window_keys", [pytest.param("sharded", marks=pytest.mark.slow), "replicated"])
@@ -50,4 +41,3 @@ async def test_tokens_equal_generate(goldens, window_keys):
         await ingest(engine, "book", golden.prompt[:KEPT])
         asked = answer(engine, golden.prompt[KEPT:], "book"), answer(engine, golden.prompt)
         assert await asyncio.gather(*asked) == [golden.tokens] * 2
-        engine.check()

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
+from tests.support.running import running
 from tests.support.service import write_model
 
 VOCAB = 128
@@ -46,22 +47,19 @@ class GatedRanks(FakeRanks):
 @asynccontextmanager
 async def serving(
     ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
-) -> AsyncIterator[tuple[Engine, str]]:
+) -> AsyncGenerator[tuple[Engine, str], None]:
     """The engine, whose clock may be the test's, and the address of its service."""
     config = EngineConfig(model="none", block_size=4, **settings)
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    tokenizer = Tokenizer.load(write_model(folder), split_template)
-    use_cases = UseCases(engine, tokenizer, engine.cluster)
-    server = Server(use_cases, config.unread_timeout)
-    try:
-        yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    finally:
-        await server.stop(None)
-        await use_cases.close()
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)
+    async with running(engine):
+        tokenizer = Tokenizer.load(write_model(folder), split_template)
+        use_cases = UseCases(engine, tokenizer, engine.cluster)
+        server = Server(use_cases, config.unread_timeout)
+        try:
+            yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        finally:
+            await server.stop(None)
+            await use_cases.close()
 
 
 async def comes_to(engine: Engine, condition: Callable[[], bool]) -> None:

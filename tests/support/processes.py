@@ -32,7 +32,7 @@ class RankProcess:
     def __init__(
         self, rank: int, ranks: "Ranks", store: Store, work: Work, prepare: Work | None, method: str, options: Any
     ) -> None:
-        context = multiprocessing.get_context(method)
+        context: Any = multiprocessing.get_context(method)
         context.set_forkserver_preload(["longleaf.comm.process_group", "longleaf.tree"])
         self._store = store
         self._pipe, theirs = multiprocessing.Pipe()

@@ -26,14 +26,16 @@ def count_calls() -> RayCalls:
     """From here on counts the calls of this process."""
     from ray._private.worker import global_worker
 
-    global_worker.core_worker = RayCalls(global_worker.core_worker)
-    return global_worker.core_worker
+    worker: Any = global_worker
+    worker.core_worker = RayCalls(worker.core_worker)
+    return worker.core_worker
 
 
 def stop_counting(calls: RayCalls) -> None:
     from ray._private.worker import global_worker
 
-    global_worker.core_worker = calls._core
+    worker: Any = global_worker
+    worker.core_worker = calls._core
 
 
 class CountingActor(EchoActor):

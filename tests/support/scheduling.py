@@ -1,6 +1,8 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
-from coordinator.events import Acknowledged, Claim, Document, Event, Prompt, Started, Tokens
+from collections.abc import Callable, Iterable
+
+from coordinator.events import Acknowledged, Claim, Document, Event, Failed, Outcome, Prompt, Started, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
@@ -35,7 +37,7 @@ class Bench:
         self.sequences = Sequences(self.config.block_size)
         self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
-        self.seen: dict[int, list[Event | Acknowledged | LongleafError]] = {}
+        self.seen: dict[int, list[Event | Failed | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
         self._check_every = check_every
@@ -67,7 +69,7 @@ class Bench:
         document = Document(context=context, token_ids=list(range(count)), append=append)
         return self._admitted(lambda job: self.scheduler.admit(job, document))
 
-    def _admitted(self, admit) -> int:  # type: ignore[no-untyped-def]
+    def _admitted(self, admit: Callable[[int], object]) -> int:
         try:
             admit(self.num_jobs)
         finally:
@@ -98,7 +100,7 @@ class Bench:
         seconds = plan.num_tokens * self.seconds_per_token
         return StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=seconds)
 
-    def _see(self, outcomes: list[tuple[int, Event | Acknowledged | LongleafError]]) -> None:
+    def _see(self, outcomes: Iterable[Outcome]) -> None:
         for job, outcome in outcomes:
             self.seen.setdefault(job, []).append(outcome)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def byte_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> FastTokenizer:
     tokenizer = FastTokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoding.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])  # pyright: ignore[reportUnknownMemberType]
     return tokenizer
 
 
@@ -259,7 +259,9 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, folder: Path, host: str = "127.0.0.1") -> AsyncIterator[tuple[Server, str]]:
+async def serving(
+    engine: FakeEngine, folder: Path, host: str = "127.0.0.1"
+) -> AsyncGenerator[tuple[Server, str], None]:
     """The service on a port of its own; gives the server and its address."""
     use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
     server = Server(use_cases)

@@ -31,7 +31,8 @@ class Terminal:
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
-        return code, *self._capsys.readouterr()
+        out, err = self._capsys.readouterr()
+        return code, out, err
 
     async def json(self, *arguments: str) -> list[Any]:
         code, out, err = await self.run(*arguments, "--json")

@@ -106,6 +106,7 @@ async def test_attacks_that_are_refused_end_as_well(service: Served) -> None:
     assert len(service.engine.prompts) >= 320
 
 
+@pytest.mark.bench
 def test_a_real_service_is_left_alone_and_attacked():
     command = [sys.executable, "-m", "bench.hostile", "--json", "--attacks", "watchers", "--repeats", "1"]
     output = subprocess.run([*command, "--seconds", "0.3"], check=True, stdout=subprocess.PIPE, timeout=250).stdout

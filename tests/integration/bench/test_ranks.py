@@ -1,6 +1,7 @@
 """Measurements over real processes: rows of bench.merge, ranks that fail, hosts as network namespaces."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def module(name: str, *arguments: str) -> list[dict[str, object]]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=200).stdout)
 
 
+@pytest.mark.bench
 def test_bench_merge_counts_what_is_sent(tmp_path):
     rows = module(
         "bench.merge", "--world-size", "2", "--nodes", "1", "--batch", "8", "--repeats", "5", "--out", str(tmp_path)
@@ -32,8 +34,10 @@ def test_bench_merge_counts_what_is_sent(tmp_path):
     assert {name for transport, name in by_name if transport == "gloo"} == set(MERGES)
     payload = 8 * 16 * 129 * 4
     assert [by_name["gloo", name]["collectives"] for name in ("paper", "packed", "gather")] == [3, 2, 1]
-    if by_name["gloo", "gather"]["is_network_private"]:
-        assert payload <= by_name["gloo", "gather"]["bytes_sent_per_rank"] < 1.3 * payload
+    gather = by_name["gloo", "gather"]
+    assert gather["is_network_private"] is (obstacle() is None)
+    most = 1.3 * payload if gather["is_network_private"] else math.inf  # what else this machine sends counts, too
+    assert payload <= gather["bytes_sent_per_rank"] < most
 
 
 def fail(rank):
@@ -43,6 +47,7 @@ def fail(rank):
     rank.barrier()
 
 
+@pytest.mark.bench
 def test_a_rank_that_fails_ends_the_run_with_its_traceback():
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="the second rank gave up"):
         run(fail, Placement(2, 1, OWN))

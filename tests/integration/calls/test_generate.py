@@ -29,6 +29,8 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.service import BYTES, TEXT, FakeEngine, Served, byte_tokenizer, collect, ids, tokens, write_model
 
+pytestmark = pytest.mark.timeout(60)
+
 
 async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
     service.engine.answer = tuple((token_id,) for token_id in ids(TEXT))

@@ -18,6 +18,8 @@ from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
 
+pytestmark = pytest.mark.timeout(60)
+
 CHUNK = 64
 DOCUMENT = tuple(range(100)) * 6
 """Tokens of 150 blocks; there are 256."""

@@ -23,6 +23,7 @@ from longleaf.messages import Delta, ModelInfo
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.network.proxy import breaking
+from tests.support.running import running_on
 from workers.__main__ import main as worker_main
 
 pytestmark = pytest.mark.timeout(240)
@@ -60,12 +61,8 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
     settings |= {"model": str(embedded_model()), "kv_bytes": 64 * MIB, "merge": "gather"}
     config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
     control, fleet = Control(config), LocalFleet(worker_main)
-    engine = Engine(control, config, max_positions=1 << 20)
-    loop: asyncio.Task[None] | None = None
-    try:
-        await fleet.launch(config, control.invitations, control.lost)
-        await engine.start()
-        loop = asyncio.create_task(engine.run())
+    async with running_on(fleet, control, config, max_positions=1 << 20) as found:
+        engine = found.engine
         model = ModelInfo(name="embedded")
         tokenizer = Tokenizer.load(Path(config.model))
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
@@ -75,11 +72,6 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
             yield Served(engine, address, client)
         await server.stop()
         await use_cases.close()
-    finally:
-        await engine.close()
-        await fleet.shutdown()
-        if loop is not None:
-            await asyncio.gather(loop, return_exceptions=True)
 
 
 async def ask(client: AsyncClient, number: int, max_tokens: int = 40) -> tuple[int, ...]:

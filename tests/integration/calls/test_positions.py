@@ -1,6 +1,5 @@
 """How far contexts and prompts may go, over real sockets: the whole coordinator, on ranks that answer by arithmetic."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from longleaf.geometry import Rope, Rotary
 from longleaf.messages import ModelInfo, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.support.running import running
 from tests.support.service import write_model
 
 TRAINED = 200
@@ -46,22 +46,18 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     config = EngineConfig(model="none", world_size=2, allow_long=allow_long, **settings)
     ranks = FakeRanks(2, 200, vocab=200, rotary=LONGROPE)
     engine = Engine(ranks, config, max_positions=3000)
-    await engine.start()
-    model = engine.positions.describe_model(ModelInfo(name="fake"))
-    loop = asyncio.create_task(engine.run())
-    tokenizer = Tokenizer.load(write_model(folder / "model"))
-    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-    server = Server(use_cases)
-    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    try:
-        async with AsyncClient(address) as client:
-            yield Running(address, client, engine, ranks)
-        engine.check()
-    finally:
-        await server.stop(None)
-        await use_cases.close()
-        await engine.close()
-        await asyncio.wait([loop])
+    async with running(engine):
+        model = engine.positions.describe_model(ModelInfo(name="fake"))
+        tokenizer = Tokenizer.load(write_model(folder / "model"))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        try:
+            async with AsyncClient(address) as client:
+                yield Running(address, client, engine, ranks)
+        finally:
+            await server.stop(None)
+            await use_cases.close()
 
 
 async def generate(client: AsyncClient, num_tokens: int, max_tokens: int) -> Started:

@@ -27,6 +27,8 @@ from tests.support.gated import VOCAB, GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
 from tests.support.service import FakeEngine, Served, encoded, write_model
 
+pytestmark = pytest.mark.timeout(60)
+
 NUM_TOKENS = 200
 
 

@@ -1,8 +1,6 @@
 """Contexts that share segments, over real sockets: the whole coordinator, on ranks that answer by arithmetic."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +17,16 @@ from longleaf.config import EngineConfig
 from longleaf.messages import Usage
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.running import running
 from tests.support.service import FakeEngine, collect, write_model
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
 
-@asynccontextmanager
-async def running() -> AsyncIterator[Engine]:
-    engine = Engine(FakeRanks(2, 100, vocab=200), CONFIG, max_positions=3000, wall_clock=lambda: 12.0)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    try:
-        yield engine
-        engine.check()
-    finally:
-        await engine.close()
-        await asyncio.wait([loop])
-
-
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    async with running() as engine:
+    engine = Engine(FakeRanks(2, 100, vocab=200), CONFIG, max_positions=3000, wall_clock=lambda: 12.0)
+    async with running(engine):
         yield engine
 
 

@@ -18,6 +18,8 @@ from longleaf.messages import Delta, GenerateOptions, Resume
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.gated import VOCAB, comes_to, serving
 
+pytestmark = pytest.mark.timeout(60)
+
 CAPACITY = {"max_sequences": 2, "max_waiting": 3}
 NUM_TOKENS = 3000
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))

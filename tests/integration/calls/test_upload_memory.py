@@ -29,6 +29,7 @@ from longleaf.config import MAX_REQUEST_BYTES, EngineConfig, embedded_model
 from longleaf.messages import IngestProgress, ModelInfo
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.running import running
 
 MIB = 1 << 20
 PIECE = 64_000
@@ -62,18 +63,15 @@ def serve(pipe: Connection) -> None:
 async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     config = EngineConfig(model=str(embedded_model()), chunk_size=1 << 16, block_size=1024)
     engine, model = Engine(ranks, config, max_positions=1 << 28), ModelInfo(name="embedded")
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    tokenizer = Tokenizer.load(embedded_model())
-    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-    server = Server(use_cases)
-    pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
-    await asyncio.to_thread(pipe.recv)
-    pipe.send(ranks.hash.hexdigest())
-    await server.stop()
-    await use_cases.close()
-    await engine.close()
-    await asyncio.gather(loop, return_exceptions=True)
+    async with running(engine):
+        tokenizer = Tokenizer.load(embedded_model())
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = Server(use_cases)
+        pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+        await asyncio.to_thread(pipe.recv)
+        pipe.send(ranks.hash.hexdigest())
+        await server.stop()
+        await use_cases.close()
 
 
 class Hollow:

@@ -25,6 +25,8 @@ from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.network.proxy import breaking
 from tests.support.service import BYTES, Served, ids
 
+pytestmark = pytest.mark.timeout(60)
+
 OPENING = [BYTES.token_to_id("<|begin|>"), BYTES.token_to_id("<|user|>")]
 SIZE = "config.total_size_bytes"
 PIECE = 1 << 18
@@ -409,7 +411,7 @@ async def test_a_part_may_be_larger_than_a_message() -> None:
         ([[5], "text"], "text: cannot be mixed with token_ids"),
         (["a\ud800"], "text: is not Unicode"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # alike in every process
 )
 async def test_what_is_no_document_is_told_as_such(service: Served, document: Any, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,17 +18,18 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
 from coordinator.events import Document, Ended, Prompt, Started, Tokens
 from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.local_fleet import LocalFleet, OnDeath
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.fakes import echo_token
 from longleaf.channel.lives import Hello, Join, Ready
-from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.messages import Progress
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
+from tests.support.running import running_on
 from workers.control import connect, serve, taking_notes
 from workers.fakes import EchoMain, EchoRank, Fault
 
@@ -42,26 +43,25 @@ class Service:
         self.pids = pids
 
 
+class WatchedFleet(LocalFleet):
+    """Knows the processes that it launched."""
+
+    children: Sequence[psutil.Process] = ()
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        await super().launch(config, invitations, on_death)
+        self.children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
 @asynccontextmanager
 async def serving(config: EngineConfig, fault: Fault | None = None, max_missed: int = 15) -> AsyncIterator[Service]:
     """A running engine; afterwards no process of it is left."""
-    control, fleet = Control(config, max_missed=max_missed), LocalFleet(EchoMain(fault))
-    engine = Engine(control, config, max_positions=100_000)
-    children: list[psutil.Process] = []
-    loop: asyncio.Task[None] | None = None
+    control, fleet = Control(config, max_missed=max_missed), WatchedFleet(EchoMain(fault))
     try:
-        await fleet.launch(config, control.invitations, control.lost)
-        children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
-        await engine.start()
-        loop = asyncio.create_task(engine.run())
-        yield Service(engine, loop, [hello.pid for hello in control.hellos])
+        async with running_on(fleet, control, config) as found:
+            yield Service(found.engine, found.loop, [hello.pid for hello in control.hellos])
     finally:
-        await engine.close()
-        if loop is not None:
-            await asyncio.wait([loop])
-            loop.exception() if not loop.cancelled() else None
-        await fleet.shutdown()
-        assert not [p for p in children if p.is_running()]
+        assert not [p for p in fleet.children if p.is_running()]
 
 
 def config(**changes: object) -> EngineConfig:

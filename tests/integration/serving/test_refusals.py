@@ -18,6 +18,8 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.service import Served
 
+pytestmark = pytest.mark.timeout(60)
+
 CONFIG = ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
 NUM_TIMES = 100
 LONG = 1e6

@@ -20,6 +20,8 @@ from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument
 from tests.support.service import FakeEngine, Served, collect, write_model
 
+pytestmark = pytest.mark.timeout(60)
+
 WINDOW = 1 << 16
 LONG = 10_000
 """Characters from which a text is a long one's window, and waits at the gate."""

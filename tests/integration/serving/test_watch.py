@@ -13,6 +13,8 @@ from longleaf.messages import Cluster
 from tests.support.fuzz.target import fuzzed
 from tests.support.service import Served
 
+pytestmark = pytest.mark.timeout(60)
+
 
 async def test_the_cluster_is_told_now_and_after_each_change(service: Served) -> None:
     async with aclosing(service.client.watch_cluster(min_interval=0.01)) as changes:

@@ -1,13 +1,12 @@
 """A chunk is answered when the device has done it, not when it has been launched."""
 
-import asyncio
-
 import pytest
 import torch
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Document
 from longleaf.config import embedded_model
+from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.rank import Rank
 
@@ -21,12 +20,7 @@ async def test_rank_0_waits_for_its_device_once_in_a_chunk(monkeypatch: pytest.M
 
     config = config_for(embedded_model(), world_size=2, chunk_size=128, merge="gather")
     engine = Engine(ThreadRanks(config, pretend), config, max_positions=4096)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    try:
+    async with running(engine):
         events = [event async for event in engine.ingest(Document(context="doc", token_ids=[65] * 384))]
-    finally:
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)
     assert events
     assert waited == ["cuda:0"] * 3

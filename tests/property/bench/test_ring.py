@@ -1,7 +1,5 @@
 """Both rings against the float64 reference, on threads and on gloo: uneven shards, empty ones, grouped queries."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm
+from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
 DIM, SCALE = 16, 0.25
@@ -46,17 +45,7 @@ def assert_close(found, wanted):
 
 def on_threads(lengths, q, kv):
     shards = [shard.contiguous() for shard in kv.split(lengths, dim=2)]
-    results = [None] * len(lengths)
-
-    def run(comm):
-        results[comm.rank] = attended(comm, q, shards[comm.rank], lengths)
-
-    threads = [threading.Thread(target=run, args=(comm,)) for comm in loopback(len(lengths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return on_ends(loopback(len(lengths)), lambda comm: attended(comm, q, shards[comm.rank], lengths))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (6, 3), (3, 1), (2, 2), (16, 2)])
@@ -103,5 +92,6 @@ def ring_over_gloo(rank, owner):
                 assert_close(found, expected(q, kv))
 
 
+@pytest.mark.bench
 def test_rings_over_gloo_processes():
     run_ranks("aaaa", ring_over_gloo, transport="gloo")

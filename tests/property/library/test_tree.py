@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import threading
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 from longleaf.tree.base import join_heads, split_heads
 from longleaf.tree.butterfly import Then, rounds
 from longleaf.tree.choose import choose, describe
+from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
@@ -41,23 +41,8 @@ def assert_close(found, wanted, tolerance=2e-6):
     torch.testing.assert_close(found.lse_TH.double(), wanted.lse_TH, atol=2e-6, rtol=2e-6)
 
 
-def on_threads(topology, work):
-    groups = loopback_groups(topology)
-    results = [None] * len(groups)
-
-    def run(rank):
-        results[rank] = work(rank, groups[rank])
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(groups))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 def merged(name, topology, parts, dtype=torch.float32):
-    return on_threads(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).to_all(parts[rank]))
+    return on_groups(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).to_all(parts[rank]))
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -74,7 +59,7 @@ def test_merges_on_loopback(name, machines, empty):
     def own(rank, groups):
         return make_merge(name, groups, Wire()).to_owner(parts[rank])
 
-    for rank, found in enumerate(on_threads(topology, own)):
+    for rank, found in enumerate(on_groups(topology, own)):
         assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
 
 
@@ -160,7 +145,7 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
         chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
         return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
 
-    found = on_threads(topology, work)
+    found = on_groups(topology, work)
     assert all(timings == found[0][0] for timings, _ in found)
     for _, results in found:
         for rows, result in results.items():
@@ -188,6 +173,18 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
     assert timings[0].merge == "gather"
     assert timings[0].microseconds["gather"] == pytest.approx(200), "the hiccup is not shown as its time either"
     assert counts["paper"] == len(timings), "what is hopeless is measured once"
+
+
+def test_a_rank_that_fails_is_told_and_holds_up_nobody():
+    """Whichever of their groups the others wait in."""
+
+    def work(rank, groups):
+        if rank == 3:
+            raise KeyError("the fourth gave up")
+        return make_merge("hierarchy", groups, Wire()).to_all(partials(4, rows=1)[rank])
+
+    with pytest.raises(KeyError, match="the fourth gave up"):
+        on_groups(Topology(tuple("aabb")), work)
 
 
 def merge_over_gloo(rank, owner):

@@ -13,6 +13,7 @@ from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
+from longleaf.config import MergeName
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
@@ -76,6 +77,7 @@ class Case:
         """Runs of each segment: chunks of any size, or rows where the new tokens are rows."""
         dice, placer = random.Random(self.seed), Placer([NUM_BLOCKS] * self.world_size, BLOCK)
         reservation = placer.reserve(placer.num_blocks)
+        assert reservation is not None
         found, start = [], 0
         for turn, length in enumerate(self.lengths):
             is_new = turn == len(self.lengths) - 1
@@ -120,7 +122,7 @@ def on_ranks(case, work):
         return list(threads.map(work, range(case.world_size), groups))
 
 
-def prefill(case, way, merge="gather", dtype=torch.float32, kind=Pool):
+def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Pool):
     """Out of the new tokens as a chunk, [T, H, D], and the bytes that each rank sent."""
     runs = case.runs(in_rows=False)
     chunk = Prefill(case.path, case.start, tuple(range(case.start, case.end)), runs[-1])
@@ -131,7 +133,8 @@ def prefill(case, way, merge="gather", dtype=torch.float32, kind=Pool):
         counted = type(groups)(groups.topology, comm, comm, None)
         peers = Peers(comm, make_merge(merge, counted, Wire())) if case.world_size > 1 else None
         step = PrefillStep(inputs, pool, KERNEL, peers, last_layer=1)
-        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call()), comm.bytes_sent
+        q, k, v = case.rows(inputs.positions_T, dtype)
+        return step.attend(0, q, k, v, case.call()), comm.bytes_sent
 
     found = on_ranks(case, work)
     return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
@@ -148,7 +151,8 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
         inputs = make.decode(rows, {})
         peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, KERNEL, peers)
-        return step.attend(0, *case.rows(inputs.positions_T, dtype), case.call())
+        q, k, v = case.rows(inputs.positions_T, dtype)
+        return step.attend(0, q, k, v, case.call())
 
     return on_ranks(case, work)
 

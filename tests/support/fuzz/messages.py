@@ -79,7 +79,7 @@ def paths(descriptor: Descriptor, before: Path = ()) -> Iterator[Path]:
 
 def with_value(message: Message, path: Path, value: Any) -> Message:
     """A copy of `message` in which the field at `path` is `value`."""
-    changed = GetMessageClass(message.DESCRIPTOR)()
+    changed = type(message)()
     changed.CopyFrom(message)
     owner: Any = changed
     for field in path[:-1]:
@@ -194,6 +194,7 @@ def _scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
 def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     """Anything that the field can carry."""
     if is_map(field):
+        assert field.message_type is not None
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         return st.dictionaries(_scalars(key), values(value), max_size=4)
     single = messages(field.message_type) if field.message_type else _scalars(field)
@@ -218,7 +219,8 @@ def messages(descriptor: Descriptor) -> st.SearchStrategy[Message]:
 @st.composite
 def changed(draw: st.DrawFn, message: Message) -> Message:
     """`message` with up to three fields changed."""
-    places = list(paths(message.DESCRIPTOR))
+    described: Any = message.DESCRIPTOR
+    places = list(paths(described))
     for path in draw(st.lists(st.sampled_from(places), max_size=3)) if places else ():
         message = with_value(message, path, draw(values(path[-1])))
     return message

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from longleaf.config import EngineConfig
 from longleaf.messages import ModelInfo
 from longleaf.sampling import Sampling
 from tests.support.fuzz.messages import HELD
+from tests.support.running import running
 from tests.support.service import byte_tokenizer, write_model
 from workers.__main__ import main as worker_main
 
@@ -143,7 +144,7 @@ class Target:
             num_reads = 1 if num_reads is None else min(1, num_reads)
         try:
             while num_reads is None or num_reads > 0:
-                if await made.read() is grpc.aio.EOF:
+                if await made.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
                     return
                 num_reads = None if num_reads is None else num_reads - 1
         finally:
@@ -189,7 +190,7 @@ def check_refusal(call: Call, error: grpc.aio.AioRpcError | None) -> None:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and call.timeout is not None:
         return
     assert error.code() in REFUSALS, f"{call}: {error.code()} {error.details()}"
-    trailers = dict(error.trailing_metadata() or ())
+    trailers: dict[Any, Any] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]
     status = status_pb2.Status.FromString(trailers[DETAILS_KEY])
     assert status.details, f"{call}: {error.code()} {error.details()}"
     if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
@@ -212,21 +213,18 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     vocabulary = byte_tokenizer().get_vocab_size()
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
-    server = Server(use_cases)
-    port = await server.start("127.0.0.1", 0)
-    target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
-    try:
-        yield target
-    finally:
-        await target.close()
-        await server.stop(None)
-        await use_cases.close()
-        await engine.close()
-        with suppress(asyncio.CancelledError):
-            await loop
+    async with running(engine) as found:
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
+        server = Server(use_cases)
+        port = await server.start("127.0.0.1", 0)
+        target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
+        try:
+            yield target
+        finally:
+            await target.close()
+            await server.stop(None)
+            await use_cases.close()
+    assert found.loop.cancelled() or found.loop.exception() is None
 
 
 @asynccontextmanager

@@ -35,7 +35,8 @@ async def ask(engine, prompt, num_samples=1):
     """Tokens by sample, and how many of the prompt's were held."""
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
     stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=num_samples))
-    found, cached = [() for _ in range(num_samples)], set()
+    found: list[Ids] = [() for _ in range(num_samples)]
+    cached: set[int] = set()
     async for event in stream:
         if isinstance(event, Tokens):
             found[event.sample] += event.token_ids

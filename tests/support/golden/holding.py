@@ -1,11 +1,11 @@
 """An engine that holds a context of a golden prompt, and ranks that count."""
 
-import asyncio
 import contextlib
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Document
 from longleaf.channel.step import Decode
+from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 
 BOUNDS = (900, 985)
@@ -32,9 +32,7 @@ async def holding(golden, **settings):
     config = config_for(golden.folder, **settings)
     ranks = CountingRanks(config)
     engine = Engine(ranks, config, max_positions=8192)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    try:
+    async with running(engine):
         for start, end in zip((0, *BOUNDS), BOUNDS, strict=False):
             _ = [
                 event
@@ -43,7 +41,3 @@ async def holding(golden, **settings):
                 )
             ]
         yield engine, ranks
-        engine.check()
-    finally:
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -52,7 +53,8 @@ def ask_plain(folder: Path) -> tuple[Golden, float]:
     """What `generate` answers, and the least distance by which a token was chosen."""
     prompt = torch.randint(3, 512, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7))
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
-    found = load_plain(folder).generate(prompt, max_new_tokens=NEW_TOKENS, output_scores=True, **options)
+    model: Any = load_plain(folder)
+    found = model.generate(prompt, max_new_tokens=NEW_TOKENS, output_scores=True, **options)
     scores_TV = torch.stack(found.scores)[:, 0]
     top_T2 = scores_TV.topk(2, dim=-1).values
     tokens = tuple(found.sequences[0, PROMPT_TOKENS:].tolist())

@@ -1,6 +1,5 @@
 """The states in which a prompt can be when it is asked: all of them must give the same answer."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -11,6 +10,7 @@ from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
 from longleaf.sampling import Token
 from tests.support.golden.asking import Ids, answer, ingest
+from tests.support.running import running as run
 from tests.support.threads import Spoil, ThreadRanks
 from workers.rank import Rank
 
@@ -23,15 +23,9 @@ KEPT = 900
 
 @contextlib.asynccontextmanager
 async def running(config: EngineConfig, spoil: Spoil | None = None, machines: str = "") -> AsyncIterator[Engine]:
-    engine = Engine(ThreadRanks(config, spoil, machines), config, max_positions=8192)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    try:
-        yield engine
-        engine.check()
-    finally:
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)
+    """An engine on ranks that are threads."""
+    async with run(Engine(ThreadRanks(config, spoil, machines), config, max_positions=8192)) as found:
+        yield found.engine
 
 
 class Logits:

@@ -21,6 +21,8 @@ from longleaf.messages import Delta, Event, Finished, Generate, Progress, Starte
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from tests.support.service import FakeEngine, write_model
 
+pytestmark = pytest.mark.timeout(60)
+
 REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
 HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
 

@@ -17,6 +17,8 @@ from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.messages import IngestHeader, IngestProgress
 from tests.support.service import FakeEngine, FakeStream, write_model
 
+pytestmark = pytest.mark.timeout(60)
+
 
 class Clock:
     """Turned by hand. It makes the calls to come when it is told to."""

@@ -8,6 +8,8 @@ import pytest
 from coordinator.changes import Changes, Watch
 from longleaf.errors import ResourceExhausted, Unavailable
 
+pytestmark = pytest.mark.timeout(60)
+
 
 async def test_all_who_wait_are_woken_by_one_change() -> None:
     changes = Changes()

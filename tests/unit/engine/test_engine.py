@@ -21,6 +21,9 @@ from longleaf.geometry import Reach, Windows
 from longleaf.messages import ContextSettings, Progress, RankShare
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to
+from tests.support.running import running as run
+
+pytestmark = pytest.mark.timeout(60)
 
 CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
 
@@ -33,15 +36,8 @@ async def running(
     config: EngineConfig = CONFIG,
     **more: Any,
 ) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
-    engine = Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock, **more)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
-    try:
-        yield engine, loop
-        engine.check() if not loop.done() else None
-    finally:
-        await engine.close()
-        await asyncio.wait([loop])
+    async with run(Engine(ranks, config, max_positions=3000, clock=clock, wall_clock=wall_clock, **more)) as found:
+        yield found.engine, found.loop
     assert ranks.is_closed
 
 

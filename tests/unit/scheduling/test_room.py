@@ -127,7 +127,7 @@ def test_a_document_begins_when_those_before_it_have_ended(
     running: list[int], num_tokens: int, small: list[tuple[int, int]], per_step: int
 ) -> None:
     """However many small requests come."""
-    bench = Bench(blocks=(40, 40), max_waiting=5000, max_sequences=8)
+    bench = Bench(blocks=(40, 40), max_waiting=5000, max_sequences=8, check_every=10)
     before = [bench.ask(3, max_tokens) for max_tokens in running]
     bench.step()
     document, sizes = bench.ingest("doc", num_tokens), itertools.cycle(small)

@@ -1,7 +1,5 @@
 """What the worker refuses to load, and what it learns of a model before it serves it."""
 
-import asyncio
-
 import pytest
 import torch
 from transformers import (
@@ -19,6 +17,7 @@ from coordinator.events import Prompt, Tokens
 from longleaf.errors import InvalidArgument, ModelRefused
 from longleaf.geometry import Reach
 from longleaf.sampling import Sampling
+from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
 from workers.model.model import Probe, reach_of
@@ -136,18 +135,13 @@ async def test_nothing_lies_beyond_learned_positions(tmp_path):
     """Whatever the coordinator believes of the config, the worker knows the table."""
     config = config_for(make_checkpoint(tmp_path, "gpt2", max_positions=80), block_size=16)
     engine = Engine(ThreadRanks(config), config, max_positions=1 << 20)
-    await engine.start()
-    loop = asyncio.create_task(engine.run())
 
     def ask(num_tokens: int):
         sampling = Sampling(max_tokens=10, ignore_end_token=True)
         return engine.submit(Prompt(context=None, token_ids=tuple(range(3, 3 + num_tokens)), sampling=sampling))
 
-    try:
+    async with running(engine):
         assert engine.max_positions == 80
         assert sum([len(event.token_ids) async for event in ask(70) if isinstance(event, Tokens)]) == 10
         with pytest.raises(InvalidArgument, match="limit is 80 positions"):
             ask(71)
-    finally:
-        await engine.close()
-        await asyncio.gather(loop, return_exceptions=True)

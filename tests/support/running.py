@@ -1,0 +1,53 @@
+"""An engine that runs, on ranks of any kind. Nothing of it is left after the block."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from coordinator.engine.engine import Engine
+from coordinator.ranks.control import Control
+from coordinator.ranks.ports import Fleet
+from longleaf.channel.lives import Ready
+from longleaf.config import EngineConfig
+from longleaf.errors import Unavailable
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started engine, what its ranks said of themselves, and its loop, which ends with what ends the engine."""
+
+    engine: Engine
+    readies: tuple[Ready, ...]
+    loop: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncGenerator[Running, None]:
+    """Starts the engine and its loop. After the block its laws hold, unless something ended it."""
+    loop: asyncio.Task[None] | None = None
+    try:
+        readies = await engine.start()
+        loop = asyncio.create_task(engine.run())
+        yield Running(engine, readies, loop)
+        with suppress(Unavailable):
+            engine.check()
+    finally:
+        await engine.close()
+        if loop is not None:
+            await asyncio.gather(loop, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_on(
+    fleet: Fleet, control: Control, config: EngineConfig, max_positions: int = 100_000
+) -> AsyncGenerator[Running, None]:
+    """An engine whose ranks are processes."""
+    engine = Engine(control, config, max_positions)
+    try:
+        await fleet.launch(config, control.invitations, control.lost)
+        async with running(engine) as found:
+            yield found
+    finally:
+        await engine.close()
+        await fleet.shutdown()
