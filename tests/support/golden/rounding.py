@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from coordinator.events import Prompt
-from longleaf.sampling import Sampling
+from longleaf.sampling import Sampling, Token
 from tests.support.golden.asking import ingest
 from tests.support.golden.plain import Golden, load_plain
 from tests.support.golden.states import running
@@ -34,7 +34,7 @@ async def served_logits(golden: Golden, held=(), **settings) -> Tensor:
     def lead(_, rank):
         def choose(rows, logits_RV):
             seen.append(logits_RV[0].float())
-            return [golden.prompt[PROMPT + len(seen) - 1]], {}
+            return [Token(golden.prompt[PROMPT + len(seen) - 1])]
 
         rank.sampler.choose = choose
 
