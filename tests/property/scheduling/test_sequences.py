@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.scheduling.jobs import Sequence
+from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
@@ -49,8 +49,7 @@ class Watched(Bench):
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
         assert isinstance(job, Sequence)
-        assert job.holding is not None
-        return replace(row, path=job.holding.segment.path.ids, rope=job.rope, window_runs=job.holding.window_runs)
+        return replace(row, path=job.tail.path_ids, rope=job.request.rope, window_runs=job.tail.holding.window_runs)
 
     def land(self) -> None:
         plan, whole = self.under_way.popleft()
