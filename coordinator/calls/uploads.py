@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import CutShort, Intake
 from coordinator.calls.replay import CallLater, Timer, call_later
+from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import IngestHeader, IngestProgress
@@ -35,7 +36,7 @@ class PrefillTask:
         self._reports = reports
         self.latest: IngestProgress | None = None
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -46,21 +47,17 @@ class PrefillTask:
         try:
             async with aclosing(self._reports) as reports:
                 async for self.latest in reports:
-                    self._tell()
+                    self._changes.note()
         except Exception as error:
             self._error = error
         finally:
-            self._tell()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+            self._changes.note()
 
     async def follow(self) -> AsyncIterator[IngestProgress]:
         """The reports from now on; a slow reader gets the latest ones. Raises what ended the prefill."""
         told = None
         while True:
-            changed, is_over = self._changed, self.is_over
+            count, is_over = self._changes.count, self.is_over
             if self.latest is not None and self.latest is not told:
                 told = self.latest
                 yield told
@@ -69,7 +66,7 @@ class PrefillTask:
             elif is_over:
                 return
             else:
-                await changed.wait()
+                await self._changes.after(count)
 
     async def stop(self) -> None:
         """Gives it up, wherever it is."""
