@@ -53,6 +53,6 @@ class Deadlines(Generic[Key]):
             heappush(self._heap, (deadline, key))
         return list(found)
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Each deadline is in the heap."""
         assert {key for deadline, key in self._heap if self._is_valid(deadline, key)} == self._by_key.keys()

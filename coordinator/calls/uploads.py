@@ -298,7 +298,7 @@ class Uploads:
         self._timer = None
         self._trim()
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """What is counted is what all hold, by client. Raises AssertionError."""
         counted = Counter[str]()
         for upload in self._all:

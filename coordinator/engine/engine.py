@@ -205,10 +205,10 @@ class Engine:
             max_window_tokens=max_window_tokens(epoch.readies[0], size),
         )
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """The scheduler adds up, and every open stream belongs to a request."""
         scheduler = self._open()
-        scheduler.check()
+        scheduler.audit()
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:

@@ -165,12 +165,12 @@ class Placer:
         in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
         return Blocks(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
 
-    def check(self, runs: Iterable[Run]) -> None:
+    def audit(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
         held = [(run.rank, block) for run in runs for block in run.blocks]
         assert len(held) == len(set(held)), "a block is in two runs"
         for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
-            pool.check()
+            pool.audit()
             assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
         assert Blocks().fits(self.num_reserved)
         assert Blocks().fits(self.num_free)

@@ -58,10 +58,10 @@ class Context:
         if settings.ttl is not UNSET:
             self.expires = now + settings.ttl
 
-    def check(self, holdings: Holdings) -> None:
+    def audit(self, holdings: Holdings) -> None:
         """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
         for end in self.ends:
-            holdings.check(self.path.cut(end))
+            holdings.audit(self.path.cut(end))
         assert self.ends[-1] == self.num_tokens
         assert len(self.ends) <= LAST_ENDS
         assert self.path.segments
@@ -183,13 +183,13 @@ class Contexts:
         self._segments.release(context.path)
         self._expiries.discard(context_id)
 
-    def check(self) -> None:
+    def audit(self) -> None:
         assert self._ids == sorted(self._by_id)
-        self._expiries.check()
+        self._expiries.audit()
         contexts = self._by_id.values()
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
         for context in contexts:
-            context.check(self._segments.holdings)
+            context.audit(self._segments.holdings)
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

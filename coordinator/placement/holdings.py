@@ -46,7 +46,7 @@ class Holding:
             self.num_sharded += len(run.blocks)
         self.segment.extend(token_ids)
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """The runs cover the tokens, in order and without gaps."""
         ends = [self.segment.start, *(run.end for run in self.runs)]
         assert [run.start for run in self.runs] == ends[:-1]
@@ -129,9 +129,9 @@ class Holdings:
             held.append((part_end, part_end))
         return join(held)
 
-    def check(self, path: Path) -> None:
+    def audit(self, path: Path) -> None:
         """A path is sound and can be continued: what its next token sees is held."""
-        path.check()
+        path.audit()
         if self.windows is not None:
             runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]
             held = {position for run, end in runs for position in range(run.start, min(run.end, end))}

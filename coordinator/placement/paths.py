@@ -61,7 +61,7 @@ class Path:
                 return start + count
         return self.end
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Every part has positions, and continues the path before it."""
         assert self.segments or self.end == 0
         for i, (segment, start, end) in enumerate(self.parts()):
@@ -120,6 +120,6 @@ class Segment:
         """Tells the id of a token that was placed before it was known."""
         self.token_ids[position - self.start] = token_id
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """It continues segments of the same rope."""
         assert all(segment.rope == self.rope for segment in self.before.segments)

@@ -65,7 +65,7 @@ class BlockPool:
             high, length = index + 1, length + after[1]
         self._free[low:high] = [(first, length)]
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Free plus used is total; stretches are sorted, apart and inside the pool."""
         assert sum(length for _, length in self._free) + self.num_used == self.num_blocks
         ends = [first + length for first, length in self._free]

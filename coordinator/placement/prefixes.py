@@ -81,7 +81,7 @@ class Prefixes:
             link = hash((link, token_ids[start : start + size].tobytes()))
             yield link
 
-    def check(self, segments: Iterable[Segment]) -> None:
+    def audit(self, segments: Iterable[Segment]) -> None:
         """Only segments that are alive are entered, each under the links of its own tokens."""
         alive = {segment.id: segment for segment in segments}
         for segment_id, links in self._links.items():

@@ -168,19 +168,19 @@ class Segments:
                 self._refer(part, -1, -1)
         return True
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Segments and what is held of them are sound; what they continue is alive; what is kept is counted."""
         kept = [part.id for segment in self.kept for part in segment.path.segments]
         for holding in self.holdings:
             segment = holding.segment
-            segment.check()
-            holding.check()
+            segment.audit()
+            holding.audit()
             path = segment.path if segment.token_ids else segment.before
-            path.check() if segment.is_sealed else self.holdings.check(path)
+            path.audit() if segment.is_sealed else self.holdings.audit(path)
             before = self.holdings.of(segment.before.segments)
             assert all(part.num_references >= holding.num_references for part in before)
             assert holding.num_kept == kept.count(segment.id)
         alive = [holding.segment for holding in self.holdings]
-        self._prefixes.check(alive)
+        self._prefixes.audit(alive)
         assert set(kept) <= {segment.id for segment in alive}
         assert self.num_reclaimable == sum((holding.num_reclaimable for holding in self.holdings), Blocks())

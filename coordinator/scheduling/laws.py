@@ -13,18 +13,18 @@ from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
 
 
-def check_holdings(
+def audit_holdings(
     segments: Segments, contexts: Contexts, placer: Placer, waiting: tuple[Job, ...], running: tuple[Job, ...]
 ) -> None:
     """Raises AssertionError where the books do not add up."""
-    segments.check()
-    contexts.check()
+    segments.audit()
+    contexts.audit()
     holdings = segments.holdings
-    placer.check(run for holding in holdings for run in (*holding.runs, *holding.window_runs))
+    placer.audit(run for holding in holdings for run in (*holding.runs, *holding.window_runs))
     jobs = (*waiting, *running)
     for job in jobs:
-        holdings.check(job.request.origin)
-        holdings.check(job.reading.path)
+        holdings.audit(job.request.origin)
+        holdings.audit(job.reading.path)
     owners: dict[int, int] = {}
     paths = [context.path for context in contexts.list()] + [job.reading.path for job in jobs]
     for segment in [s for path in paths for s in path.segments] + [job.tail.segment for job in running]:
@@ -50,7 +50,7 @@ def _check_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path
             assert all(min(run.start + placer.block_size, run.end) > first for run in holding.window_runs)
 
 
-def check_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:
+def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:
     """Raises AssertionError when a job is in two places, or runs and can never be planned again."""
     ids = [job.id for job in (*waiting, *running)]
     assert len(ids) == len(set(ids))

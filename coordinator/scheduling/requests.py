@@ -84,7 +84,7 @@ class Requests:
         [(greedy, _)] = Counter(request.claim.client for request in self._paused.values()).most_common(1)
         return next(request for request in self._paused.values() if request.claim.client == greedy)
 
-    def check(self) -> None:
+    def audit(self) -> None:
         assert all(request.jobs for request in self)
         assert self._paused == {request.id: request for request in self if request.is_paused}
         assert set(self.deadlines) == {request.id for request in self if request.claim.end is not None}

@@ -22,7 +22,7 @@ from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.jobs import IngestJob, Job
-from coordinator.scheduling.laws import check_holdings, check_jobs
+from coordinator.scheduling.laws import audit_holdings, audit_jobs
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.planner import Planner
 from coordinator.scheduling.preemption import Crowd, Preemption
@@ -294,12 +294,12 @@ class Scheduler:
         """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
         return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
-        check_holdings(self.segments, self.contexts, self._placer, waiting, running)
-        check_jobs(waiting, running, self._planner.under_way)
-        self._requests.check()
+        audit_holdings(self.segments, self.contexts, self._placer, waiting, running)
+        audit_jobs(waiting, running, self._planner.under_way)
+        self._requests.audit()
         assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))
 
 

@@ -31,7 +31,7 @@ async def running(engine: Engine) -> AsyncGenerator[Running, None]:
         loop = asyncio.create_task(engine.run())
         yield Running(engine, readies, loop)
         with suppress(Unavailable):
-            engine.check()
+            engine.audit()
     finally:
         await engine.close()
         if loop is not None:

@@ -80,7 +80,7 @@ class Bench:
     def _check(self) -> None:
         self._num_unchecked += 1
         if self._num_unchecked >= self._check_every:
-            self.scheduler.check()
+            self.scheduler.audit()
             self._num_unchecked = 0
 
     def schedule(self) -> StepPlan | None:

@@ -26,7 +26,7 @@ async def serving(folder: Path, broken: Collection[tuple[int, int | None]]) -> A
     ):
         yield client, address
         assert (await client.cluster()).running == 0
-        engine.check()
+        engine.audit()
 
 
 async def read(events: AsyncIterator[object]) -> tuple[dict[int, list[int]], list[int], str]:

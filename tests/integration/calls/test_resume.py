@@ -274,7 +274,7 @@ async def test_what_nobody_reads_any_more_ends_though_its_deadline_is_far(resuma
     resumable.ranks.allow(20)
     await resumable.read(request(seconds=0.05), num_tokens=5, timeout=1000)
     await comes_to(resumable.engine, lambda: not resumable.engine.cluster().running)
-    resumable.engine.check()
+    resumable.engine.audit()
     with pytest.raises(NotFound, match="generations/one"):
         await resumable.read(resume(5))
 
@@ -297,7 +297,7 @@ async def test_a_generation_that_is_held_can_be_cancelled(resumable: Resumable) 
     async with AsyncClient(resumable.address) as client:
         await client.cancel_generation("one")
         assert resumable.engine.cluster().running == 0
-        resumable.engine.check()
+        resumable.engine.audit()
         for name in ("one", "unknown"):
             with pytest.raises(NotFound, match=f"generations/{name}"):
                 await client.cancel_generation(name)

@@ -68,7 +68,7 @@ async def unread(folder: Path, **settings: float) -> AsyncIterator[Unread]:
         grpc.aio.insecure_channel(address, SMALL_WINDOW) as channel,
     ):
         yield Unread(engine, address, channel)
-        engine.check()
+        engine.audit()
 
 
 async def test_streams_that_nobody_reads_refuse_nobody(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ async def test_ingest_and_generate(world_size: int) -> None:
         view = engine.get_context("doc")
         assert (view.tokens, sum(share.tokens for share in view.shares)) == (200, 200)
         assert [worker.pid for worker in engine.cluster().workers] == service.pids
-        engine.check()
+        engine.audit()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -189,7 +189,7 @@ async def test_cancel_frees_everything() -> None:
         assert [event async for event in stream if isinstance(event, Started)] == []
         assert await answer(service.engine.submit(prompt(4, 3))) == expected(3, 3)
         assert [worker.tokens for worker in service.engine.cluster().workers] == [0, 0]
-        service.engine.check()
+        service.engine.audit()
 
 
 async def test_two_plans_are_sent_before_the_first_answer() -> None:

@@ -44,12 +44,12 @@ def test_the_longest_held_beginning_is_found(
     index = Prefixes(block_size, Holdings(), blocks_at_once)
     for segment in segments:
         index.add(segment)
-    index.check(segments)
+    index.audit(segments)
     prompt = data.draw(st.sampled_from([s.path.token_ids().tolist() for s in segments])) + prompt
     for gone in range(len(segments) + 1):
         alive = segments[: len(segments) - gone]
         found = index.match(array("I", prompt))
-        found.check()
+        found.audit()
         assert found.token_ids().tolist() == prompt[: found.end]
         assert set(found.segments) <= set(alive)
         longest = max((num_common(s.path.token_ids().tolist(), prompt) for s in alive), default=0)
@@ -58,7 +58,7 @@ def test_the_longest_held_beginning_is_found(
         assert found.end == 0 or found.end >= block_size
         if alive:
             index.remove(alive[-1])  # those that continue others go first
-            index.check(alive[:-1])
+            index.audit(alive[:-1])
 
 
 @given(forests(), st.lists(st.integers(0, 1), max_size=20))

@@ -40,14 +40,14 @@ def test_growth_keeps_what_is_seen_and_its_promise(
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
         assert sum(map(len, runs)) == len(positions(runs))
         assert reservation.left.windows + count_blocks(runs) == promised
-        placer.check(runs)
+        placer.audit(runs)
         start = end
     runs = placer.window_pool.trim(runs, start)
     assert positions(runs) >= set(range(max(first, windows.first(start)), start))
     assert count_blocks(runs) <= -(-(windows.span - 1) // block_size) + 1
     placer.release(reservation)
     assert placer.num_free == placer.num_blocks - Blocks(windows=count_blocks(runs))
-    placer.check(runs)
+    placer.audit(runs)
 
 
 @st.composite
@@ -76,7 +76,7 @@ def paths(draw: st.DrawFn, windows: Windows) -> tuple[Path, Holdings]:
 @given(WINDOWS, st.data())
 def test_seams_are_where_all_that_is_seen_is_held(windows: Windows, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
-    holdings.check(path)
+    holdings.audit(path)
     held = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
     seams = [p for p in range(path.end + 1) if held >= set(range(windows.first(p), p))]
     for position in range(path.end + 1):

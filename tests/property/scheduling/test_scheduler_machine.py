@@ -373,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if hasattr(self, "scheduler"):
             self._see(self.scheduler.drain())
-            self.scheduler.check()
+            self.scheduler.audit()
             self._contexts_go_on_at_their_ends()
             assert self.placer.num_reserved == Blocks() or self.open
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running

@@ -113,7 +113,7 @@ def test_ranks_know_what_whole_rows_would_have_said(
         bench.scheduler.pause(job, False)
     while bench.plan() or bench.under_way:
         bench.steps(1, 2)
-    bench.scheduler.check()
+    bench.scheduler.audit()
 
 
 @pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])

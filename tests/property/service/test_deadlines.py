@@ -20,7 +20,7 @@ def test_deadlines_are_those_that_were_set_last(operations: list[tuple[int, floa
         else:
             deadlines.add(key, deadline)
             expected |= {} if deadline is None else {key: deadline}
-        deadlines.check()
+        deadlines.audit()
         assert set(deadlines) == expected.keys()
         passed = deadlines.passed(now)
         assert sorted(passed) == sorted(key for key, deadline in expected.items() if deadline <= now)
@@ -33,5 +33,5 @@ def test_what_is_set_again_and_again_takes_no_room() -> None:
     for number in range(1000):
         deadlines.add("a", 1000.0 - number)
         deadlines.add("b", 1000.0 + number)
-    deadlines.check()
+    deadlines.audit()
     assert len(deadlines._heap) <= 5

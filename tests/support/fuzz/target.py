@@ -156,7 +156,7 @@ class Target:
         for view in self._engine.list_contexts():
             if view.id != HELD:
                 self._engine.delete_context(view.id)
-        self._engine.check()
+        self._engine.audit()
         await until(lambda: self._num_held() == sum(view.tokens for view in self._engine.list_contexts()))
 
     def _num_held(self) -> int:

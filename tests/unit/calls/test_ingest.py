@@ -65,7 +65,7 @@ def expiring(expires: float, upload_id: str = "", *, is_pinned: bool = False) ->
 async def made(tmp_path: Path) -> AsyncIterator[Made]:
     made = Made(tmp_path, SILENCE, max_uploads=4, max_bytes=80_000)
     yield made
-    made.uploads.check()
+    made.uploads.audit()
     await made.threads.close()
 
 
@@ -151,7 +151,7 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
     reports = await made.run(header("mine"), (2,) * 9)
     assert reports[0].received_tokens == 1000
     assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
-    made.uploads.check()
+    made.uploads.audit()
     await made.threads.close()
 
 

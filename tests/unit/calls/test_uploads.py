@@ -99,7 +99,7 @@ def test_the_oldest_give_way(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(clock, max_uploads=4)
     for clock.now, name in enumerate("abc"):
         assert leave(uploads, make(name))
-        uploads.check()
+        uploads.audit()
     assert kept(uploads, "a", "b", "c") == [False, True, True]
 
 
@@ -108,7 +108,7 @@ def test_memory_is_bounded(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(clock, max_bytes=10_000)
     for clock.now, name in enumerate("abc"):
         leave(uploads, make(name, 1000))
-        uploads.check()
+        uploads.audit()
     assert kept(uploads, "a", "b", "c") == [False, True, True]
     clock.now = 3
     assert not leave(uploads, make("d", 3000)), "what is too large alone is not kept"
@@ -201,7 +201,7 @@ def test_what_is_kept_is_let_go_in_time_though_nobody_calls(make: Callable[..., 
     clock.turn_to(190)
     assert uploads.num_bytes == 0
     assert not clock.to_come, "and no timer runs for nothing"
-    uploads.check()
+    uploads.audit()
 
 
 def test_the_number_of_uploads_is_bounded_with_a_share_for_each_client(make: Callable[..., Upload]) -> None:
@@ -223,7 +223,7 @@ def test_the_number_of_uploads_is_bounded_with_a_share_for_each_client(make: Cal
     assert uploads.leave(owner)
     uploads.add(make("c", client="c"))
     assert kept(uploads, "a0", "a1") == [False, True], "what nobody listens to gave way"
-    uploads.check()
+    uploads.audit()
 
 
 def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make: Callable[..., Upload]) -> None:
@@ -233,7 +233,7 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
         upload = make(name, num_tokens, client)
         uploads.add(upload)
         uploads.count(upload)
-        uploads.check()
+        uploads.audit()
         if name == "old":
             uploads.leave(upload.own())
     second = make("second", 1000, "a")
@@ -249,7 +249,7 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
     uploads.add(other)
     with pytest.raises(ResourceExhausted, match="all hold 16,008 bytes, at most 16,000"):
         uploads.count(other)
-    uploads.check()
+    uploads.audit()
 
 
 def test_a_document_that_is_too_large_for_itself_is_not_tried_again(make: Callable[..., Upload]) -> None:
@@ -273,7 +273,7 @@ def test_what_ended_is_not_counted_any_more(make: Callable[..., Upload]) -> None
         assert uploads.num_bytes == 4000, "its stream is open yet, and holds it"
         assert not uploads.leave(owner)
         assert uploads.num_bytes == 0
-        uploads.check()
+        uploads.audit()
 
 
 async def reports(gate: asyncio.Event, error: Exception | None = None) -> AsyncGenerator[IngestProgress, None]:

@@ -149,7 +149,7 @@ async def test_a_stream_ends_with_its_last_sample() -> None:
             stream.cancel_sample(sample)
         assert stream.is_closed
         assert (engine.cluster().running, engine.cluster().waiting) == (0, 0)
-        engine.check()
+        engine.audit()
 
 
 async def test_logprobs_and_stop_tokens_come_through() -> None:
@@ -297,7 +297,7 @@ async def test_contexts_expire() -> None:
         assert names(engine) == ["early", "late", "never", "pinned"]
         days.now = 1010.0
         assert names(engine) == ["late", "never", "pinned"]
-        engine.check()
+        engine.audit()
         with pytest.raises(NotFound):
             engine.submit(prompt(3, 1, "early"))
         assert engine.update_context("late", ContextSettings(expires=None)).expires is None
@@ -343,7 +343,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
         engine.list_contexts()  # looks at the clock
         with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
             [_ async for _ in stream]
-        engine.check()
+        engine.audit()
         ranks.allow(1000)
         for other in (*others, kept):
             [_ async for _ in other]

@@ -28,10 +28,10 @@ def test_allocation_prefers_the_smallest_stretch_that_fits() -> None:
     pool = BlockPool(12)
     pool.allocate(12)
     pool.free([0, 1, 2, 5, 6, 9, 10, 11])
-    pool.check()
+    pool.audit()
     assert pool.allocate(2) == (5, 6)
     assert pool.allocate(3) == (0, 1, 2)
-    pool.check()
+    pool.audit()
 
 
 def test_allocation_joins_stretches_when_none_fits() -> None:
@@ -40,7 +40,7 @@ def test_allocation_joins_stretches_when_none_fits() -> None:
     pool.free([1, 2, 3, 6, 9])
     assert sorted(pool.allocate(5)) == [1, 2, 3, 6, 9]
     assert pool.num_free == 0
-    pool.check()
+    pool.audit()
 
 
 def test_free_joins_neighbours_again() -> None:
@@ -48,7 +48,7 @@ def test_free_joins_neighbours_again() -> None:
     pool.allocate(8)
     for block in (3, 5, 4, 0, 7, 1, 6, 2):
         pool.free([block])
-        pool.check()
+        pool.audit()
     assert pool.allocate(8) == tuple(range(8))
 
 
@@ -57,7 +57,7 @@ def test_too_many_blocks_take_nothing() -> None:
     with pytest.raises(ResourceExhausted):
         pool.allocate(4)
     assert pool.num_free == 3
-    pool.check()
+    pool.audit()
 
 
 @pytest.mark.parametrize("ids", [[0], [4], [5], [1, 1]])
@@ -83,7 +83,7 @@ def test_chunk_is_dealt_in_serpentine_order(end: int, turn: int, expected: list[
     place = placer(10, 10, 10)
     runs = place.place_chunk(0, end, turn, reserve(place, 10))
     assert extents(runs) == expected
-    place.check(runs)
+    place.audit(runs)
 
 
 def test_chunk_of_few_pieces_goes_to_the_emptiest_ranks() -> None:
@@ -95,7 +95,7 @@ def test_chunk_moves_to_ranks_that_have_room() -> None:
     place = placer(1, 0, 5)
     runs = place.place_chunk(100, 123, 0, reserve(place, 6))
     assert extents(runs) == [(0, 100, 104), (2, 104, 123)]
-    place.check(runs)
+    place.audit(runs)
     assert place.num_free == Blocks()
 
 
@@ -107,7 +107,7 @@ def test_growth_fills_the_last_run_first() -> None:
     grown = place.grow(last, 2, 5, reservation)
     assert extents(grown) == [(1, 0, 4), (0, 4, 7)]
     assert extents(place.grow(grown[-1], 7, 1, reservation)) == [(0, 4, 8)]
-    place.check([*grown])
+    place.audit([*grown])
 
 
 def test_promises_are_kept() -> None:
@@ -137,4 +137,4 @@ def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
         grown = place.grow(rows[-1] if rows else None, position, 1, reservation)
         rows = [*(run for run in rows if run.start != grown[0].start), *grown]
     assert reservation.left == Blocks()
-    place.check([*runs, *rows])
+    place.audit([*runs, *rows])

@@ -31,10 +31,10 @@ class Store:
         self.contexts.append(context, segment, now)
         self.segments.drop(segment)
 
-    def check(self) -> None:
-        self.segments.check()
-        self.contexts.check()
-        self.placer.check(run for holding in self.segments.holdings for run in holding.runs)
+    def audit(self) -> None:
+        self.segments.audit()
+        self.contexts.audit()
+        self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
     def shares(self, context: Context) -> list[int]:
         return self.segments.holdings.shares(context.path, 2)
@@ -48,7 +48,7 @@ def test_context_grows_by_sealed_segments() -> None:
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
     assert sum(store.shares(context)) == 13
     assert all(segment.is_sealed for segment in context.path.segments)
-    store.check()
+    store.audit()
 
 
 def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
@@ -57,10 +57,10 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     path = store.contexts.get("a").path
     store.segments.retain(path)
     store.contexts.delete("a")
-    store.check()
+    store.audit()
     assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(13), ())
     store.segments.release(path)
-    store.check()
+    store.audit()
     assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(16), (path.segments[0].id,))
     assert store.segments.take_forgotten() == ()
 
@@ -88,7 +88,7 @@ def test_contexts_are_listed_by_id() -> None:
     store.contexts.delete("b")
     assert [context.id for context in store.contexts.list("a", 5)] == ["c"]
     assert store.contexts.list("c", 5) == []
-    store.contexts.check()
+    store.contexts.audit()
 
 
 def forked_store() -> Store:
@@ -110,7 +110,7 @@ def test_fork_shares_segments_and_copies_nothing(num_tokens: int | None, parts: 
     assert fork.path.segments == store.contexts.get("a").path.segments[: len(parts)]
     assert (fork.num_tokens, sum(store.shares(fork)), fork.created, fork.updated) == (parts[-1], parts[-1], 9.0, 9.0)
     assert store.placer.num_free == free
-    store.check()
+    store.audit()
 
 
 def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
@@ -118,10 +118,10 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     fork = store.contexts.fork("a", "b", 4, now=9.0)
     first, second = store.contexts.get("a").path.segments
     store.contexts.delete("a")
-    store.check()
+    store.audit()
     assert store.segments.take_forgotten() == (second.id,)
     store.append("b", fork.path, 5, now=11.0)
-    store.check()
+    store.audit()
     assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)
     assert (fork.num_tokens, sum(store.shares(fork)), fork.updated) == (9, 9, 11.0)
     branch = store.contexts.fork("b", "c", 3, now=12.0)
@@ -143,7 +143,7 @@ def test_wrong_forks_name_what_is_wrong() -> None:
         ) as caught:
             store.contexts.fork("a", "b", wrong, now=0.0)
         assert caught.value.field == "token_count"
-    store.check()
+    store.audit()
 
 
 class Unwalked(dict[str, Context]):

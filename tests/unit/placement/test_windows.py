@@ -87,7 +87,7 @@ def forked() -> Asker:
 def test_a_context_forks_where_the_window_is_held(position: int) -> None:
     bench = forked()
     bench.scheduler.fork_context("doc", "fork", position)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     job = bench.ask(9, context="fork")
     bench.run()
     assert len(bench.tokens(job)) == 4
@@ -220,7 +220,7 @@ def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int)
     for context in ("doc", "other"):
         bench.scheduler.delete_context(context)
     assert num_window_blocks(bench) == 0
-    bench.scheduler.check()
+    bench.scheduler.audit()
 
 
 def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
@@ -230,7 +230,7 @@ def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
     assert num_window_blocks(bench) == 2 * LAST_ENDS
     for end in ends:
         bench.scheduler.fork_context("doc", f"fork-{end}", end)
-        bench.scheduler.check()
+        bench.scheduler.audit()
     assert num_window_blocks(bench) == 2 * LAST_ENDS
     told = rf"one of its last {LAST_ENDS} documents ended \(at {', '.join(map(str, ends[:-1]))} or {ends[-1]}\), "
     with pytest.raises(InvalidArgument, match=f"40: .* {told}.*nearest at 60; with --window-keys sharded"):
@@ -287,7 +287,7 @@ def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
     assert [bench.cached(job) for job in (again, longer)] == [27, 27]
     segments = bench.scheduler.segments
     assert segments.make_room(bench.placer.num_free + segments.num_reclaimable)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     assert num_window_blocks(bench) == 4 * LAST_ENDS
 
 

@@ -35,7 +35,7 @@ def test_cancelled_ingest_leaves_the_context_as_it_was() -> None:
     plan = bench.schedule()
     assert plan is not None
     assert bench.scheduler.cancel(job)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     bench.commit(plan)
     assert not bench.scheduler.cancel(job)
     assert bench.scheduler.contexts.get("doc").num_tokens == 40
@@ -67,7 +67,7 @@ def test_deleting_a_context_cancels_what_is_appended_to_it() -> None:
     job = bench.ingest("doc", 40, append=True)
     bench.schedule()
     assert bench.scheduler.delete_context("doc") == [job]
-    bench.scheduler.check()
+    bench.scheduler.audit()
     assert bench.placer.num_free == bench.placer.num_blocks
 
 
@@ -126,7 +126,7 @@ def test_a_fork_is_asked_and_appended_to_by_itself() -> None:
     assert (len(plan.work.rows[0].path), plan.work.rows[0].start) == (3, 35)
     assert bench.seen[job][0] == Started(39, 35)
     bench.scheduler.delete_context("fork")
-    bench.scheduler.check()
+    bench.scheduler.audit()
     assert bench.placer.num_free == bench.placer.num_blocks
 
 

@@ -69,7 +69,7 @@ class Bench:
         for job, outcome in outcomes:
             self.began += [job] if isinstance(outcome, Started) else []
             self.seen.setdefault(job, []).append(outcome)
-        self.scheduler.check()
+        self.scheduler.audit()
         return plan
 
     def run(self) -> list[StepPlan]:
@@ -265,7 +265,7 @@ def test_of_too_many_that_are_not_read_the_greediest_client_loses_its_oldest() -
     bench.scheduler.pause(jobs[3], True)
     bench.run()
     assert isinstance(bench.seen[jobs[1]][-1], ResourceExhausted)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     for job in (jobs[0], jobs[2], jobs[3]):
         bench.scheduler.pause(job, False)
     bench.run()
@@ -299,7 +299,7 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     claim, sampling = Claim(deadline=bench.now + 0.2), Sampling(max_tokens=500)
     bench.admit(Prompt(context=None, token_ids=range(4), sampling=sampling, end_tokens=frozenset([1]), claim=claim))
     bench.ask(100, deadline=bench.now + 0.5)
-    bench.scheduler.check()
+    bench.scheduler.audit()
 
 
 def test_the_deadline_of_a_held_one_tells_only_whether_it_may_begin() -> None:

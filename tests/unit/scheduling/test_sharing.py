@@ -196,7 +196,7 @@ def test_a_sample_may_end_before_the_others() -> None:
     assert bench.scheduler.cancel_sample(job, 1)
     assert bench.scheduler.cancel_sample(job, 0)
     assert not bench.scheduler.cancel_sample(job, 1)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     bench.run()
     assert [len(bench.answer(job, sample)) for sample in range(3)] == [1, 1, 6]
 
@@ -209,7 +209,7 @@ def test_cancelling_ends_all_samples() -> None:
         assert plan is not None
         bench.commit(plan)
     assert bench.scheduler.cancel(job)
-    bench.scheduler.check()
+    bench.scheduler.audit()
     assert bench.schedule() is None
     assert (bench.scheduler.num_running, sum(bench.scheduler.segments.tokens_by_rank())) == (0, 0)
 
