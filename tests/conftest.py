@@ -1,11 +1,19 @@
 """Fixtures that several folders of tests share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 RAY_SLOTS = 3
 pytest.register_assert_rewrite("tests.support")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """What is started in the background of a shell without job control ignores interrupts, and so do its children."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
