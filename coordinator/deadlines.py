@@ -1,4 +1,4 @@
-"""When nobody waits for a job any more, and when a context expires. Times in seconds, on the clock of who adds them."""
+"""When nobody waits for a request any more, and when a context expires. Times in seconds, by the clock of the adder."""
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush

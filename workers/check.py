@@ -33,8 +33,9 @@ from workers.keys.pools import (
     windowed_layers,
     windows_of,
 )
+from workers.model import hook
 from workers.model import model as models
-from workers.model.model import LayerSpec, Model, hook
+from workers.model.model import LayerSpec, Model
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)

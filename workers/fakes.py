@@ -92,7 +92,7 @@ class EchoLedger:
         assert runs[0].start <= start < runs[0].end
         own.extend(runs)
         self._token_ids.setdefault(path[-1], []).extend(token_ids)
-        self._check_blocks()
+        self._audit_blocks()
 
     def token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens that a path leads through."""
@@ -112,7 +112,7 @@ class EchoLedger:
             if run.start < part_end
         ]
 
-    def _check_blocks(self) -> None:
+    def _audit_blocks(self) -> None:
         runs = [run for segment in self._segments.values() for run in segment]
         blocks = [(run.rank, block) for run in runs for block in run.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two runs"

@@ -24,7 +24,8 @@ from longleaf.config import EngineConfig
 from longleaf.geometry import Rope
 from longleaf.sampling import Token
 from workers.keys.ledger import Ledger
-from workers.model.model import Model, hook
+from workers.model import hook
+from workers.model.model import Model
 
 PLAIN = "eager"
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -63,8 +63,16 @@ class Answer:
                     self._times.started = self._times.clock()
                 for sample in self._samples:
                     sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
-                counts = (event.prompt_tokens, event.cached_tokens, event.queue_position)
-                return [Started(*counts, self._request_id, event.is_beyond_trained, self._is_exact)]
+                return [
+                    Started(
+                        prompt_tokens=event.prompt_tokens,
+                        cached_tokens=event.cached_tokens,
+                        queue_position=event.queue_position,
+                        request_id=self._request_id,
+                        is_beyond_trained=event.is_beyond_trained,
+                        is_exact=self._is_exact,
+                    )
+                ]
             case Progress():
                 return [event]
             case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Collection
 
+from msgspec.structs import replace
+
 from longleaf.channel.fakes import VOCAB, echo_token
 from longleaf.channel.lives import Hello, Ready
 from longleaf.channel.step import Comparison, Decode, Row, StepPlan, StepResult
@@ -53,8 +55,16 @@ class FakeRanks:
         return tuple(Hello(rank, "fake", "127.0.0.1", 1000 + rank) for rank in range(self.world_size))
 
     async def start(self, epoch: int) -> tuple[Ready, ...]:
-        facts = ("cpu", "float32", self.num_blocks, 64)
-        return tuple(Ready(rank, *facts, rotary=self.rotary, windows=self.windows) for rank in range(self.world_size))
+        ready = Ready(
+            rank=0,
+            device="cpu",
+            dtype="float32",
+            num_blocks=self.num_blocks,
+            bytes_per_token=64,
+            rotary=self.rotary,
+            windows=self.windows,
+        )
+        return tuple(replace(ready, rank=rank) for rank in range(self.world_size))
 
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

@@ -32,11 +32,11 @@ def audit_holdings(
     assert owners == {h.segment.id: h.num_references - h.num_kept for h in holdings if h.num_references > h.num_kept}
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
-    _check_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
+    _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
     assert placer.num_reserved == sum((job.tail.reservation.left for job in running), Blocks())
 
 
-def _check_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
+def _audit_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
     """Each place holds the windows before it, and nothing else is held of what is sealed: the first block of each run
     is seen."""
     held: dict[int, Counter[int]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from coordinator.serving.requests import Call, Handler, Incoming, Requests
+from coordinator.serving.gate import Call, Gate, Handler, Incoming
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.units import human_seconds
@@ -28,7 +28,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
     come as bytes, when they are asked for, and the library holds none of them while it is answered.
     """
 
-    def __init__(self, requests: Requests, unread_timeout: float) -> None:
+    def __init__(self, requests: Gate, unread_timeout: float) -> None:
         self._requests = requests
         self._unread_timeout = unread_timeout
 

@@ -8,8 +8,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # pyright: ignor
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
 from coordinator.calls.use_cases import UseCases
+from coordinator.serving.gate import MAX_CALLS, Gate
 from coordinator.serving.interceptors import ErrorInterceptor
-from coordinator.serving.requests import MAX_CALLS, Requests
 from coordinator.serving.servicers import (
     ClusterServicer,
     ContextServicer,
@@ -56,7 +56,7 @@ class Server:
     """The door for gRPC. A stream that nobody reads for `unread_timeout` seconds is let go."""
 
     def __init__(self, use_cases: UseCases, unread_timeout: float = MAX_SECONDS) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Requests(), unread_timeout)], options=OPTIONS)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Gate(), unread_timeout)], options=OPTIONS)
         untyped: Any = health
         self._health: Any = untyped.aio.HealthServicer()
         self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(use_cases))

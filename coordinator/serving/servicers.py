@@ -30,7 +30,7 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
-Request = TypeVar("Request", Generate, IngestHeader, Verify)
+Claiming = TypeVar("Claiming", Generate, IngestHeader, Verify)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_IDS = 1 << 14
@@ -55,7 +55,7 @@ def caller(call: Call) -> str:
     return peer.rpartition(":")[0] or peer
 
 
-def _by(request: Request, client: str) -> Request:
+def _by(request: Claiming, client: str) -> Claiming:
     """The request, of `client` unless it names another."""
     return request if request.client else msgspec.structs.replace(request, client=client)
 

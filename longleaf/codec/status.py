@@ -46,7 +46,7 @@ Read = Callable[[status_pb2.Status], LongleafError | None]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ErrorKind:
     """How errors of one type travel."""
 
     error: type[LongleafError]
@@ -220,20 +220,22 @@ def _exhausted(status: status_pb2.Status) -> ResourceExhausted:
 
 
 KINDS = (
-    Kind(InvalidArgument, StatusCode.INVALID_ARGUMENT, _violation, _invalid_argument),
-    Kind(NotFound, StatusCode.NOT_FOUND, _resource, _of_resource(NotFound)),
-    Kind(AlreadyExists, StatusCode.ALREADY_EXISTS, _resource, _of_resource(AlreadyExists)),
-    Kind(ResourceExhausted, StatusCode.RESOURCE_EXHAUSTED, _quota, _exhausted),
-    Kind(DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, _info("DEADLINE_EXCEEDED"), _of_message(DeadlineExceeded)),
+    ErrorKind(InvalidArgument, StatusCode.INVALID_ARGUMENT, _violation, _invalid_argument),
+    ErrorKind(NotFound, StatusCode.NOT_FOUND, _resource, _of_resource(NotFound)),
+    ErrorKind(AlreadyExists, StatusCode.ALREADY_EXISTS, _resource, _of_resource(AlreadyExists)),
+    ErrorKind(ResourceExhausted, StatusCode.RESOURCE_EXHAUSTED, _quota, _exhausted),
+    ErrorKind(
+        DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, _info("DEADLINE_EXCEEDED"), _of_message(DeadlineExceeded)
+    ),
     # not CANCELLED: the library takes that for the caller's own doing
-    Kind(Cancelled, StatusCode.ABORTED, _info("CANCELLED"), _of_reason(Cancelled, "CANCELLED")),
-    Kind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
-    Kind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
-    Kind(Unavailable, StatusCode.UNAVAILABLE, _info("UNAVAILABLE"), _of_message(Unavailable)),
-    Kind(
+    ErrorKind(Cancelled, StatusCode.ABORTED, _info("CANCELLED"), _of_reason(Cancelled, "CANCELLED")),
+    ErrorKind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
+    ErrorKind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
+    ErrorKind(Unavailable, StatusCode.UNAVAILABLE, _info("UNAVAILABLE"), _of_message(Unavailable)),
+    ErrorKind(
         ModelRefused, StatusCode.FAILED_PRECONDITION, _info("MODEL_REFUSED"), _of_reason(ModelRefused, "MODEL_REFUSED")
     ),
-    Kind(StartError, StatusCode.FAILED_PRECONDITION, _info("START_ERROR"), _of_reason(StartError, "START_ERROR")),
+    ErrorKind(StartError, StatusCode.FAILED_PRECONDITION, _info("START_ERROR"), _of_reason(StartError, "START_ERROR")),
 )
 """The kinds of one code in the order in which they are tried, a type before those that it is one of. A LongleafError of
 no kind is UNKNOWN, without details."""

@@ -256,7 +256,7 @@ def test_a_signal_while_ray_starts_leaves_nothing_behind(checkpoint: Path, start
     left = Left(process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    left.check()
+    left.audit()
     assert process.returncode == 0
     assert errors.splitlines() == ["starting 2 ranks (ray) …"]
 

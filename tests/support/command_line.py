@@ -84,7 +84,7 @@ class Served:
         left = Left(self.process)
         self.process.send_signal(number)
         code = self.process.wait(timeout=60)
-        left.check()
+        left.audit()
         return code
 
 
@@ -102,7 +102,7 @@ class Left:
                 words = one.cmdline()
                 self.folders += [Path(words[-1])] if "coordinator.ranks.ray_folder" in words else []
 
-    def check(self) -> None:
+    def audit(self) -> None:
         assert psutil.wait_procs(self.processes, timeout=20)[1] == []
         assert [folder for folder in self.folders if folder.exists()] == []
 

@@ -15,7 +15,7 @@ from bench.hostile.__main__ import Turns, line, parse, row
 from bench.hostile.attacks import ATTACKS, OPEN, attack
 from bench.hostile.heartbeat import longest_gap
 from bench.report import page
-from coordinator.serving.requests import MAX_PIECE_BYTES
+from coordinator.serving.gate import MAX_PIECE_BYTES
 from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import ResourceExhausted
 from longleaf.v1.context_service_pb2 import IngestContextRequest, UpdateContextRequest

@@ -20,7 +20,7 @@ from bench.harness.memory import parse
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
-from coordinator.serving.requests import MAX_PIECE_BYTES
+from coordinator.serving.gate import MAX_PIECE_BYTES
 from coordinator.serving.server import Server
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Prefill, StepPlan, StepResult

@@ -1,4 +1,4 @@
-"""Requests on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
+"""Gate on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
@@ -47,7 +47,7 @@ Call = Any
 Handler = Any
 
 
-class Requests:
+class Gate:
     """Those of all calls of a server."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Requests:
 class Incoming:
     """The requests of one call."""
 
-    def __init__(self, requests: Requests, method: str, handler: Handler) -> None:
+    def __init__(self, requests: Gate, method: str, handler: Handler) -> None:
         self._requests = requests
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))

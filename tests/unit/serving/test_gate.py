@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from google.protobuf.message import DecodeError
 
-from coordinator.serving.requests import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Requests
+from coordinator.serving.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
 from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
@@ -43,7 +43,7 @@ def call(*requests: bytes) -> SimpleNamespace:
 async def refused(method: str, data: bytes) -> str:
     """Why a request is refused, which must not have come to the parser, alone or in a stream."""
     parser = Parser()
-    with Requests().of(method, parser) as incoming:
+    with Gate().of(method, parser) as incoming:
         with pytest.raises(InvalidArgument) as caught:
             await incoming.one(call(data))
         with pytest.raises(InvalidArgument):
@@ -90,13 +90,13 @@ async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None
 @pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
 async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
     parser = Parser()
-    with Requests().of(GENERATE, parser) as incoming:
+    with Gate().of(GENERATE, parser) as incoming:
         assert await incoming.one(call(data)) == data
         assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
 
 
 async def test_what_is_missing_or_no_message_is_told() -> None:
-    with Requests().of(GENERATE, Parser()) as incoming:
+    with Gate().of(GENERATE, Parser()) as incoming:
         with pytest.raises(InvalidArgument, match="request: is missing"):
             await incoming.one(call())
         with pytest.raises(InvalidArgument, match="request: is not a valid message"):
@@ -104,7 +104,7 @@ async def test_what_is_missing_or_no_message_is_told() -> None:
 
 
 async def test_between_two_large_requests_others_have_their_turn() -> None:
-    parser, requests = Parser(), Requests()
+    parser, requests = Parser(), Gate()
 
     async def read(data: bytes) -> None:
         with requests.of(GENERATE, parser) as incoming:
@@ -120,7 +120,7 @@ async def test_between_two_large_requests_others_have_their_turn() -> None:
 
 
 async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
-    requests = Requests(max_held_bytes=len(LARGE))
+    requests = Gate(max_held_bytes=len(LARGE))
     with requests.of(GENERATE, Parser()) as first, requests.of(GENERATE, Parser()) as second:
         await first.one(call(LARGE))
         with pytest.raises(
@@ -136,7 +136,7 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
 
 
 async def test_open_calls_have_a_limit() -> None:
-    requests = Requests(max_calls=1)
+    requests = Gate(max_calls=1)
     with (
         requests.of(GENERATE, Parser()),
         pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
@@ -170,7 +170,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
             await asyncio.Event().wait()
         return make()
 
-    with Requests().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make())) as incoming:
+    with Gate().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make())) as incoming:
         requests = incoming.all(SimpleNamespace(read=read))
         assert isinstance(await anext(requests), Weighty)
         silent = asyncio.ensure_future(anext(requests))
@@ -182,7 +182,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
 async def test_a_request_that_does_not_come_ends_its_call() -> None:
     never = SimpleNamespace(read=asyncio.Event().wait)
     with (
-        Requests(arrival_seconds=0.001).of(GENERATE, Parser()) as incoming,
+        Gate(arrival_seconds=0.001).of(GENERATE, Parser()) as incoming,
         pytest.raises(DeadlineExceeded, match="no request came within"),
     ):
         await incoming.one(never)
