@@ -104,7 +104,8 @@ def test_kernels_agree_with_float64_over_the_same_keys(
     for queries in (q, q.to(dtype)):  # of either type
         found = KERNELS[name](queries, k, v, reads, 0.3, softcap)
         keys, values = (t.transpose(0, 1) for t in (k, v))
-        assert_same(found, reference.attend(queries, keys, values, mask, 0.3, softcap=softcap))
+        # float32 scores near 10 are rounded by 1e-6, and so are weights; 16 bits would be off by 1e-3
+        assert_same(found, reference.attend(queries, keys, values, mask, 0.3, softcap=softcap), atol=1e-5)
 
 
 @HALVES
