@@ -97,7 +97,6 @@ class Control:
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await self._wait_for(self._hellos)
-                self._readies.clear()
                 await self._send_all(self._join(epoch))
                 await self._wait_for(self._readies)
         except TimeoutError:
