@@ -281,8 +281,9 @@ class Engine:
         self._wake.clear()
         while self._steps and self._steps[0][1].done():
             plan, step = self._steps.popleft()
-            outcomes += scheduler.commit(plan, step.result(), self._wall_clock())
-            answered.append((plan, step.result()))
+            result = step.result()
+            outcomes += scheduler.commit(plan, result, self._wall_clock())
+            answered.append((plan, result))
         while (plan := scheduler.schedule(self._clock())) is not None:
             # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
             step = asyncio.create_task(self._ranks.step(plan))

@@ -48,7 +48,7 @@ Handler = Any
 
 
 class Gate:
-    """Those of all calls of a server."""
+    """Lets in the requests of all calls of a server, as many and as large as it can bear."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Gate:
 
     @contextmanager
     def of(self, method: str, handler: Handler) -> Generator["Incoming", None, None]:
-        """Those of one call, which is open meanwhile. Raises ResourceExhausted."""
+        """The requests of one call, which is open meanwhile. Raises ResourceExhausted."""
         if self._num_calls >= self._max_calls:
             raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
         self._num_calls += 1
@@ -102,8 +102,8 @@ class Gate:
 class Incoming:
     """The requests of one call."""
 
-    def __init__(self, requests: Gate, method: str, handler: Handler) -> None:
-        self._requests = requests
+    def __init__(self, gate: Gate, method: str, handler: Handler) -> None:
+        self._gate = gate
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
         self._num_held = 0
@@ -111,7 +111,7 @@ class Incoming:
     async def one(self, call: Call) -> object:
         """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
         DeadlineExceeded when it does not come."""
-        seconds = self._requests.arrival_seconds
+        seconds = self._gate.arrival_seconds
         try:
             async with asyncio.timeout(seconds):
                 data = await call.read()
@@ -121,9 +121,9 @@ class Incoming:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
-            self._requests.hold(len(data))
+            self._gate.hold(len(data))
             self._num_held = len(data)
-        return await self._requests.parse(data, self._descriptor, self._handler)
+        return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def all(self, call: Call) -> AsyncGenerator[object, None]:
         """One after another. Raises InvalidArgument."""
@@ -136,7 +136,7 @@ class Incoming:
         if data is EOF:
             return EOF
         self._check_size(data)
-        return await self._requests.parse(data, self._descriptor, self._handler)
+        return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def drain(self, call: Call) -> None:
         """Before a call ends with an error: reads on until its client pauses, if that would not hear the error else."""
@@ -151,7 +151,7 @@ class Incoming:
 
     def release(self) -> None:
         """What was held need not be counted any more."""
-        self._requests.release(self._num_held)
+        self._gate.release(self._num_held)
         self._num_held = 0
 
     def _check_size(self, data: bytes) -> None:

@@ -28,8 +28,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
     come as bytes, when they are asked for, and the library holds none of them while it is answered.
     """
 
-    def __init__(self, requests: Gate, unread_timeout: float) -> None:
-        self._requests = requests
+    def __init__(self, gate: Gate, unread_timeout: float) -> None:
+        self._gate = gate
         self._unread_timeout = unread_timeout
 
     async def intercept_service(
@@ -50,7 +50,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
         return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
     async def _serve(self, method: str, handler: Handler, call: Call) -> None:
-        with self._requests.of(method, handler) as incoming:
+        with self._gate.of(method, handler) as incoming:
             if not handler.response_streaming:
                 await call.write(await handler.unary_unary(await incoming.one(call), call))
             elif handler.request_streaming:
