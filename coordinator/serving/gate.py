@@ -1,4 +1,4 @@
-"""Gate on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
+"""Requests on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
