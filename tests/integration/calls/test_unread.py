@@ -111,7 +111,7 @@ async def test_a_stream_is_ended_when_nobody_reads_it_for_so_long(tmp_path: Path
 
 
 async def test_a_held_generation_outlives_a_stream_that_is_not_read(tmp_path: Path) -> None:
-    async with unread(tmp_path, unread_timeout=0.3) as streams:
+    async with unread(tmp_path, unread_timeout=2.0) as streams:
         call = streams.open(seconds=60.0, request_id="one")
         await comes_to(streams.engine, lambda: streams.num_unread == 1)
         later = streams.open()
