@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Outcome, describe
+from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect
 from coordinator.ranks.ray_fleet import RayFleet
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(arguments)
     except msgspec.ValidationError as error:
-        return report(Outcome(error=_of_option(error), exit_code=BAD_INPUT))
+        return report(Reply(error=_of_option(error), exit_code=BAD_INPUT))
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
         return report(run(config))
@@ -80,26 +80,26 @@ def _of_option(error: msgspec.ValidationError) -> str:
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {told}"
 
 
-def announce(config: ServiceConfig, outcome: Outcome) -> None:
-    for note in outcome.notes:
+def announce(config: ServiceConfig, reply: Reply) -> None:
+    for note in reply.notes:
         print(note, file=sys.stderr, flush=True)
-    address = join_address(config.host, outcome.port)
+    address = join_address(config.host, reply.port)
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(told, flush=True)
 
 
-def report(outcome: Outcome) -> int:
-    if outcome.error:
-        print(f"{ERROR}{outcome.error}", file=sys.stderr, flush=True)
-    return outcome.exit_code
+def report(reply: Reply) -> int:
+    if reply.error:
+        print(f"{ERROR}{reply.error}", file=sys.stderr, flush=True)
+    return reply.exit_code
 
 
-def serve_locally(config: ServiceConfig) -> Outcome:
+def serve_locally(config: ServiceConfig) -> Reply:
     """The coordinator in this process, ranks as its children."""
     return asyncio.run(_serve_here(config))
 
 
-async def _serve_here(config: ServiceConfig) -> Outcome:
+async def _serve_here(config: ServiceConfig) -> Reply:
     stop = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -109,11 +109,11 @@ async def _serve_here(config: ServiceConfig) -> Outcome:
     if not starting.done():
         starting.cancel()
         await actor.stop()
-        return Outcome()
-    outcome = starting.result()
-    if outcome.error:
-        return outcome
-    announce(config, outcome)
+        return Reply()
+    reply = starting.result()
+    if reply.error:
+        return reply
+    announce(config, reply)
     ending = asyncio.create_task(actor.wait())
     await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stopping.done() and not ending.done():
@@ -128,7 +128,7 @@ def _ray() -> Any:
     return ray
 
 
-def serve_on_ray(config: ServiceConfig) -> Outcome:
+def serve_on_ray(config: ServiceConfig) -> Reply:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
     try:
         connection = connect(config.ray_address, config.engine.world_size)
@@ -147,23 +147,23 @@ def serve_on_ray(config: ServiceConfig) -> Outcome:
         connection.close()
 
 
-def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Outcome:
+def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Reply:
     ray = _ray()
     actor = _place(config)
     try:
-        outcome = _await(actor.start.remote(), stop)
-        if outcome.error or stop.is_set():
-            return outcome
-        announce(config, outcome)
-        outcome = _await(actor.wait.remote(), stop)
+        reply = _await(actor.start.remote(), stop)
+        if reply.error or stop.is_set():
+            return reply
+        announce(config, reply)
+        reply = _await(actor.wait.remote(), stop)
     except ray.exceptions.RayError as error:
-        return Outcome(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
+        return Reply(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
             if stop.is_set():
                 ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
             ray.kill(actor)
-    return outcome
+    return reply
 
 
 def _place(config: ServiceConfig) -> Any:
@@ -180,14 +180,14 @@ def _place(config: ServiceConfig) -> Any:
         raise StartError(f"this Ray cluster runs a coordinator already: {error}") from error
 
 
-def _await(reference: Any, stop: threading.Event) -> Outcome:
-    """The call's outcome, or an empty one when a signal comes first."""
+def _await(reference: Any, stop: threading.Event) -> Reply:
+    """The call's reply, or an empty one when a signal comes first."""
     ray = _ray()
     while not stop.is_set():
         done, _ = ray.wait([reference], timeout=POLL_SECONDS)
         if done:
             return ray.get(reference)
-    return Outcome()
+    return Reply()
 
 
 if __name__ == "__main__":

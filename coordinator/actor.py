@@ -16,7 +16,7 @@ NAMESPACE = "longleaf"
 FAILED = 1
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True):
     """How a call went: the port when the service listens, else what to tell the user and the process's exit code."""
 
     port: int = 0
@@ -26,11 +26,11 @@ class Outcome(msgspec.Struct, frozen=True):
     exit_code: int = 0
 
 
-def describe(error: Exception) -> Outcome:
+def describe(error: Exception) -> Reply:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
     if not isinstance(error, LongleafError):
-        return Outcome(error=repr(error), exit_code=FAILED)
-    return Outcome(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost) else BAD_INPUT)
+        return Reply(error=repr(error), exit_code=FAILED)
+    return Reply(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost) else BAD_INPUT)
 
 
 class CoordinatorActor:
@@ -40,26 +40,26 @@ class CoordinatorActor:
         self._service = Service(config, make_fleet())
         self._is_stopping = False
 
-    async def start(self) -> Outcome:
+    async def start(self) -> Reply:
         """Brings the service up."""
         try:
-            return Outcome(port=await self._service.start(), notes=self._service.notes)
+            return Reply(port=await self._service.start(), notes=self._service.notes)
         except Exception as error:
             await self._service.stop()
             return describe(error)
 
-    async def wait(self) -> Outcome:
+    async def wait(self) -> Reply:
         """Waits for the end of the service; when a rank is lost, reaps the others first."""
         try:
             await self._service.wait()
         except asyncio.CancelledError:
-            return Outcome()
+            return Reply()
         except Exception as error:
             if self._is_stopping:
-                return Outcome()
+                return Reply()
             await self._service.stop()
             return msgspec.structs.replace(describe(error), exit_code=FAILED)
-        return Outcome()
+        return Reply()
 
     async def stop(self) -> None:
         """Takes the service down."""

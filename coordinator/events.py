@@ -7,19 +7,15 @@ import msgspec
 
 from longleaf.channel.step import Comparison
 from longleaf.errors import LongleafError, NotFinite
-from longleaf.messages import UNCHANGED, ContextSettings, Progress
+from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress
 from longleaf.sampling import Sampling, Token
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(Claimed, frozen=True, kw_only=True):
     """What a request may claim against others."""
 
-    priority: int = 0
-    """Higher goes first."""
-    client: str = ""
-    """Whom fair share counts."""
     deadline: float | None = None
     """When nobody waits for it any more, in seconds on the engine's clock."""
     is_held: bool = False
@@ -54,16 +50,16 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens to read into a context."""
 
     context: str
-    """Its id, without the `contexts/` prefix."""
+    """Id of the context, without the `contexts/` prefix."""
     token_ids: Sequence[int]
     append: bool = False
-    """They go on the end of a context that is there; else they begin a new one."""
+    """Whether the tokens go on the end of a context that is there; else they begin a new one."""
     settings: ContextSettings = UNCHANGED
-    """Of the context that is created."""
+    """Settings of the context that is created."""
     claim: Claim = NO_CLAIM
 
 
-class Started(msgspec.Struct, frozen=True):
+class Admitted(msgspec.Struct, frozen=True):
     """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
     the request begins, and when it is preempted."""
 
@@ -115,6 +111,6 @@ class Acknowledged(msgspec.Struct, frozen=True):
     context: str
 
 
-Event = Started | Progress | Tokens | Ended
+Event = Admitted | Progress | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
 """Id of a request, and what its stream gets: last an error, the last Ended or Failed, or Acknowledged."""

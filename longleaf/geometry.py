@@ -39,7 +39,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     is_graded: bool = False
     """Each number of positions past `scaled_from` has a scaling of its own; otherwise all have the same."""
     float32_error: float = 0.0
-    """Of the model's own phases against float64."""
+    """Error of the model's own phases against float64."""
     float64_error: float = 0.0
 
 

@@ -15,7 +15,7 @@ ROOT = Path("/")
 MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
 KEPT = ("inactive_file", "active_file", "slab_reclaimable")
-"""Of the used memory, what the system gives back when it is asked for."""
+"""The part of the used memory that the system gives back when it is asked for."""
 
 
 class Memory(NamedTuple):

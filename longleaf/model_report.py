@@ -34,7 +34,7 @@ class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `serve --window-keys replicated` makes of keys and values."""
 
     bytes_per_token: int
-    """Of one token, over the layers that see everything, rounded up; 0 when there are none."""
+    """Bytes of one token, over the layers that see everything, rounded up; 0 when there are none."""
     bytes_per_window: int
     """On each rank, for each place where a context can be continued: of as many tokens as any other layer sees."""
 
@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why no such fleet starts; empty when it does."""
     rooms: tuple[RankPlan, ...] = ()
     tokens: int = 0
-    """That the pools of all ranks hold together."""
+    """Tokens that the pools of all ranks hold together."""
     is_unlimited: bool = False
     """No token takes room for ever, and `tokens` is only a bound on positions."""
     window_tokens: int = 0
@@ -80,7 +80,7 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     replicated: ReplicatedReport | None = None
     """If there are layers that do not see everything."""
     weight_bytes: int = 0
-    """Of each rank: all hold the whole model."""
+    """Bytes of weights on each rank: all hold the whole model."""
     has_weights: bool = False
     """Whether they were read."""
     plans: tuple[Plan, ...] = ()

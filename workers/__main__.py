@@ -8,7 +8,7 @@ from collections.abc import Callable
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
-from workers.control import Rank, serve
+from workers.control import Computation, serve
 
 
 def main(spec: RankSpec) -> None:
@@ -19,7 +19,7 @@ def main(spec: RankSpec) -> None:
     live(spec, Rank)
 
 
-def live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank]) -> None:
+def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> None:
     """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

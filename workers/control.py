@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.channel.lives import PULSE_SECONDS, Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.errors import StartError, WorkerLost
@@ -22,11 +22,11 @@ LINGER_MILLISECONDS = 2000
 CLOSE_SECONDS = 5.0
 """How long a rank may take to close; then its process ends as it is. Longer than fleets wait before they kill."""
 MAX_REASON_CHARACTERS = 8192
-"""Of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
+"""Characters of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
 log = logging.getLogger(__name__)
 
 
-class Rank(Protocol):
+class Computation(Protocol):
     """The computation of one rank. Any exception ends the rank, and with it the fleet."""
 
     def open_store(self) -> int:
@@ -110,7 +110,7 @@ class Pulse(threading.Thread):
         self.join()
 
 
-def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | None = None) -> int:
+def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], parent: int | None = None) -> int:
     """Lives the life of a rank. Returns the exit code: 0 when told to leave, 1 when something raised.
 
     `parent` is the process that must stay alive, if any. The process ends if the rank does not close in time.
@@ -126,8 +126,8 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], parent: int | N
         context.term()
 
 
-def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channel) -> int:
-    rank: Rank | None = None
+def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], channel: Channel) -> int:
+    rank: Computation | None = None
     code = 0
     try:
         rank = make_rank(spec)
@@ -137,7 +137,7 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
             log.exception("rank %d failed", spec.rank)
         blamed = error.rank if isinstance(error, WorkerLost) else None
         # before closing, which may block or raise for the same reason
-        channel.send(Failed(spec.rank, _reason(error), isinstance(error, StartError), blamed))
+        channel.send(Died(spec.rank, _reason(error), isinstance(error, StartError), blamed))
         code = 1
     finally:
         if rank is not None and not _is_closed(rank):
@@ -145,7 +145,7 @@ def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Rank], channel: Channe
     return code
 
 
-def _is_closed(rank: Rank) -> bool:
+def _is_closed(rank: Computation) -> bool:
     """Closes the rank; whether it could. The process ends if that takes too long: a timer of the interpreter's own sees
     to it, since what blocks may let no other thread run."""
     with open(os.devnull, "w") as nobody:
@@ -203,7 +203,7 @@ class Life:
     """What a rank does between its birth and its end: it says hello, loads, and then does what it is told. Whatever is
     raised ends it."""
 
-    def __init__(self, spec: RankSpec, rank: Rank, channel: Channel) -> None:
+    def __init__(self, spec: RankSpec, rank: Computation, channel: Channel) -> None:
         self._spec = spec
         self._rank = rank
         self._channel = channel

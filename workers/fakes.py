@@ -120,7 +120,7 @@ class EchoLedger:
 
 
 class EchoRank:
-    """Implements workers.control.Rank without torch."""
+    """Implements workers.control.Computation without torch."""
 
     def __init__(self, spec: RankSpec, fault: Fault | None = None, num_blocks: int = 256) -> None:
         self._spec = spec

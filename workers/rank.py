@@ -41,7 +41,7 @@ from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
 
 NO_TOKEN = Token(0)
-"""Of a sequence whose logits are not finite, or were not before: all ranks go on with it until that is released."""
+"""Told of a sequence whose logits are not finite, or were not before: ranks go on with it until that is released."""
 
 
 class Rank:

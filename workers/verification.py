@@ -71,7 +71,7 @@ class Verifier:
                 answer.add(row, tokens[i].id, logits_RV[i])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
-        """Of the answers that these rows completed, by sequence. What plain attention cannot do is told, not raised."""
+        """Compares answers that rows completed, by sequence. What plain attention cannot do is told, not raised."""
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 

@@ -91,10 +91,10 @@ REFUSED: tuple[Refused, ...] = get_args(Refused)
 
 WINDOW = 256
 SECTION = 320
-"""Of chunked attention: no multiple of a window or of the blocks that tests use."""
+"""Section of chunked attention, in positions: no multiple of a window or of the blocks that tests use."""
 TEMPERATURE_STEP = 150
 SOFTCAP = 10.0
-"""Of the scores of Gemma 2: low enough to change those that random weights give."""
+"""Cap of the scores of Gemma 2: low enough to change those that random weights give."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 48,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.actor import CoordinatorActor, Outcome
+from coordinator.actor import CoordinatorActor, Reply
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
@@ -70,7 +70,7 @@ def longest_gap(times: Sequence[float], began: float, ended: float) -> float:
     return max(later - earlier for earlier, later in pairwise([last, *inside, after]))
 
 
-async def serve(config: ServiceConfig, folder: Path) -> Outcome:
+async def serve(config: ServiceConfig, folder: Path) -> Reply:
     """Serves until a signal or a failure."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

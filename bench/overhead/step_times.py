@@ -13,7 +13,7 @@ from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import StepPlan, StepResult
 from workers.__main__ import live
-from workers.control import Rank
+from workers.control import Computation
 
 
 class StepTime(NamedTuple):
@@ -30,7 +30,7 @@ Times = Mapping[int, StepTime]
 class TimedRank:
     """A rank that writes the times of its steps to a file when it leaves."""
 
-    def __init__(self, rank: Rank, path: Path) -> None:
+    def __init__(self, rank: Computation, path: Path) -> None:
         self._rank = rank
         self._path = path
         self._times: dict[int, StepTime] = {}

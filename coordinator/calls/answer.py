@@ -5,8 +5,8 @@ from collections.abc import Callable
 from coordinator import events
 from coordinator.text.detokenizer import Alphabet, Piece, TextStream
 from coordinator.text.spelling import Speller
-from longleaf.messages import Delta, Event, Finished, Progress, Started, Timings, Usage
-from longleaf.sampling import Sampling, Token
+from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started, Timings, Usage
+from longleaf.sampling import Token
 
 
 class Times:
@@ -24,20 +24,20 @@ class Answer:
     def __init__(
         self,
         request_id: str,
+        request: Generate,
         alphabet: Alphabet,
-        sampling: Sampling,
         end_tokens: frozenset[int],
-        num_samples: int,
         clock: Callable[[], float],
         is_exact: bool,
-        has_bytes: bool = False,
     ) -> None:
-        """`has_bytes`: logprobs carry the bytes of their tokens, which the alphabet can spell."""
+        """Where logprobs are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be
+        large, is not kept."""
+        sampling = request.sampling
         self._request_id = request_id
         self._is_exact = is_exact
         self._times = Times(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
-        spell = alphabet.spell if has_bytes else None
+        spell = alphabet.spell if request.with_token_bytes else None
         self._samples = [
             Sample(
                 sample,
@@ -47,7 +47,7 @@ class Answer:
                 is_exact,
                 Speller(spell, alphabet.silent, ends) if spell else None,
             )
-            for sample in range(num_samples)
+            for sample in range(request.num_samples)
         ]
 
     @property
@@ -58,7 +58,7 @@ class Answer:
     def take(self, event: events.Event) -> list[Event]:
         """What the client is told of `event`. What comes of a sample after its end is dropped."""
         match event:
-            case events.Started():
+            case events.Admitted():
                 if event.queue_position == 0 and self._times.started is None:
                     self._times.started = self._times.clock()
                 for sample in self._samples:
@@ -106,7 +106,7 @@ class Sample:
         self._tokens: list[Token] = []
         self._end_ids: tuple[int, ...] = ()
         self.usage = Usage()
-        """Of the prompt."""
+        """Tokens of the prompt. Those of the answer are counted as they come."""
         self.is_finished = False
 
     def take(self, event: events.Tokens) -> list[Event]:

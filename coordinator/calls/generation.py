@@ -137,9 +137,8 @@ class Generation:
 
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer
-        wanted = (request.sampling, tokenizer.end_tokens, request.num_samples)
-        has_bytes = request.with_token_bytes
-        return Answer(request_id, tokenizer.alphabet, *wanted, self._clock, self._engine.is_exact, has_bytes)
+        ends = tokenizer.end_tokens
+        return Answer(request_id, request, tokenizer.alphabet, ends, self._clock, self._engine.is_exact)
 
     async def _check(self, request: Generate) -> Sequence[int]:
         """The prompt's ids. Raises InvalidArgument or NotFound."""

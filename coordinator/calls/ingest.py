@@ -25,9 +25,9 @@ from longleaf.units import human_seconds
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing while a document arrives."""
 REPORT_BYTES = 1 << 18
-"""Of text, received between two reports."""
+"""Bytes of text received between two reports."""
 REPORT_TOKENS = 1 << 16
-"""Of token ids."""
+"""Token ids received between two reports."""
 
 
 class Ingester(Capacity, Protocol):
@@ -47,24 +47,23 @@ class Ingester(Capacity, Protocol):
 
 
 class Ingest:
-    """Runs ingests on an engine. `clock` is the engine's, in seconds, `wall_clock` counts those since the epoch."""
+    """Runs ingests on an engine, on the clock of its uploads. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
         self,
         engine: Ingester,
         tokenizer: Tokenizer,
         threads: TextThreads,
-        clock: Callable[[], float] = time.monotonic,
+        uploads: Uploads,
         wall_clock: Callable[[], float] = time.time,
-        uploads: Uploads | None = None,
         idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads
-        self._clock = clock
+        self._clock = uploads.clock
         self._wall_clock = wall_clock
-        self._uploads = uploads or Uploads(clock)
+        self._uploads = uploads
         self._idle_seconds = idle_seconds
 
     async def run(

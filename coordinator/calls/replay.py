@@ -13,7 +13,7 @@ from longleaf.messages import Delta, Event, Generate, Started
 MAX_HELD = 256
 """Generations held at once."""
 MAX_HELD_PER_CLIENT = MAX_HELD // 2
-"""Those of one client, so that it leaves some to others."""
+"""Replays held for one client, so that it leaves some to others."""
 MAX_WEIGHT = 1 << 14
 """Tokens and alternatives of one generation that are kept for a client that comes back."""
 RETRY_SECONDS = 2.0
@@ -23,7 +23,7 @@ class Timer(Protocol):
     """A call to come."""
 
     def cancel(self) -> None:
-        """It will not be made."""
+        """The answer will not be made."""
         ...
 
 
@@ -62,7 +62,7 @@ class Replay:
         self._error: Exception | None = None
         """What ended it."""
         self._is_over = False
-        """Its last event is in the log."""
+        """The answer's last event is in the log."""
         self._num_readers = 0
         self._timer = later(self._seconds, self._be_over)
         self._step: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ MAX_UPLOADS = 256
 MAX_BYTES = 1 << 30
 """Memory of all documents on their way to the engine: about 256 million tokens."""
 SHARE = 1 / 2
-"""Of both, the most for one client."""
+"""The share of both that one client may have."""
 RETRY_SECONDS = 5.0
 
 
@@ -168,7 +168,7 @@ class Uploads:
         max_uploads: int = MAX_UPLOADS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._later = later
         self._timer: Timer | None = None
         self._keep_seconds, self._max_uploads, self._max_bytes = keep_seconds, max_uploads, max_bytes
@@ -256,7 +256,7 @@ class Uploads:
         upload = owner.upload
         if not owner.is_current:
             return True
-        upload.owner, upload.idle_since = None, self._clock()
+        upload.owner, upload.idle_since = None, self.clock()
         if self._by_key.get(_key(upload.header)) is not upload:
             self._remove(upload)
             return False
@@ -270,7 +270,7 @@ class Uploads:
             del self._num_bytes[upload.header.client]
 
     def _kept(self) -> list[Upload]:
-        """Those that wait to be resumed, the oldest first."""
+        """Uploads that wait to be resumed, the oldest first."""
         kept = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
         ordered = sorted(kept, key=lambda entry: entry[0])
         return [upload for _, upload in ordered if not upload.is_prefilling]
@@ -283,7 +283,7 @@ class Uploads:
         return found is not None
 
     def _trim(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for upload in self._kept():
             assert upload.idle_since is not None
             self._count(upload, upload.num_held_bytes)  # work that its stream left behind may have ended since

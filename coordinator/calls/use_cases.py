@@ -6,6 +6,7 @@ from typing import Protocol
 from coordinator.calls.generation import Generation, Submitter
 from coordinator.calls.ingest import Ingest, Ingester
 from coordinator.calls.tokens import Tokenization
+from coordinator.calls.uploads import Uploads
 from coordinator.calls.verification import Verifications
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
@@ -42,12 +43,12 @@ class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
 
     @property
     def changes(self) -> Changes:
-        """Of requests, and of what ranks hold."""
+        """Changes of requests, and of what ranks hold."""
         ...
 
 
 class UseCases:
-    """Those of one engine. All doors share them: what is held to be resumed is found again through any of them.
+    """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
     `cluster` describes the engine, and raises what that raises.
     """
@@ -56,13 +57,13 @@ class UseCases:
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
         self.generation = Generation(engine, tokenizer, self.threads)
-        self.ingest = Ingest(engine, tokenizer, self.threads)
+        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads())
         self.contexts: ContextStore = engine
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
         self.cluster = cluster
         self.changes = engine.changes
-        """Of what `cluster` says."""
+        """Changes of what `cluster` says."""
 
     async def close(self) -> None:
         """Ends the threads. Idempotent."""

@@ -27,14 +27,15 @@ DEFAULT_ANSWER = 8
 MAX_TEXT_BYTES = 1 << 16
 RETRY_SECONDS = 1.0
 MAX_DIFFERENCE = 1e-4
-"""Of two logits in float32, as a share of the largest: right paths of small random checkpoints, whose logits are the
-most easily upset, differed by 3e-6."""
+"""Allowed between two logits in float32, as a share of the largest: right paths of small random checkpoints, whose
+logits are the most easily upset, differed by 3e-6."""
 TIMES_PLAIN = {"float16": 2.0, "bfloat16": 2.0, "int8": 4.0}
 """Distance from float32, as a multiple of that of plain attention. On 16 families of small random checkpoints, right
 paths came to 1.4 in float16 and bfloat16; to 1.6, and once, with experts, to 2.8 in int8; without what one of three
 ranks had to say it was 7.6 or more."""
 TELLING = 1 / 3
-"""Of the spread of the logits: without what one of three ranks had to say they were 0.38 of it off, or more."""
+"""Share of the logits' spread by which an error is told: without what one of three ranks had to say they were 0.38 of
+it off, or more."""
 
 
 class Verdict(NamedTuple):

@@ -12,7 +12,7 @@ from coordinator.engine.readers import Readers
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
 from coordinator.events import Document, Outcome, Prompt
-from coordinator.placement.contexts import Context
+from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
@@ -226,7 +226,7 @@ class Engine:
         self._expire(self._scheduler)
         return self._scheduler
 
-    def _view(self, context: Context) -> messages.Context:
+    def _view(self, context: NamedPath) -> messages.Context:
         assert self._epoch is not None
         assert self._scheduler is not None
         holdings = self._scheduler.segments.holdings

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from coordinator.engine.stream import Stream
-from coordinator.events import Acknowledged, Ended, Event, Failed, Outcome, Started, Tokens
+from coordinator.events import Acknowledged, Admitted, Ended, Event, Failed, Outcome, Tokens
 from longleaf.errors import LongleafError
 
 POSITION_SECONDS = 1.0
@@ -28,7 +28,7 @@ class Reader:
     def tell(self, event: Event, now: float) -> None:
         """Notes when things happen for the first time: a preempted request begins again."""
         match event:
-            case Started():
+            case Admitted():
                 self._started = now if self._started is None else self._started
                 self.position = None
             case Tokens():
@@ -48,13 +48,13 @@ class Reader:
             decode_seconds=now - first,
         )
 
-    def tell_position(self, started: Started) -> None:
-        self.position = started.queue_position
-        self.stream.put(started)
+    def tell_position(self, admitted: Admitted) -> None:
+        self.position = admitted.queue_position
+        self.stream.put(admitted)
 
 
 class Readers:
-    """Those of all requests that have not ended. `clock` is the engine's, in seconds."""
+    """The readers of all requests that have not ended. `clock` is the engine's, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -95,16 +95,16 @@ class Readers:
                     behind += [request_id] if reader.stream.is_full else []
         return behind
 
-    def tell_positions(self, positions: Callable[[], Mapping[int, Started]]) -> None:
+    def tell_positions(self, positions: Callable[[], Mapping[int, Admitted]]) -> None:
         """Tells those that wait their place in the queue: at once when they come, changes once in a while."""
         now = self._clock()
         is_due = now - self._positions_told >= POSITION_SECONDS
         if not (is_due or self._has_new):
             return
-        for request_id, started in positions().items():
+        for request_id, admitted in positions().items():
             reader = self._by_request[request_id]
-            if reader.position is None or (is_due and reader.position != started.queue_position):
-                reader.tell_position(started)
+            if reader.position is None or (is_due and reader.position != admitted.queue_position):
+                reader.tell_position(admitted)
         self._has_new = False
         self._positions_told = now if is_due else self._positions_told
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from coordinator.events import Ended, Event, Started, Tokens
+from coordinator.events import Admitted, Ended, Event, Tokens
 from longleaf.messages import Progress
 from longleaf.sampling import Token
 
@@ -39,7 +39,7 @@ class Unread:
 
 
 class Stream:
-    """Events of one request, read by one task: Started, Progress, then each sample's Tokens and Ended, in this order.
+    """Events of one request, read by one task: Admitted, Progress, then each sample's Tokens and Ended, in this order.
 
     However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
     joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
@@ -56,7 +56,7 @@ class Stream:
         self._on_cancel_sample = on_cancel_sample
         self._on_read = on_read
         self._changed = asyncio.Event()
-        self._started: Started | None = None
+        self._admitted: Admitted | None = None
         self._progress: Progress | None = None
         self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
@@ -75,8 +75,8 @@ class Stream:
 
     def put(self, event: Event) -> None:
         match event:
-            case Started():
-                self._started = event
+            case Admitted():
+                self._admitted = event
             case Progress():
                 self._progress = event
             case Tokens():
@@ -135,8 +135,8 @@ class Stream:
             await self._changed.wait()
 
     def _take(self) -> Event | None:
-        if self._started is not None:
-            event, self._started = self._started, None
+        if self._admitted is not None:
+            event, self._admitted = self._admitted, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
         else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.placement.contexts import Context
+from coordinator.placement.contexts import NamedPath
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
 from longleaf import messages
@@ -10,7 +10,7 @@ from longleaf.channel.lives import Hello, Ready
 
 
 def view_context(
-    context: Context, holdings: Holdings, readies: Sequence[Ready], positions: Positions, is_exact: bool
+    context: NamedPath, holdings: Holdings, readies: Sequence[Ready], positions: Positions, is_exact: bool
 ) -> messages.Context:
     ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
     held = enumerate(holdings.shares(context.path, len(readies)))

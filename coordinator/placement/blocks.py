@@ -17,7 +17,7 @@ class Blocks:
     sharded: int = 0
     """Over the pools of all ranks."""
     windows: int = 0
-    """Of the windows' pool, which is the same on every rank."""
+    """Blocks of the windows' pool, which is the same on every rank."""
 
     def __add__(self, other: "Blocks") -> "Blocks":
         return Blocks(self.sharded + other.sharded, self.windows + other.windows)

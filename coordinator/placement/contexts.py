@@ -18,7 +18,7 @@ LAST_ENDS = 4
 """Documents of a context at whose ends the windows are held: any number of appends takes no more."""
 
 
-class Context:
+class NamedPath:
     """A named path of sealed segments. Times in seconds since the epoch.
 
     Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
@@ -74,28 +74,28 @@ class Contexts:
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
-        self._by_id: dict[str, Context] = {}
+        self._by_id: dict[str, NamedPath] = {}
         self._ids: list[str] = []
         """Sorted."""
         self._expiries = Deadlines[str]()
-        """Of those that are not pinned, in seconds since the epoch."""
+        """When contexts that are not pinned expire, in seconds since the epoch."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
 
-    def get(self, context_id: str) -> Context:
+    def get(self, context_id: str) -> NamedPath:
         """Raises NotFound."""
         if context_id not in self._by_id:
             raise NotFound(f"contexts/{context_id}")
         return self._by_id[context_id]
 
-    def list(self, after: str = "", limit: int | None = None) -> list[Context]:
+    def list(self, after: str = "", limit: int | None = None) -> list[NamedPath]:
         """Sorted by id: those that come after `after`, at most `limit`."""
         start = bisect_right(self._ids, after)
         ids = self._ids[start:] if limit is None else self._ids[start : start + limit]
         return [self._by_id[context_id] for context_id in ids]
 
-    def _add(self, context: Context) -> None:
+    def _add(self, context: NamedPath) -> None:
         self._by_id[context.id] = context
         insort(self._ids, context.id)
 
@@ -111,7 +111,7 @@ class Contexts:
         is new. The windows of its oldest end but a few are let go."""
         self._segments.seal(segment)
         if context_id not in self:
-            self._add(Context(context_id, now, Path(), capacity))
+            self._add(NamedPath(context_id, now, Path(), capacity))
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
@@ -122,7 +122,7 @@ class Contexts:
         context.updated = now
         self.change(context_id, settings, now)
 
-    def change(self, context_id: str, settings: ContextSettings, now: float) -> Context:
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedPath:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
@@ -138,7 +138,7 @@ class Contexts:
         """Ids of the contexts whose time has passed."""
         return tuple(self._expiries.passed(now))
 
-    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> Context:
+    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedPath:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
@@ -152,7 +152,7 @@ class Contexts:
             limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
         self._check_seam(parent, num_tokens)
-        context = Context(context_id, now, path.cut(num_tokens), parent.capacity)
+        context = NamedPath(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
@@ -160,7 +160,7 @@ class Contexts:
         self._add(context)
         return context
 
-    def _check_seam(self, context: Context, position: int) -> None:
+    def _check_seam(self, context: NamedPath, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on."""
         windows = self._segments.holdings.windows
         below, above = self._segments.holdings.seams(context.path, position)

@@ -86,7 +86,7 @@ class Holdings:
         del self._by_segment[holding.segment]
 
     def of(self, segments: Iterable[Segment]) -> list[Holding]:
-        """Those of `segments`, in order."""
+        """Holdings of `segments`, in order."""
         return list(map(self._by_segment.__getitem__, segments))  # may be thousands
 
     def num_blocks(self, path: Path) -> Blocks:

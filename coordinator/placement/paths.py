@@ -121,5 +121,5 @@ class Segment:
         self.token_ids[position - self.start] = token_id
 
     def audit(self) -> None:
-        """It continues segments of the same rope."""
+        """Asserts that the segment continues others of the same rope."""
         assert all(segment.rope == self.rope for segment in self.before.segments)

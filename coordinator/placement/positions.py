@@ -26,7 +26,7 @@ class Positions:
         """The most positions that anything may have."""
 
     def told(self, rotary: Rotary) -> "Positions":
-        """The same, once the ranks have told what they know."""
+        """The positions as they are once the ranks have told what they know."""
         return Positions(rotary, self.trained, allow_long=self.is_long_allowed)
 
     @property

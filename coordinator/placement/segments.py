@@ -31,7 +31,7 @@ class Segments:
         """Blocks that `make_room` can free."""
 
     def create(self, before: Path, rope: Rope = OWN_ROPE) -> Holding:
-        """That of a new, growing segment with one reference: the caller's. What it continues has the same rope."""
+        """Holding of a new, growing segment with one reference: the caller's. What it continues has the same rope."""
         holding = Holding(Segment(self._next_id, before, rope))
         self.holdings.add(holding)
         self._next_id += 1
@@ -116,7 +116,7 @@ class Segments:
 
     @property
     def num_window_tokens(self) -> int:
-        """Of these tokens, those that lie in the windows' pool."""
+        """How many of these tokens lie in the windows' pool."""
         return sum(len(run) for holding in self._needed() for run in holding.window_runs)
 
     def _needed(self) -> Iterator[Holding]:

@@ -18,7 +18,7 @@ import zmq.asyncio
 from coordinator.ranks.blame import Losses
 from coordinator.ranks.members import Members, Tally
 from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.channel.lives import PULSE_SECONDS, Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import LOOPBACK, EngineConfig, join_address
 from longleaf.errors import LongleafError, StartError, WorkerLost
@@ -189,7 +189,7 @@ class Control:
         invitation = self.invitations[rank]
         expected = invitation.pulse_id if isinstance(message, Heartbeat) else invitation.commands_id
         speaks_for = 0 if isinstance(message, StepResult) else message.rank
-        blamed = (message.blamed or 0) if isinstance(message, Failed) else 0
+        blamed = (message.blamed or 0) if isinstance(message, Died) else 0
         if speaks_for != rank or frames[0].bytes != expected or not 0 <= blamed < self._config.world_size:
             raise ValueError(f"rank {rank} sends what it may not: {type(message).__name__} for rank {speaks_for}")
         return message
@@ -205,9 +205,9 @@ class Control:
                 if result is not None and not result.done():
                     result.set_result(message)
                 return
-            case Failed(refused=True):
+            case Died(refused=True):
                 self._losses.conclude(StartError(message.reason))
-            case Failed():
+            case Died():
                 self._losses.failed(message.rank, message.reason, message.blamed)
             case Heartbeat():
                 pass

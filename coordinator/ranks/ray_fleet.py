@@ -17,7 +17,7 @@ from longleaf.topology import too_few_gpus
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 3.0
 NODE_DIGITS = 12
-"""Of a Ray node id, which is 56 digits long; enough to tell machines apart."""
+"""Digits of a Ray node id that are shown, of 56: enough to tell machines apart."""
 
 
 def _ray() -> Any:
@@ -37,8 +37,8 @@ class RayFleet:
         self._worker_class = worker_class
         self._worker_args = worker_args
         self._group: Any = None
-        self._bundle: dict[str, float] = {}
-        self._slots: list[Slot] = []
+        self._resources: dict[str, float] = {}
+        self._bundles: list[Bundle] = []
         self._actors: list[Any] = []
         self._ranks_by_run: dict[Any, int] = {}
         self._is_stopping = threading.Event()
@@ -48,15 +48,15 @@ class RayFleet:
         return await asyncio.to_thread(self._reserve, config)
 
     def _reserve(self, config: EngineConfig) -> str:
-        self._bundle = check_slots(config)
-        group = _ray().util.placement_group([self._bundle] * config.world_size, strategy="PACK")
+        self._resources = check_slots(config)
+        group = _ray().util.placement_group([self._resources] * config.world_size, strategy="PACK")
         self._group = group
         if not group.wait(timeout_seconds=min(60.0, config.start_timeout)):
             raise StartError(f"world size {config.world_size} needs {config.world_size} free slots; some are in use")
         own: str = _ray().util.get_node_ip_address()
-        self._slots = slots_of(group)
-        if all(slot.host == own for slot in self._slots):
-            self._slots = [msgspec.structs.replace(slot, host=LOOPBACK) for slot in self._slots]
+        self._bundles = bundles_of(group)
+        if all(bundle.host == own for bundle in self._bundles):
+            self._bundles = [msgspec.structs.replace(bundle, host=LOOPBACK) for bundle in self._bundles]
             return LOOPBACK
         return own
 
@@ -67,18 +67,18 @@ class RayFleet:
 
     def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
         variables = rank_environment(config.threads_per_rank)
-        has_gpu = "GPU" in self._bundle
+        has_gpu = "GPU" in self._resources
         if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
             config = msgspec.structs.replace(config, device="cuda")
-        for rank, (slot, invitation) in enumerate(zip(self._slots, invitations, strict=True)):
-            self._actors.append(self._place(self._bundle, slot.bundle, variables))
+        for rank, (bundle, invitation) in enumerate(zip(self._bundles, invitations, strict=True)):
+            self._actors.append(self._place(self._resources, bundle.index, variables))
             spec = RankSpec(
                 rank=rank,
                 config=config,
                 invitation=invitation,
-                host=slot.host,
-                node=slot.node,
-                num_ranks_here=sum(other.node == slot.node for other in self._slots),
+                host=bundle.host,
+                node=bundle.node,
+                num_ranks_here=sum(other.node == bundle.node for other in self._bundles),
                 gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
             )
             self._ranks_by_run[self._actors[-1].run.remote(spec)] = rank
@@ -132,10 +132,10 @@ class RayFleet:
         self._ranks_by_run.clear()
 
 
-class Slot(msgspec.Struct, frozen=True):
-    """Where a rank goes: bundle number, its machine's name and address."""
+class Bundle(msgspec.Struct, frozen=True):
+    """Where a rank goes: its number, its machine's name and address."""
 
-    bundle: int
+    index: int
     node: str
     host: str
 
@@ -161,7 +161,7 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
     return bundle
 
 
-def slots_of(group: Any) -> list[Slot]:
+def bundles_of(group: Any) -> list[Bundle]:
     """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too."""
     ray = _ray()
     here = ray.get_runtime_context().get_node_id()
@@ -169,7 +169,7 @@ def slots_of(group: Any) -> list[Slot]:
     table: dict[str, Any] = ray.util.placement_group_table(group)
     by_bundle: dict[int, str] = table["bundles_to_node_id"]
     ordered = sorted(by_bundle.items(), key=lambda item: (item[1] != here, item[1], item[0]))
-    return [Slot(bundle, node[:NODE_DIGITS], hosts[node]) for bundle, node in ordered]
+    return [Bundle(bundle, node[:NODE_DIGITS], hosts[node]) for bundle, node in ordered]
 
 
 def _describe(run: Any) -> str:

@@ -26,11 +26,11 @@ class Request:
     capacity: int
     """Positions that the rope of a context was chosen for."""
     is_beyond_trained: bool = False
-    """It may go beyond the positions that the model was trained for."""
+    """Prompt and answer may go beyond the positions that the model was trained for."""
     num_cached: int = field(init=False)
     """Tokens of the path and the prompt that were held before."""
     is_paused: bool = field(init=False, default=False)
-    """Its reader is behind: no rows until it has caught up."""
+    """The reader is behind: no rows until it has caught up."""
     jobs: list["Job"] = field(init=False, default_factory=list["Job"])
     """What of it waits or runs: a document, a prompt, or the samples of the answer that have not ended."""
 
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def tail(self) -> Tail:
-        """Of a job that runs."""
+        """The segment that the job grows while it runs."""
         assert self._tail is not None
         return self._tail
 

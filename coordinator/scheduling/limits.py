@@ -23,7 +23,8 @@ class Limits:
         return num_tokens - 1 if num_samples > 1 or num_tokens >= self._config.replicate_below else 0
 
     def num_prefill_again(self, num_tokens: int, num_samples: int) -> int:
-        """The same for a prompt with what was generated: whole blocks, so that no cut needs more blocks than others."""
+        """How many go through chunks where a prompt is read again with what was generated: whole blocks, so that no cut
+        needs more blocks than others."""
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
@@ -80,7 +81,8 @@ class Limits:
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
     def most_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
-        """The same, whenever the job may be preempted: then it reads its answer in chunks, and other rows at once."""
+        """The most blocks for what is not read yet and for answers, whenever the job may be preempted: then it reads
+        its answer in chunks, and other rows at once."""
         num_tokens = len(reading.token_ids) + max(0, max_tokens - 1)
         num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
         at_once = max(self._config.replicate_below, self._placer.block_size)

@@ -72,7 +72,7 @@ class Planner:
         self._forgotten: list[int] = []
         self._was_prefill = False
         self.turns = Turns()
-        """Of those that may have the next chunk."""
+        """Turns of those that may have the next chunk."""
         self.step = 0
         """Number of the last plan."""
 

@@ -62,7 +62,7 @@ class Queue:
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
         self.turns = Turns()
-        """Of those that may begin."""
+        """Turns of those that may begin."""
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -61,7 +61,7 @@ class Requests:
 
     @property
     def num_in_line(self) -> int:
-        """Those that wait for room."""
+        """How many jobs wait for room."""
         return sum(not request.is_paused and not request.is_running for request in self)
 
     @property

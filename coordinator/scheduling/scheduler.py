@@ -8,16 +8,16 @@ from functools import partial
 
 from coordinator.events import (
     Acknowledged,
+    Admitted,
     Document,
     Ended,
     EndReason,
     Outcome,
     Prompt,
-    Started,
     Tokens,
 )
 from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import Context, Contexts
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.admission import Admission
@@ -85,11 +85,11 @@ class Scheduler:
         """When `schedule` has something to end."""
         return self._requests.deadlines.next
 
-    def positions(self) -> dict[int, Started]:
+    def positions(self) -> dict[int, Admitted]:
         """What the generations in the queue are told, by request: 1 is next."""
         order = enumerate(self._queue.order(), start=1)
         told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.request.id: job.started(at) for at, job in told}
+        return {job.request.id: job.admitted(at) for at, job in told}
 
     # --- admit ---
 
@@ -129,7 +129,7 @@ class Scheduler:
             self._running[job.id] = job
             if isinstance(job, Sequence):
                 if job.speaks_for_all:
-                    self._outcomes.append((job.request.id, job.started()))
+                    self._outcomes.append((job.request.id, job.admitted()))
                 self._answer(job)
 
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
@@ -269,7 +269,7 @@ class Scheduler:
             self._outcomes.append((surplus.id, ResourceExhausted("stream", told)))
             self.cancel(surplus.id)
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> Context:
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
 
         Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.

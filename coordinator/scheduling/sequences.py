@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import replace
 
-from coordinator.events import EndReason, Failed, Prompt, Started
+from coordinator.events import Admitted, EndReason, Failed, Prompt
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
@@ -41,7 +41,7 @@ class Sequence(Job):
 
     @property
     def speaks_for_all(self) -> bool:
-        """Where it stands is where the whole request stands: it is not one sample of several."""
+        """Where the sequence stands is where its whole request stands: it is not one sample of several."""
         return len(self.samples) == self.prompt.num_samples
 
     @property
@@ -73,10 +73,10 @@ class Sequence(Job):
         is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
         return is_answering and self.num_asked < self.sampling.max_tokens
 
-    def started(self, queue_position: int = 0) -> Started:
+    def admitted(self, queue_position: int = 0) -> Admitted:
         """What its client is told."""
         request = self.request
-        return Started(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
+        return Admitted(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
 
     def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
         error = NotFinite(self._tokens_of(work))
@@ -113,7 +113,7 @@ class Sequence(Job):
         return other
 
     def prompt_and_answer(self) -> "array[int]":
-        """Their token ids so far."""
+        """Token ids of prompt and answer so far."""
         return array("I", self.prompt.token_ids) + self.generated
 
     def preempt(self, reading: Reading, num_blocks: Blocks) -> None:

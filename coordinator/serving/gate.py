@@ -16,15 +16,16 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.units import human_seconds
 
 MAX_PIECE_BYTES = 1 << 20
-"""Of an ingest, whose streams may all send one at the same time: ids take nine times as much until they are counted."""
+"""Bytes of a piece of an ingest, whose streams may all send one at the same time: ids take nine times as much until
+they are counted."""
 MAX_SMALL_BYTES = 64 << 10
-"""Of all other methods; and what is parsed without being looked through."""
+"""Bytes of a request of all other methods; and what is parsed without being looked through."""
 MAX_FIELDS = 4096
-"""Of a request that is not small, those of its messages included: fields take far longer to parse than bytes."""
+"""Fields of a request that is not small, its messages' included: fields take far longer to parse than bytes."""
 MAX_CALLS = 8192
 """Calls that are open at once."""
 MAX_HELD_BYTES = 64 << 20
-"""Of all large requests that are not answered yet."""
+"""Bytes of all large requests that are not answered yet."""
 ARRIVAL_SECONDS = 120.0
 """How long the request of a call may be on its way."""
 RETRY_SECONDS = 1.0
@@ -43,7 +44,7 @@ LIMITS: dict[str, int] = {
 # The library types these loosely, or not at all.
 _untyped: Any = grpc.aio
 EOF = _untyped.EOF
-Call = Any
+StreamCall = Any
 Handler = Any
 
 
@@ -108,7 +109,7 @@ class Incoming:
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
         self._num_held = 0
 
-    async def one(self, call: Call) -> object:
+    async def one(self, call: StreamCall) -> object:
         """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
         DeadlineExceeded when it does not come."""
         seconds = self._gate.arrival_seconds
@@ -125,20 +126,20 @@ class Incoming:
             self._num_held = len(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
-    async def all(self, call: Call) -> AsyncGenerator[object, None]:
+    async def all(self, call: StreamCall) -> AsyncGenerator[object, None]:
         """One after another. Raises InvalidArgument."""
         while (request := await self._next(call)) is not EOF:
             yield request
             del request  # the next one may be long in coming
 
-    async def _next(self, call: Call) -> object:
+    async def _next(self, call: StreamCall) -> object:
         data = await call.read()
         if data is EOF:
             return EOF
         self._check_size(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
-    async def drain(self, call: Call) -> None:
+    async def drain(self, call: StreamCall) -> None:
         """Before a call ends with an error: reads on until its client pauses, if that would not hear the error else."""
         if not _loses_status(call):
             return
@@ -161,7 +162,7 @@ class Incoming:
             raise InvalidArgument("request", f"has {len(data):,} bytes, {name} takes at most {limit:,}")
 
 
-def _loses_status(call: Call) -> bool:
+def _loses_status(call: StreamCall) -> bool:
     """The clients of this project use that library, too, but look what it was told."""
     agent = next((str(value) for key, value in call.invocation_metadata() if key == "user-agent"), "")
     return LOSSY_LIBRARY in agent and not agent.startswith(CLIENT_NAME)

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from coordinator.serving.gate import Call, Gate, Handler, Incoming
+from coordinator.serving.gate import Gate, Handler, Incoming, StreamCall
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.units import human_seconds
@@ -43,13 +43,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
         name = handler_call_details.method
         method = name.decode() if isinstance(name, bytes) else name
 
-        async def answer(_: object, call: Call) -> None:
+        async def answer(_: object, call: StreamCall) -> None:
             await _answer(method, self._serve(method, handler, call), call)
 
         untyped: Any = grpc
         return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
-    async def _serve(self, method: str, handler: Handler, call: Call) -> None:
+    async def _serve(self, method: str, handler: Handler, call: StreamCall) -> None:
         with self._gate.of(method, handler) as incoming:
             if not handler.response_streaming:
                 await call.write(await handler.unary_unary(await incoming.one(call), call))
@@ -64,7 +64,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
             else:
                 await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
-    async def _send(self, responses: Any, call: Call, incoming: Incoming) -> None:
+    async def _send(self, responses: Any, call: StreamCall, incoming: Incoming) -> None:
         """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
 
         They are closed as well when a response finds no room in the connection for so long. The library knows no way
@@ -94,7 +94,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
                 await asyncio.gather(*closing)
 
 
-async def _answer(method: str, work: Awaitable[None], call: Call) -> None:
+async def _answer(method: str, work: Awaitable[None], call: StreamCall) -> None:
     """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
     try:
         await work

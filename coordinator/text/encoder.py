@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from tokenizers import Encoding
@@ -19,15 +19,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from longleaf.errors import InvalidArgument
 
-WINDOW = 1 << 16
-"""Characters encoded at once: the library takes some 160 bytes per character at its peak."""
-LONGEST_WINDOW = 1 << 20
-"""Characters within which a cut must be found."""
 LONGEST_SECONDS = 1.0
 """A window without a cut that took longer is not made longer: with some tokenizers' patterns the time grows with the
 square of a run of digits."""
-MARGIN = 1024
-"""Characters that a window has after the place where a cut is wanted."""
 MAX_TOKENS_BACK = 512
 """Tokens among which a cut is looked for."""
 MAX_TRIES = 16
@@ -39,6 +33,20 @@ MAX_SHIFT = 64
 PROBES = ("\n", "a", "0", " a", ".", "\u0334")
 """What may come after a window: each kind of character moves other boundaries (the last one is ordered before other
 combining marks)."""
+
+
+class WindowSizes(NamedTuple):
+    """How much of a text is encoded at once, in characters."""
+
+    usual: int = 1 << 16
+    """The library takes some 160 bytes per character at its peak."""
+    longest: int = 1 << 20
+    """Within so many a cut must be found."""
+    margin: int = 1024
+    """After the place where a cut is wanted."""
+
+
+USUAL_WINDOW = WindowSizes()
 
 
 class _Cut(msgspec.Struct, frozen=True):
@@ -64,17 +72,15 @@ class Encoder:
         after: Sequence[int] = (),
         *,
         clock: Callable[[], float] = time.perf_counter,
-        window: int = WINDOW,
-        longest_window: int = LONGEST_WINDOW,
-        margin: int = MARGIN,
+        sizes: WindowSizes = USUAL_WINDOW,
     ) -> None:
         """`before` and `after` are ids around those of the text. `clock` counts seconds."""
         self._tokenizer = tokenizer
         self._after = tuple(after)
         self._clock = clock
         self._is_local = type(tokenizer.model).__name__ == "BPE"
-        self._window, self._longest_window, self._margin = window, longest_window, margin
-        self._wanted = window
+        self._sizes = sizes
+        self._wanted = sizes.usual
         self._text = ""
         self._start = 0
         """Characters of the whole text before `_text`."""
@@ -92,8 +98,8 @@ class Encoder:
 
     def push(self, text: str) -> None:
         """Takes the next piece. Raises InvalidArgument when no place is found where the text can be cut."""
-        for start in range(0, len(text), self._window):
-            self._text += text[start : start + self._window]
+        for start in range(0, len(text), self._sizes.usual):
+            self._text += text[start : start + self._sizes.usual]
             while len(self._text) >= self._wanted:
                 self._encode_window()
 
@@ -115,16 +121,16 @@ class Encoder:
         seconds = self._clock() - began
         cut = self._find_cut(window, encoding)
         if cut is None:
-            if self._wanted >= self._longest_window or seconds > LONGEST_SECONDS:
+            if self._wanted >= self._sizes.longest or seconds > LONGEST_SECONDS:
                 told = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
                 raise InvalidArgument("text", f"has {told}")
-            self._wanted = min(2 * self._wanted, self._longest_window)
+            self._wanted = min(2 * self._wanted, self._sizes.longest)
             return
         self._settle(encoding, cut.index)
         self._text = self._text[cut.start :]
         self._start += cut.start
         self._num_lead = cut.num_lead
-        self._wanted = self._window
+        self._wanted = self._sizes.usual
 
     def _settle(self, encoding: Encoding, end: int) -> None:
         self.token_ids.extend(encoding.ids[self._num_lead : end])
@@ -154,7 +160,7 @@ class Encoder:
 
     def _candidates(self, window: str, encoding: Encoding) -> Iterator[tuple[int, int]]:
         """Tokens where the window may be cut, each after its rank: between words, before a space, elsewhere."""
-        last = _first_token_from(encoding, len(window) - self._margin)
+        last = _first_token_from(encoding, len(window) - self._sizes.margin)
         for index in range(last, max(self._num_lead, last - MAX_TOKENS_BACK), -1):
             if encoding.token_to_word(index) != encoding.token_to_word(index - 1):
                 yield 0, index

@@ -73,7 +73,7 @@ class TextThreads:
     def submit(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> "Future[Result]":
-        """The same for who may want to wait later."""
+        """Calls a short function in a thread, and does not wait. Raises Unavailable at the end of the service."""
         if self._is_closed:
             raise Unavailable("the service is stopping")
         future: Future[Result] = Future()

@@ -57,7 +57,7 @@ class Reads(tuple[Read, ...]):
 
     @cached_property
     def table(self) -> Tensor:
-        """The same as integers, [N, 6] int64 in the order of a read's fields, for compiled kernels."""
+        """The reads as integers, [N, 6] int64 in the order of a read's fields, for compiled kernels."""
         rows = [(*read[:4], *self._mask(read)) for read in self]
         return torch.tensor(rows, dtype=torch.long).view(-1, 6)
 

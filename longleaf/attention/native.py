@@ -87,7 +87,7 @@ class NativeDecode:
         return Partial(*results[:2])
 
     def can_run_int8(self, q_THD: Tensor, stored: Int8) -> bool:
-        """The same for keys and values in 8 bits."""
+        """Whether this machine runs the kernel for keys and values in 8 bits."""
         types = [tensor.dtype for tensor in stored]
         is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in stored)
         return types == INT8_TYPES and is_in_place and self._can_take(q_THD, stored[0])
@@ -101,7 +101,7 @@ class NativeDecode:
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
-        """The same over keys and values in 8 bits."""
+        """Attention over keys and values in 8 bits, otherwise as over others."""
         q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, stored[0], reads)
         tensors = (q_THD, *stored, *results)

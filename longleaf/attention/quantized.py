@@ -53,7 +53,7 @@ class QuantizedLayer:
 
     @staticmethod
     def bytes_per_block(num_kv_heads: int, block_size: int, dim: int) -> int:
-        """Of keys, values, exponents and scales."""
+        """Bytes that a block takes: keys, values, exponents and scales."""
         return num_kv_heads * (block_size * (2 * dim + torch.float32.itemsize) + dim)
 
     def write(self, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:

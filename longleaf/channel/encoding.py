@@ -2,12 +2,12 @@
 
 import msgspec
 
-from longleaf.channel.lives import Failed, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.lives import Died, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.step import StepPlan, StepResult
 
 ToRank = StepPlan | Join | Stop
 
-FromRank = Hello | Ready | StepResult | Failed | Heartbeat
+FromRank = Hello | Ready | StepResult | Died | Heartbeat
 
 
 def encode(message: ToRank | FromRank) -> bytes:

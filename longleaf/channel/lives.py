@@ -66,7 +66,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     other layers alone."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Died(msgspec.Struct, frozen=True, tag="failed"):
     """Any rank to coordinator: an exception ended this rank. `refused` marks settings or a model that cannot work,
     `blamed` is another rank that this one saw gone."""
 

@@ -15,7 +15,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     server_key: bytes
     """Public key of the coordinator: nobody else can take its place."""
     public_key: bytes
-    """Of the member. The coordinator knows by it who speaks, and as which rank; the other members do not know it."""
+    """The member's key. The coordinator knows by it who speaks, and as which rank; the other members do not know it."""
     secret_key: bytes
 
     def __repr__(self) -> str:

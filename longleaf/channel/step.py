@@ -126,7 +126,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those:
     norms, and the median over the tokens."""
     plain_distance: float = 0.0
-    """The same of plain attention in `plain_dtype`: what rounding does."""
+    """The distance of plain attention in `plain_dtype`: what rounding does."""
     plain_dtype: str = ""
     """`dtype`, or bfloat16 where that is int8, which plain attention does not know."""
     worst_index: int = 0
@@ -134,7 +134,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     """Tokens of the answer that were compared."""
     num_equal: int = 0
-    """Those for which both would choose the same token greedily."""
+    """Tokens for which both would choose the same token greedily."""
     num_ranks: int = 0
     """Ranks that hold keys of the prompt or the answer."""
     dtype: str = ""

@@ -12,7 +12,7 @@ from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source
-from longleaf.client.reading import Reading, may_go_on
+from longleaf.client.reception import Reception, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import Sending, header_of, reach_of
 from longleaf.codec import BytesLike
@@ -77,7 +77,7 @@ class AsyncClient:
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._readings: set[Reading] = set()
+        self._receptions: set[Reception] = set()
         self._farewells: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -88,8 +88,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connection, and all calls on it. What still waits raises Cancelled."""
-        while self._readings:
-            self._leave(self._readings.pop())
+        while self._receptions:
+            self._leave(self._receptions.pop())
         await asyncio.gather(*self._farewells)
         await self._calls.close()
 
@@ -101,38 +101,38 @@ class AsyncClient:
         Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
         and was given a `request_id` ends there when nobody has read it for a minute.
         """
-        reading = Reading(input, context, options)
-        self._readings.add(reading)
+        reception = Reception(input, context, options)
+        self._receptions.add(reception)
         try:
-            async with aclosing(self._events(reading)) as events:
+            async with aclosing(self._events(reception)) as events:
                 async for event in events:
                     yield event
         finally:
-            if reading in self._readings:  # closing the client has left all
-                self._readings.remove(reading)
-                self._leave(reading)
+            if reception in self._receptions:  # closing the client has left all
+                self._receptions.remove(reception)
+                self._leave(reception)
 
-    async def _events(self, reading: Reading) -> AsyncGenerator[Event, None]:
+    async def _events(self, reception: Reception) -> AsyncGenerator[Event, None]:
         """The events of one generation, over as many calls as it takes."""
-        attempts = self._calls.attempts("Generate", reading.timeout)
+        attempts = self._calls.attempts("Generate", reception.timeout)
         while True:
             try:
-                request = reading.request()
+                request = reception.request()
                 events = self._calls.stream(self._generations.Generate, request, attempts, codec.decode_event)
                 async with aclosing(events):
                     async for event in events:
-                        if event is not None and reading.take(event):
+                        if event is not None and reception.take(event):
                             attempts.renew()
                             yield event
                 return
             except LongleafError as error:
-                if not (reading.is_resumable and may_go_on(error)):
+                if not (reception.is_resumable and may_go_on(error)):
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
-    def _leave(self, reading: Reading) -> None:
+    def _leave(self, reception: Reception) -> None:
         """Tells the service, behind the caller's back, that nobody will come back to a generation."""
-        if (request_id := reading.orphan) is not None:
+        if (request_id := reception.orphan) is not None:
             farewell = asyncio.create_task(self._say_farewell(request_id))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)

@@ -217,7 +217,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 def off_the_loop(document: Document) -> Document:
-    """The same document; where it comes from an iterator, that one may block, or call the client that reads it."""
+    """The document; where it comes from an iterator, that one may block, or call the client that reads it."""
     is_iterator = is_series(document) and not isinstance(document, Sequence | Readable | Path | IdArray)
     return _advanced_in_threads(cast(Iterable[Part], document)) if is_iterator else document
 

@@ -21,8 +21,8 @@ SETTLE_SECONDS = 1.0
 closed, it says on another client's loop as an error."""
 
 
-class Call(Generic[T]):
-    """Work for the loop, and what is to be done meanwhile in the thread that waits for it."""
+class ThreadCall(Generic[T]):
+    """ThreadCall for the loop, and what is to be done meanwhile in the thread that waits for it."""
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._function = function
@@ -65,7 +65,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._lock = threading.RLock()  # the collector may end a stream, which is a call, wherever memory is taken
         self._is_ending = False
-        self._calls: dict[asyncio.Task[Any], Call[Any]] = {}
+        self._calls: dict[asyncio.Task[Any], ThreadCall[Any]] = {}
         self._thread.start()
 
     @property
@@ -76,7 +76,7 @@ class LoopThread:
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **options: P.kwargs) -> T:
         """What the coroutine function returns or raises. When the caller is interrupted, or what it is told raises, the
         work is cancelled, and has ended before this returns. Raises Cancelled when the loop ends before the work."""
-        call = Call(partial(function, *arguments, **options))
+        call = ThreadCall(partial(function, *arguments, **options))
         try:
             if self._submit(call):
                 return self._result(call)
@@ -88,7 +88,7 @@ class LoopThread:
     def clean_up(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs what has no purpose once the loop has ended. The collector comes here on any thread, the loop's too."""
         if self._is_here():
-            self._start(Call(function))
+            self._start(ThreadCall(function))
         elif self.is_open:
             with suppress(Cancelled):
                 self.run(function)
@@ -110,7 +110,7 @@ class LoopThread:
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Takes no more work, runs `last`, cancels what is left and ends the thread. Idempotent; a forked process
         must not touch what it shares with its parent, so nothing happens there."""
-        call = Call(partial(self._wind_up, last))
+        call = ThreadCall(partial(self._wind_up, last))
         if not self._submit(call, is_last=True):
             return
         try:
@@ -129,7 +129,7 @@ class LoopThread:
         await _cancelled(asyncio.all_tasks() - {me})
         await self._loop.shutdown_asyncgens()
 
-    def _submit(self, call: Call[Any], *, is_last: bool = False) -> bool:
+    def _submit(self, call: ThreadCall[Any], *, is_last: bool = False) -> bool:
         """Whether the call will begin: all that is submitted before the last one does."""
         if self._is_here():
             raise RuntimeError("a client cannot be called on its own event loop, which would wait for itself")
@@ -141,7 +141,7 @@ class LoopThread:
                     return True
         return False
 
-    def _start(self, call: Call[Any]) -> None:
+    def _start(self, call: ThreadCall[Any]) -> None:
         call.task = self._loop.create_task(call.work())
         self._calls[call.task] = call
         call.task.add_done_callback(self._finish)
@@ -149,7 +149,7 @@ class LoopThread:
     def _finish(self, task: asyncio.Task[Any]) -> None:
         self._calls.pop(task).end()
 
-    def _result(self, call: Call[T]) -> T:
+    def _result(self, call: ThreadCall[T]) -> T:
         try:
             while (job := call.next_job()) is not None:
                 job()
@@ -162,7 +162,7 @@ class LoopThread:
         except asyncio.CancelledError:
             raise Cancelled(CLOSED) from None
 
-    def _abandon(self, call: Call[Any]) -> None:
+    def _abandon(self, call: ThreadCall[Any]) -> None:
         """Cancels a call, begun or not, and waits for its end."""
         self._post(call.cancel)
         while not call.wait_ended() and self._thread.is_alive():

@@ -28,8 +28,8 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
         size_of(document),
         options.get("upload_id", ""),
         ContextSettings(**settings),
-        options.get("priority", 0),
-        options.get("client", ""),
+        priority=options.get("priority", 0),
+        client=options.get("client", ""),
     )
 
 

@@ -31,7 +31,7 @@ MAX_DISPLAY_NAME = 256
 """Characters."""
 MAX_UPLOAD_ID = 128
 MAX_PATHS = 16
-"""Of a field mask."""
+"""Paths in a field mask."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
 """By their numbers."""
 _PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}

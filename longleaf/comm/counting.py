@@ -57,7 +57,7 @@ class CountingComm:
 
 
 def counting(groups: Groups) -> tuple[Groups, tuple[CountingComm, ...]]:
-    """The same groups with every Comm counted, and the counters: one where node and world are the same Comm."""
+    """The groups with every Comm counted, and the counters: one where node and world are the same Comm."""
     world = CountingComm(groups.world)
     node = world if groups.node is groups.world else CountingComm(groups.node)
     rail = CountingComm(groups.rail) if groups.rail is not None else None

@@ -28,7 +28,7 @@ class Maker(NamedTuple):
 
     @staticmethod
     def here() -> "Maker":
-        """This process. Raises OSError where /proc does not tell."""
+        """The maker that is this process. Raises OSError where /proc does not tell."""
         pid = os.getpid()
         started = started_at(pid)
         if started is None:

@@ -311,7 +311,7 @@ class Entrance:
 def share_memory(
     members: Sequence[int], rank: int, agree: Agree, *, epoch: int, timeout: float
 ) -> SharedMemoryComm | None:
-    """This rank's end of its node's segment; None on every rank of the world unless all of them get one.
+    """The rank's own end of its node's segment; None on every rank of the world unless all of them get one.
 
     `members` are the ranks of the node. Nothing of the segment stays behind whenever the ranks end: it loses its name
     as soon as all have entered.

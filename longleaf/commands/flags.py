@@ -18,7 +18,7 @@ SERVICE = "How the service treats it"
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Their values, as they were typed."""
+    """Values of the flags, as they were typed."""
 
     max_tokens: Annotated[int, option(ANSWER, "Most tokens to generate.")] = 128
     temperature: Annotated[float, option(CHOICE, "0 is greedy; higher is livelier.")] = 0.0
@@ -64,7 +64,7 @@ class Flags:
     timeout: Annotated[float | None, option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
 
     def options(self, as_json: bool) -> GenerateOptions:
-        """The same in the client's words. Raises InvalidArgument."""
+        """The flags in the client's words. Raises InvalidArgument."""
         if self.logprobs is not None and not as_json:
             raise InvalidArgument("--logprobs", "are shown with --json alone")
         if self.token_bytes and self.logprobs is None:

@@ -121,7 +121,7 @@ def absent_fact(rng: random.Random) -> Fact:
 
 
 def without_value(fact: Fact) -> Fact:
-    """The same question for a document that does not hold the key."""
+    """The question, for a document that does not hold the key."""
     return Fact(fact.key, "", "", fact.question, f"{fact.key} is {NOT_FOUND}")
 
 

@@ -57,7 +57,7 @@ class Question(msgspec.Struct, frozen=True):
     correct: bool
 
 
-class Rank(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct, frozen=True):
     """Where a rank runs, and what it holds of the document."""
 
     rank: int
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     decode_tokens_per_s: float
     ingest_tokens_per_s: float
-    ranks: tuple[Rank, ...]
+    ranks: tuple[Holder, ...]
 
     @property
     def has_passed(self) -> bool:
@@ -185,9 +185,9 @@ def _decode_speed(ends: Iterable[Finished]) -> float:
     return sum(count for count, _ in timed) / seconds if seconds > 0 else 0.0
 
 
-def _ranks(context: Context, cluster: Cluster) -> tuple[Rank, ...]:
+def _ranks(context: Context, cluster: Cluster) -> tuple[Holder, ...]:
     shares = {share.rank: share for share in context.shares}
     return tuple(
-        Rank(worker.rank, worker.node, worker.pid, shares[worker.rank].tokens, shares[worker.rank].kv_bytes)
+        Holder(worker.rank, worker.node, worker.pid, shares[worker.rank].tokens, shares[worker.rank].kv_bytes)
         for worker in cluster.workers
     )

@@ -3,6 +3,7 @@
 `longleaf.codec` alone turns them into protobuf messages and back.
 """
 
+from longleaf.messages.claims import Claimed, ClaimOptions
 from longleaf.messages.cluster import (
     Cluster,
     ModelInfo,
@@ -46,6 +47,8 @@ from longleaf.messages.generation import (
 __all__ = [
     "MAX_TIME",
     "UNCHANGED",
+    "ClaimOptions",
+    "Claimed",
     "Cluster",
     "Context",
     "ContextOptions",

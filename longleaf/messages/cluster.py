@@ -22,7 +22,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     float32_phase_error: float = 0.0
     """Radians by which the model's own phases are off at the last position that has them, at most."""
     float64_phase_error: float = 0.0
-    """The same of float64 at 2^24 positions."""
+    """Error of float64 phases at 2^24 positions."""
     kv_dtype: str = ""
 
 
@@ -46,7 +46,7 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
     """Read as it is, without chat template; None draws ids."""
     seed: int = 0
-    """Of the ids that are drawn."""
+    """Seed of the ids that are drawn."""
     num_tokens: int | None = None
     """How many are drawn; None takes enough for keys on every rank."""
     max_tokens: int | None = None
@@ -72,7 +72,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those;
     the median over the tokens. Judged where `dtype` is coarser than float32."""
     plain_distance: float
-    """The same of plain attention in `plain_dtype`: what rounding does to this model."""
+    """The distance of plain attention in `plain_dtype`: what rounding does to this model."""
     plain_dtype: str
     is_conclusive: bool
     """False where there is nothing to compare with, and where rounding explains so much that wrong ranks might pass."""
@@ -82,7 +82,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     compared_tokens: int
     """Tokens of the answer, the first of which follows the prompt."""
     equal_tokens: int
-    """Those for which both would choose the same token greedily; within the tolerance others are near ties."""
+    """Tokens for which both would choose the same token greedily; within the tolerance others are near ties."""
     holding_ranks: int
     """Ranks that held keys of prompt or answer; the keys of others were not tried."""
     world_size: int
@@ -114,4 +114,4 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     window_tokens: int = 0
     """Tokens whose keys of windowed layers every rank holds."""
     max_window_tokens: int = 0
-    """The same, at most; 0 where they are sharded, and for models without such layers."""
+    """Most tokens that the windows' pool can hold; 0 where they are sharded, and for models without such layers."""

@@ -7,13 +7,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from longleaf.errors import InvalidArgument
+from longleaf.messages.claims import Claimed, ClaimOptions
 from longleaf.units import human_seconds
 
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready"]
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
 Precision = Literal["unspecified", "float32", "float64"]
-"""Of all such: `unspecified` is what a later version of the service may say and this client does not know."""
+"""Of phases: `unspecified` is what a later version of the service may say and this client does not know."""
 
 
 class RankShare(msgspec.Struct, frozen=True):
@@ -38,7 +39,7 @@ class PositionInfo(msgspec.Struct, frozen=True, kw_only=True):
     phase_error: float = 0.0
     """Radians by which the phases of the tokens held are off, at most."""
     is_beyond_trained: bool = False
-    """It holds more tokens than the model was trained for."""
+    """The context holds more tokens than the model was trained for."""
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ class Context(msgspec.Struct, frozen=True):
     is_pinned: bool = False
     positions: PositionInfo = PositionInfo()
     is_exact: bool = False
-    """Its keys and values are those that the model alone would have computed."""
+    """The keys and values are those that the model alone would have computed."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,17 +104,13 @@ class ContextOptions(TypedDict, total=False):
     capacity: int
 
 
-class IngestOptions(ContextOptions, total=False):
+class IngestOptions(ContextOptions, ClaimOptions, total=False):
     """All that a caller may say about an ingest besides its document."""
 
     append: bool
     """To an existing context."""
     upload_id: str
     """Names the ingest, so that it can be resumed."""
-    priority: int
-    """Higher goes first."""
-    client: str
-    """Whom fair share counts; the address of the peer when empty."""
     timeout: float | None
     """Seconds for the whole call."""
 
@@ -126,7 +123,7 @@ class ForkContext(msgspec.Struct, frozen=True):
     tokens: int | None = None
 
 
-class IngestHeader(msgspec.Struct, frozen=True):
+class IngestHeader(Claimed, frozen=True):
     """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
     makes the ingest resumable."""
 
@@ -135,9 +132,6 @@ class IngestHeader(msgspec.Struct, frozen=True):
     total_bytes: int | None = None
     upload_id: str = ""
     settings: ContextSettings = UNCHANGED
-    priority: int = 0
-    client: str = ""
-    """Whom fair share counts; the address of the peer when empty."""
 
 
 IngestPiece = IngestHeader | bytes | Sequence[int]

@@ -5,6 +5,7 @@ from typing import Literal, TypedDict
 
 import msgspec
 
+from longleaf.messages.claims import Claimed, ClaimOptions
 from longleaf.sampling import Logprobs, Sampling
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
@@ -30,7 +31,7 @@ class SamplingOptions(TypedDict, total=False):
     num_logprobs: int | None
 
 
-class GenerateOptions(SamplingOptions, total=False):
+class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
     """All that a caller may say about a generation besides its input."""
 
     use_chat_template: bool | None
@@ -39,10 +40,6 @@ class GenerateOptions(SamplingOptions, total=False):
     """With `num_logprobs`: tells the bytes of each token, too."""
     num_samples: int
     """Answers to the same prompt, which is read once."""
-    priority: int
-    """Higher goes first."""
-    client: str
-    """Whom fair share counts; the address of the peer when empty."""
     request_id: str
     """Names the generation, so that it never runs twice."""
     resumable: bool
@@ -51,7 +48,7 @@ class GenerateOptions(SamplingOptions, total=False):
     """Seconds for the whole call."""
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
+class Generate(Claimed, frozen=True, kw_only=True):
     """A request to generate; `input` is text, or token ids that are used as they are."""
 
     input: str | Sequence[int]
@@ -66,9 +63,6 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     """Names the generation; the service makes one when empty."""
     resume_seconds: float = 0.0
     """How long the generation is held when nobody reads it."""
-    priority: int = 0
-    client: str = ""
-    """Whom fair share counts; the address of the peer when empty."""
 
 
 class Resume(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ SECONDS = 2.0
 CALLS = 4
 """Calls per turn: one alone would be lost in the clock's and the scheduler's noise."""
 MIN_TURNS, MAX_TURNS = 3, 64
-"""Of the fastest merge, if time allows: a median of three forgives one hiccup."""
+"""Turns of the fastest merge, if time allows: a median of three forgives one hiccup."""
 HOPELESS, FORGIVEN = 1.5, 2.0
 """A merge whose best turn took HOPELESS times the best of all is not measured further; after n turns it must have been
 1 + FORGIVEN / n times as much, since a hiccup may hit any of the first ones."""

@@ -33,6 +33,6 @@ def quotient(numerator_THD: torch.Tensor, denominator_TH1: torch.Tensor, max_TH:
 
 
 def own_rows(merged: Partial, comm: Comm) -> Partial:
-    """Of N * P merged rows the P of this rank."""
+    """The P rows of this rank, of N * P merged rows."""
     num_rows = merged.lse_TH.shape[0] // comm.world_size
     return merged.rows(comm.rank * num_rows, (comm.rank + 1) * num_rows)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from coordinator.events import Acknowledged, Claim, Document, Event, Failed, Outcome, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
@@ -143,7 +143,7 @@ class Asker(Bench):
         return job
 
     def cached(self, job: int) -> int:
-        return next(event.cached_tokens for event in self.seen[job] if isinstance(event, Started))
+        return next(event.cached_tokens for event in self.seen[job] if isinstance(event, Admitted))
 
     def answer(self, job: int, sample: int = 0) -> list[int]:
         events = [event for event in self.seen[job] if isinstance(event, Tokens)]

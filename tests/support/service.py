@@ -150,7 +150,7 @@ class FakeEngine:
             raise self.error
         held = len(self.get_context(prompt.context).shares) if prompt.context else 0
         num_prompt = held + len(prompt.token_ids)
-        script: list[events.Event] = [events.Started(num_prompt, held), Progress(num_prompt, num_prompt)]
+        script: list[events.Event] = [events.Admitted(num_prompt, held), Progress(num_prompt, num_prompt)]
         index = 0
         for token_ids in self.answer:
             script.append(events.Tokens(index, tokens(token_ids)))

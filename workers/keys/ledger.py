@@ -81,7 +81,7 @@ class Ledger:
         return held.within(start, end) if held else iter(())
 
     def extents(self, path: Sequence[int], start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
-        """The same of a path."""
+        """Extents of a path."""
         for part in self.parts(path, end):
             yield from self.held(part.segment, max(part.start, start), part.end, rank)
 

@@ -94,14 +94,14 @@ def windows_of(layers: dict[int, LayerSpec]) -> Windows:
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
-    """Of keys and values, over some layers. Raises ModelRefused when they cannot be kept as asked."""
+    """Bytes of a block of keys and values, over some layers. Raises ModelRefused when they cannot be kept as asked."""
     if config.kv_dtype == "int8":
         return QuantizedPool.bytes_per_block(layers, config.block_size)
     return sum(spec.num_stored for spec in layers.values()) * dtype.itemsize * config.block_size
 
 
 def kv_bytes_per_token(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
-    """The same of one token, rounded up."""
+    """Bytes of a token's keys and values, over some layers, rounded up. Raises ModelRefused."""
     return ceil_div(bytes_per_block(layers, dtype, config), config.block_size)
 
 

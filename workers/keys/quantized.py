@@ -48,7 +48,7 @@ class QuantizedPool:
 
     @staticmethod
     def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
-        """Of all layers. Raises ModelRefused for those whose values lie in their keys."""
+        """Bytes that a block takes in all layers. Raises ModelRefused for layers whose values lie in their keys."""
         return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
 
     @staticmethod
@@ -58,7 +58,7 @@ class QuantizedPool:
         return QuantizedLayer.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
 
     def bytes_per_slot(self, layer: int) -> int:
-        """Of a token's keys and values in a layer."""
+        """Bytes of a token's keys and values in a layer."""
         return ceil_div(self._bytes[layer], self.block_size)
 
     def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class QuantizedPool:
         return self.pack(layer, *self._layers[layer].read(slots_L, self.dtype))
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """The same, [T, 2, K, D], of tokens that are not kept."""
+        """Keys and values of tokens that are not kept as `take` gives them, [T, 2, K, D]."""
         return torch.stack((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=1)
 
     def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:

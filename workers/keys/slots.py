@@ -21,12 +21,12 @@ class Slots(Protocol):
 
     block_size: int
     dtype: torch.dtype
-    """Of what is stored and taken."""
+    """Type of what is stored and taken."""
     device: str
     trash_slot: int
 
     def bytes_per_slot(self, layer: int) -> int:
-        """Of a token's keys and values in a layer."""
+        """Bytes of a token's keys and values in a layer."""
         ...
 
     def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ class Slots(Protocol):
         ...
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """The same, [T, N, K, D], of tokens that are not kept."""
+        """Keys and values of tokens that are not kept as `take` gives them, [T, N, K, D]."""
         ...
 
     def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Pool:
         self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}
 
     def bytes_per_slot(self, layer: int) -> int:
-        """Of a token's keys and values in a layer."""
+        """Bytes of a token's keys and values in a layer."""
         return self._layers[layer].num_stored * self.dtype.itemsize
 
     def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class Pool:
         return torch.stack([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=1)
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """The same, [T, N, K, D], of tokens that are not stored."""
+        """Keys and values of tokens that are not stored as `take` gives them, [T, N, K, D]."""
         tensors = (k_KTD, v_KTV)[: self._layers[layer].num_tensors]
         return torch.stack([tokens.transpose(0, 1) for tokens in tensors], dim=1)
 

@@ -30,7 +30,7 @@ MAX_TABLES = 64
 PROBE = (0, 1, 2, 3, 7, 13, 31)
 """Positions at which a module is compared with the one that it replaces."""
 FLOAT64_ERROR = 2.0**-50
-"""Of a phase, relative: two units of the frequency in the last place, and the product's rounding."""
+"""Relative error of a float64 phase: two units of the frequency in the last place, and the product's rounding."""
 
 Rows = dict[Rope, Tensor | None]
 """By rope: the mask [T] of the rows that it rotates; None when those are all."""

@@ -79,7 +79,7 @@ def rounding(num_tokens: int) -> float:
 
 
 def cut_top_k(scores_RN: Tensor, top_k: int, num_tokens: int) -> Tensor:
-    """Of the N best scores of `num_tokens`, in falling order, sets those to -inf that top-k drops. Of which rows N
+    """Sets those of the N best scores of `num_tokens`, in falling order, to -inf that top-k drops. Of which rows N
     holds all that are as good as the last that is kept."""
     last_R1 = scores_RN[:, min(top_k, num_tokens) - 1, None].clone()
     is_sure_R = (scores_RN[:, -1:] < last_R1)[:, 0] | (scores_RN.shape[-1] == num_tokens)
@@ -104,7 +104,7 @@ def cut_top_p(shares_V: Tensor, scores_V: Tensor, top_p: float, margin: float) -
 
 
 def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) -> bool:
-    """The same for the N tokens that need a look."""
+    """As `cut_top_p`, of the N tokens that need a look."""
     levels_N = levels(scores_N)
     reached_L = shares_N.new_zeros(LEVELS).scatter_add_(0, levels_N, shares_N).cumsum(0).cpu().numpy()
     level = min(int(np.searchsorted(reached_L, top_p)), LEVELS - 1)

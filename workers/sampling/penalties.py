@@ -14,13 +14,13 @@ class History:
 
     def __init__(self, seen: Seen, vocabulary_size: int) -> None:
         self.seen_ids = _ids(seen.token_ids)
-        """Of tokens in context, prompt or answer, each once. An embedding may have more rows than the head: what has
-        no logit is left out."""
+        """Ids in context, prompt or answer, each once. An embedding may have more rows than the head: what has no logit
+        is left out."""
         self.seen_ids = self.seen_ids[self.seen_ids < vocabulary_size].unique()
         self._is_seen_V = torch.zeros(vocabulary_size, dtype=torch.bool)
         self._is_seen_V[self.seen_ids] = True
         self.answer_ids, counts = _ids(seen.generated).unique(return_counts=True)
-        """Of tokens in the answer, each once."""
+        """Ids of tokens in the answer, each once, and how often."""
         self._counts_V = torch.zeros(vocabulary_size, dtype=torch.float64)
         self._counts_V[self.answer_ids] = counts.double()
         self._see(self.answer_ids)

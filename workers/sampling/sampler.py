@@ -12,7 +12,7 @@ from workers.sampling import distribution, draws
 from workers.sampling.penalties import Penalties
 
 MAX_LOGITS = 1 << 19
-"""Of rows that are computed on together, unless one alone has more: in float64 4 MiB, which an allocator hands out
+"""Logits that are computed on together, unless one row alone has more: in float64 4 MiB, which an allocator hands out
 again instead of asking the system for pages each time."""
 
 
@@ -51,7 +51,7 @@ class Sampler:
         return list(map(Token, chosen, told))
 
     def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
-        """That of the row's sequence, begun anew where the row tells its terms."""
+        """The chooser of the row's sequence, begun anew where the row tells its terms."""
         if row.terms is not None:
             self._choosers[row.sequence] = Chooser(row.terms, vocabulary_size)
         return self._choosers[row.sequence]

@@ -39,7 +39,7 @@ class LocalAttention:
         self.pool = pool
         self.kernel = kernel
         self.kv_bytes_read = 0
-        """Of all layers so far; what several rows read together counts once."""
+        """Bytes read in all layers so far; what several rows read together counts once."""
         self._has_sink = peers is None or peers.comm.rank == 0
 
     def __call__(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:

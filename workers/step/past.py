@@ -75,7 +75,7 @@ class PastBuilder:
         return gathered
 
     def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
-        """Those of the layers that gather keys if the largest share has `longest` tokens."""
+        """The layers that gather keys if the largest share has `longest` tokens."""
         if longest * self._world_size > MAX_GATHERED:
             return []
         rows = max(len(piece) for piece in work.pieces)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from coordinator.engine.views import view_context
-from coordinator.placement.contexts import Context
+from coordinator.placement.contexts import NamedPath
 from longleaf import codec
 from longleaf.client import AsyncClient
 from longleaf.errors import (
@@ -283,7 +283,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of the contexts whose runs the engine walks."""
     found: list[str] = []
 
-    def look(context: Context, *rest: object) -> object:
+    def look(context: NamedPath, *rest: object) -> object:
         found.append(context.id)
         return view_context(context, *rest)  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
-from coordinator.events import Document, Ended, Prompt, Started, Tokens
+from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet, OnDeath
 from longleaf.channel.encoding import decode_to_rank, encode
@@ -93,7 +93,7 @@ async def test_ingest_and_generate(world_size: int) -> None:
         events = [event async for event in engine.ingest(Document(context="doc", token_ids=document))]
         assert events[-1] == Progress(200, 200)
         events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
-        assert events[0] == Started(240, 200)
+        assert events[0] == Admitted(240, 200)
         ended = events[-1]
         assert isinstance(ended, Ended)
         assert (ended.reason, ended.completion_tokens) == ("length", 20)
@@ -186,7 +186,7 @@ async def test_cancel_frees_everything() -> None:
                 break
         stream.cancel()
         stream.cancel()
-        assert [event async for event in stream if isinstance(event, Started)] == []
+        assert [event async for event in stream if isinstance(event, Admitted)] == []
         assert await answer(service.engine.submit(prompt(4, 3))) == expected(3, 3)
         assert [worker.tokens for worker in service.engine.cluster().workers] == [0, 0]
         service.engine.audit()

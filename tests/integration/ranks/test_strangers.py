@@ -17,7 +17,7 @@ import zmq.asyncio
 from coordinator.ranks import members
 from coordinator.ranks.control import Control
 from longleaf.channel.encoding import FromRank, decode_to_rank, encode
-from longleaf.channel.lives import Failed, Heartbeat, Hello, Ready, Stop
+from longleaf.channel.lives import Died, Heartbeat, Hello, Ready, Stop
 from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -34,10 +34,10 @@ LIES: tuple[FromRank, ...] = (
     Hello(-1, "node", "127.0.0.1", 1),
     Heartbeat(9),
     Ready(7, "cpu", "float32", 4, 64),
-    Failed(7, "a lie"),
+    Died(7, "a lie"),
     Hello(0, "node", "6.6.6.6", 1),
     Ready(0, "cpu", "float32", 666, 64),
-    Failed(0, "a lie"),
+    Died(0, "a lie"),
     Heartbeat(0),
     StepResult(1, 1, {1: Token(666)}),
 )
@@ -165,7 +165,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplo
     for lie in LIES:
         ranks[1].send(encode(lie))
     rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
-    rubbish += [encode(Heartbeat(1)), encode(Failed(1, "a lie", blamed=7)), encode(Failed(1, "a lie", blamed=-1))]
+    rubbish += [encode(Heartbeat(1)), encode(Died(1, "a lie", blamed=7)), encode(Died(1, "a lie", blamed=-1))]
     for message in rubbish:
         ranks[1].send(message)
     ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
@@ -193,7 +193,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks[0])
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
-    replayed.send(encode(Failed(1, "from the second connection")))
+    replayed.send(encode(Died(1, "from the second connection")))
     step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
     ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
@@ -205,10 +205,10 @@ async def test_a_member_that_was_replaced_is_a_stranger(context, control: Contro
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks[0])
     control._members.invite(1, control.address)
-    ranks[1].send(encode(Failed(1, "too late")))
+    ranks[1].send(encode(Died(1, "too late")))
     await until(lambda: control.num_ignored == 1)
     again = connect(context, control.invitations[1], b"again")
-    again.send(encode(Failed(1, "too late")))
+    again.send(encode(Died(1, "too late")))
     await until(lambda: control.num_refused)
     step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
     await asyncio.to_thread(ranks[0].recv)
@@ -219,8 +219,8 @@ async def test_a_member_that_was_replaced_is_a_stranger(context, control: Contro
 async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks[0])
-    ranks[1].send(encode(Failed(1, "x" * (8 << 20))))
-    ranks[0].send(encode(Failed(0, "the last word")))
+    ranks[1].send(encode(Died(1, "x" * (8 << 20))))
+    ranks[0].send(encode(Died(0, "the last word")))
     error = await control.wait_lost()
     assert isinstance(error, WorkerLost)
     assert (error.rank, error.reason) == (0, "the last word")

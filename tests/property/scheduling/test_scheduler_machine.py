@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.events import Acknowledged, Claim, Document, Ended, Failed, Outcome, Prompt, Started, Tokens
+from coordinator.events import Acknowledged, Admitted, Claim, Document, Ended, Failed, Outcome, Prompt, Tokens
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.positions import Positions
@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 told = self.answers[job + outcome.sample]
                 assert told == self.expected[job + outcome.sample][: len(told)]
                 self._ended(job, outcome.sample)
-            if isinstance(outcome, Started):
+            if isinstance(outcome, Admitted):
                 assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])
             if isinstance(outcome, Acknowledged):
                 self.texts.setdefault(outcome.context, []).extend(self.documents[job])

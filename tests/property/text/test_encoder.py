@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.encoder import Encoder
+from coordinator.text.encoder import Encoder, WindowSizes
 from longleaf.config import embedded_model
 from longleaf.errors import InvalidArgument
 
@@ -20,6 +20,7 @@ SYLLABLES = "the an ing er ll ab ba 12 3 a e o 世 界 猫 é ß д ж .".split(
 LLAMA3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\p{L}+|\s+|[^\s\p{L}\p{N}]+"
 SPACES = normalizers.Replace(" ", "▁")
+SMALL = WindowSizes(usual=200, margin=80)
 
 
 def corpus() -> list[str]:
@@ -148,7 +149,7 @@ def encode(encoder: Encoder, text: str, cuts: list[int]) -> None:
 @settings(max_examples=60, deadline=None)
 def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int]) -> None:
     tokenizer = tokenizer_of(name)
-    encoder = Encoder(tokenizer, window=200, margin=80)
+    encoder = Encoder(tokenizer, sizes=SMALL)
     encoder.spans = []
     encode(encoder, text, cuts)
     whole = tokenizer.encode(text, add_special_tokens=False)
@@ -163,7 +164,7 @@ LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 @pytest.mark.parametrize("kind", ["a", " ", "\n", "ab", "世界", "one two "])
 def test_a_run_without_end_is_held_in_one_window(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(name)
-    encoder, text = Encoder(tokenizer, window=1000, margin=300), kind * 5000
+    encoder, text = Encoder(tokenizer, sizes=WindowSizes(usual=1000, margin=300)), kind * 5000
     held = 0
     for start in range(0, len(text), 100):
         encoder.push(text[start : start + 100])
@@ -175,7 +176,7 @@ def test_a_run_without_end_is_held_in_one_window(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["unigram", "wordpiece"])
 def test_a_word_that_is_longer_than_the_longest_window_is_refused(name: str) -> None:
-    encoder = Encoder(tokenizer_of(name), window=200, margin=80, longest_window=800)
+    encoder = Encoder(tokenizer_of(name), sizes=WindowSizes(200, 800, 80))
     with pytest.raises(InvalidArgument, match="800 characters"):
         encoder.push("a" * 1000)
 
@@ -183,13 +184,13 @@ def test_a_word_that_is_longer_than_the_longest_window_is_refused(name: str) -> 
 def test_a_window_that_took_long_is_not_made_longer() -> None:
     """Some patterns take time that grows with the square of a run: the next window would take four times as long."""
     seconds = itertools.count(step=2.0)
-    encoder = Encoder(tokenizer_of("right-digits"), window=200, margin=80, clock=lambda: next(seconds))
+    encoder = Encoder(tokenizer_of("right-digits"), sizes=SMALL, clock=lambda: next(seconds))
     with pytest.raises(InvalidArgument, match="200 characters in a row"):
         encoder.push("1" * 1000)
 
 
 def test_digits_grouped_from_the_end_are_not_cut_before_the_end_is_known() -> None:
-    encoder, text = Encoder(tokenizer_of("right-digits"), window=200, margin=80), "1" * 1000 + "x" * 300
+    encoder, text = Encoder(tokenizer_of("right-digits"), sizes=SMALL), "1" * 1000 + "x" * 300
     encoder.push(text[:1000])
     assert not encoder.token_ids
     encoder.push(text[1000:])

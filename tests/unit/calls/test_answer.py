@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator import events
 from coordinator.calls.answer import Answer
 from coordinator.text.detokenizer import Alphabet
-from longleaf.messages import Delta, Event, Finished, Started, Usage
+from longleaf.messages import Delta, Event, Finished, Generate, Started, Usage
 from longleaf.sampling import Logprobs, Sampling, Token
 from tests.support.service import BYTES, ids, tokens
 
@@ -29,7 +29,8 @@ class Ticks:
 
 
 def answer(num_samples: int = 1, **sampling: object) -> Answer:
-    return Answer("id", ALPHABET, Sampling(**sampling), frozenset({END}), num_samples, Ticks(), True)  # type: ignore[arg-type]
+    request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
+    return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), is_exact=True)
 
 
 def ended(sample: int = 0, reason: events.EndReason = "length") -> events.Ended:
@@ -93,7 +94,7 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
 
 def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     both = answer(2, stop=("END",))
-    both.take(events.Started(5, 3, 1))
+    both.take(events.Admitted(5, 3, 1))
     messages = told(both, events.Tokens(0, tokens(ids("xENDy")), 1), events.Tokens(5, tokens(ids("z")), 1), ended(1))
     assert text_of(messages, 1) == "x"
     finished = messages[-1]
@@ -108,7 +109,7 @@ def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
 
 def test_times_of_a_stop_string_are_taken_here() -> None:
     one = answer(stop=("b",))  # arrived at 1
-    messages = told(one, events.Started(5, 3), events.Tokens(0, tokens(ids("a"))), events.Tokens(1, tokens(ids("b"))))
+    messages = told(one, events.Admitted(5, 3), events.Tokens(0, tokens(ids("a"))), events.Tokens(1, tokens(ids("b"))))
     finished = messages[-1]
     assert isinstance(finished, Finished)
     timings = finished.timings
@@ -128,4 +129,4 @@ def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token:
 
 
 def test_started_names_the_generation() -> None:
-    assert told(answer(), events.Started(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]
+    assert told(answer(), events.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]

@@ -36,8 +36,7 @@ class Made:
         self.uploads = Uploads(**limits)
         self.date = 1000.0
         tokenizer = Tokenizer.load(write_model(folder), split_template)
-        settings = {"uploads": self.uploads, "idle_seconds": idle_seconds, "wall_clock": lambda: self.date}
-        self.ingest = Ingest(self.engine, tokenizer, self.threads, **settings)  # type: ignore[arg-type]
+        self.ingest = Ingest(self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         """What is said of these pieces, after which the stream ends or is silent."""

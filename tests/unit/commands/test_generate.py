@@ -26,7 +26,7 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
 async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
     terminal.engine.answer = ()
-    terminal.engine.script = (events.Started(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
+    terminal.engine.script = (events.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
     told = "note: this may go beyond the length that the model was trained for"
     assert (code, err.splitlines().count(told)) == (0, 1)

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
+from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks
 from longleaf.channel.fakes import echo_token
 from longleaf.channel.step import StepPlan, StepResult
@@ -54,7 +54,7 @@ async def test_views_and_streams() -> None:
         assert view.shares == (RankShare(0, 32, 2048), RankShare(1, 32, 2048))
         assert engine.list_contexts() == [view]
         events = [event async for event in engine.submit(prompt(3, 4, "doc"))]
-        assert events[0] == Started(67, 64)
+        assert events[0] == Admitted(67, 64)
         ended = events[-1]
         assert isinstance(ended, Ended)
         assert (ended.prompt_tokens, ended.cached_tokens, ended.completion_tokens) == (67, 64, 4)
@@ -103,7 +103,7 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         slow, fast = engine.submit(prompt(3, 50)), engine.submit(prompt(3, 60))
         assert isinstance([event async for event in fast][-1], Ended)
         events = [event async for event in slow]
-        assert [type(event) for event in events] == [Started, Tokens, Ended]
+        assert [type(event) for event in events] == [Admitted, Tokens, Ended]
         assert isinstance(events[1], Tokens)
         assert (events[1].index, len(events[1].token_ids)) == (0, 50)
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
@@ -178,14 +178,14 @@ async def test_those_that_wait_are_told_their_place() -> None:
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
         streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
-        told = [[event async for event in stream if isinstance(event, Started)] for stream in streams]
+        told = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
         assert [events[0].queue_position for events in told[:1]] == [0]
         assert [events[-1].queue_position for events in told] == [0, 0, 0]
     async with running(FakeRanks(2, 1000), config=config) as (engine, _):
         running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
         await anext(running_now)
         places = [await anext(stream) for stream in waiting]
-        assert places == [Started(3, 0, 1), Started(3, 0, 2)]
+        assert places == [Admitted(3, 0, 1), Admitted(3, 0, 2)]
 
 
 async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
@@ -367,7 +367,7 @@ async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fai
             engine.submit(prompt(3, 5, "doc")),
             engine.ingest(Document(context="doc", token_ids=list(range(500)), append=True)),
         )
-        assert isinstance(await anext(answer), Started)
+        assert isinstance(await anext(answer), Admitted)
         days.now = 1010.0
         assert names(engine) == []
         assert sum([len(event.token_ids) async for event in answer if isinstance(event, Tokens)]) == 5

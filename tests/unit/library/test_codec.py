@@ -127,7 +127,7 @@ def test_wrong_forks_name_the_field() -> None:
         IngestHeader("moby"),
         IngestHeader("moby", True, 0),
         IngestHeader("a", False, 5, "id", SETTINGS[3]),
-        IngestHeader("a", True, None, "", SETTINGS[0], -100, "a client"),
+        IngestHeader("a", True, None, "", SETTINGS[0], priority=-100, client="a client"),
         IngestHeader("a", settings=ContextSettings(capacity=1 << 40)),
         b"\xff\x00",
         (1, 2),

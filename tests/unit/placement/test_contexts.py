@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.contexts import Context, Contexts
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
@@ -36,7 +36,7 @@ class Store:
         self.contexts.audit()
         self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
-    def shares(self, context: Context) -> list[int]:
+    def shares(self, context: NamedPath) -> list[int]:
         return self.segments.holdings.shares(context.path, 2)
 
 
@@ -146,7 +146,7 @@ def test_wrong_forks_name_what_is_wrong() -> None:
     store.audit()
 
 
-class Unwalked(dict[str, Context]):
+class Unwalked(dict[str, NamedPath]):
     """Gives what is asked for by its key, and not all that there is."""
 
     def __iter__(self) -> Iterator[str]:

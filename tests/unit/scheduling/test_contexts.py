@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Acknowledged, Started
+from coordinator.events import Acknowledged, Admitted
 from longleaf.channel.step import Decode
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted
 from longleaf.messages import Progress
@@ -22,7 +22,7 @@ def test_question_about_a_context_attends_to_its_path() -> None:
     assert isinstance(plan.work, Decode)
     row = plan.work.rows[0]
     assert (len(row.path), row.start, row.num_tokens) == (3, 50, 5)
-    assert bench.seen[job][0] == Started(55, 50)
+    assert bench.seen[job][0] == Admitted(55, 50)
     assert sum(bench.scheduler.segments.tokens_by_rank()) == 50
 
 
@@ -124,7 +124,7 @@ def test_a_fork_is_asked_and_appended_to_by_itself() -> None:
     plan = bench.run()[0]
     assert isinstance(plan.work, Decode)
     assert (len(plan.work.rows[0].path), plan.work.rows[0].start) == (3, 35)
-    assert bench.seen[job][0] == Started(39, 35)
+    assert bench.seen[job][0] == Admitted(39, 35)
     bench.scheduler.delete_context("fork")
     bench.scheduler.audit()
     assert bench.placer.num_free == bench.placer.num_blocks

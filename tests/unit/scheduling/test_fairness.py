@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from coordinator.events import Claim, Document, Ended, Prompt, Started, Tokens
+from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import UNLIMITED, Positions
@@ -67,7 +67,7 @@ class Bench:
             tokens = self.ledger.apply(self.sequences.complete(plan))
             outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, tokens, seconds=seconds))
         for job, outcome in outcomes:
-            self.began += [job] if isinstance(outcome, Started) else []
+            self.began += [job] if isinstance(outcome, Admitted) else []
             self.seen.setdefault(job, []).append(outcome)
         self.scheduler.audit()
         return plan
@@ -147,7 +147,7 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     high = bench.ask(20, max_tokens=10, first=500, priority=1)
     bench.step()
     assert bench.began[-1] == high
-    assert bench.scheduler.positions() == {low: Started(20, 0, 1)}
+    assert bench.scheduler.positions() == {low: Admitted(20, 0, 1)}
     plans = bench.run()
     assert bench.tokens(low) == answer(20, 20)
     assert bench.tokens(high) == answer(520, 10)

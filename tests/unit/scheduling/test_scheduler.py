@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Ended, Prompt, Started
+from coordinator.events import Admitted, Ended, Prompt
 from longleaf.channel.encoding import encode
 from longleaf.channel.fakes import echo_token
 from longleaf.channel.step import Decode, Prefill, Seen
@@ -24,7 +24,7 @@ def test_long_prompt_is_read_in_chunks_and_its_last_token_is_a_row() -> None:
     for index in range(3):
         expected.append(echo_token(expected[-1], index))
     assert bench.tokens(job) == expected[1:]
-    assert bench.seen[job][0] == Started(70, 0)
+    assert bench.seen[job][0] == Admitted(70, 0)
     assert bench.seen[job][1:4] == [Progress(32, 70), Progress(64, 70), Progress(69, 70)]
     assert bench.seen[job][-1] == Ended("length", 70, 0, 3, 0.0, 0.0, 0.0)
     assert sum(bench.scheduler.segments.tokens_by_rank()) == 0

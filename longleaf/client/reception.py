@@ -14,7 +14,7 @@ RESUME_SECONDS = 60.0
 """How long the service holds a generation that nobody reads."""
 
 
-class Reading:
+class Reception:
     """What was asked, what of the answer has come, and the request for the rest of it."""
 
     def __init__(self, input: str | BytesLike | Iterable[int], context: str | None, options: GenerateOptions) -> None:
@@ -41,7 +41,8 @@ class Reading:
             client=options.get("client", ""),
         )
         self._next_index: dict[int, int] = {}
-        """Of each sample's next token. Not so many were counted: what this client passes over may have carried some."""
+        """Index of each sample's next token. Not so many were counted: what this client passes over may have carried
+        some."""
         self._has_started = False
         self._finished: set[int] = set()
 
