@@ -239,8 +239,9 @@ async def test_a_document_for_which_there_was_no_room_need_not_be_sent_again(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     service.engine.error = ResourceExhausted("pool", "full", 2.0)
-    with pytest.raises(ResourceExhausted):
-        await service.client.ingest("moby", "some text", upload_id="mine")
+    async with AsyncClient(service.address, retries=0) as impatient:
+        with pytest.raises(ResourceExhausted):
+            await impatient.ingest("moby", "some text", upload_id="mine")
     service.engine.error = None
     again = Raw(channel)
     assert (await again.open()).received_size_bytes == len("some text")

@@ -13,25 +13,17 @@ import psutil
 import pytest
 import torch
 
-from longleaf.attention import Partial, merge_all
+from longleaf.attention import merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
 from longleaf.comm.leftovers import FOLDER, Maker, started_at
 from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.tree import MERGES, Wire, make_merge
+from tests.support.attention.partials import random_partials
 from tests.support.processes import run_ranks, start_ranks
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
-
-
-def partials(world_size, rows, heads=3, dim=5):
-    generator = torch.Generator().manual_seed(world_size)
-    found = [
-        Partial(torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator) * 9)
-        for _ in range(world_size)
-    ]
-    return [*found[:-1], Partial.identity(rows, heads, dim)] if world_size > 1 else found
 
 
 def close(found, wanted):
@@ -44,7 +36,8 @@ def merge_everything(rank, owner):
     groups = owner.groups
     world_size, bits = groups.world.world_size, {}
     for rows in (1, 2 * world_size):
-        parts = partials(world_size, rows)
+        last = {world_size - 1} if world_size > 1 else ()
+        parts = random_partials(world_size, rows, empty=last)
         wanted = merge_all(
             torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
         )
@@ -439,7 +432,7 @@ def test_what_cannot_be_sent_is_refused():
 
 def count_bytes(rank, owner):
     groups, (counter,) = counting(owner.groups)
-    partial = partials(2, rows=4)[rank]
+    partial = random_partials(2, rows=4)[rank]
     counted = {}
     for name in MERGES:
         make_merge(name, groups, Wire()).to_all(partial)

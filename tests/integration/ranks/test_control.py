@@ -18,7 +18,8 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
 from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
 from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet, OnDeath
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.ports import OnDeath
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.fakes import echo_token
 from longleaf.channel.lives import Hello, Join, Ready

@@ -14,7 +14,8 @@ from longleaf.model_report import Plan
 from tests.support.golden.states import running
 from tests.support.scheduling import Bench
 from workers.check import check, num_ends
-from zoo.checkpoints import Family, make_checkpoint
+from zoo.checkpoints import make_checkpoint
+from zoo.families import Family
 
 KV_BYTES = 3 << 20
 

@@ -16,8 +16,9 @@ from coordinator.ranks.ray_folder import RayFolder
 from longleaf.errors import StartError
 
 MAKER = """
-from coordinator.ranks.ray_folder import RayFolder
-folder = RayFolder()
+from coordinator.ranks import ray_folder
+ray_folder.LEAVE_SECONDS = 1.0
+folder = ray_folder.RayFolder()
 print(folder.path, flush=True)
 input()
 folder.close()

@@ -15,21 +15,13 @@ from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 from longleaf.tree.base import join_heads, split_heads
 from longleaf.tree.butterfly import Then, rounds
 from longleaf.tree.choose import choose, describe
+from tests.support.attention.partials import random_partials
 from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
 CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
 """One letter per rank: the machine it runs on."""
-
-
-def partials(world_size, rows, heads=3, dim=5, empty=()):
-    generator = torch.Generator().manual_seed(world_size * 100 + rows)
-    found = [
-        Partial(torch.randn(rows, heads, dim, generator=generator), torch.randn(rows, heads, generator=generator) * 9)
-        for _ in range(world_size)
-    ]
-    return [Partial.identity(rows, heads, dim) if rank in empty else part for rank, part in enumerate(found)]
 
 
 def expected(parts):
@@ -51,7 +43,7 @@ def merged(name, topology, parts, dtype=torch.float32):
 def test_merges_on_loopback(name, machines, empty):
     topology, world_size = Topology(tuple(machines)), len(machines)
     empty = tuple(range(world_size)) if empty == "all" else empty
-    parts = partials(world_size, rows=2 * world_size, empty=empty)
+    parts = random_partials(world_size, rows=2 * world_size, empty=empty)
     wanted = expected(parts)
     for found in merged(name, topology, parts):
         assert_close(found, wanted)
@@ -81,7 +73,7 @@ def test_merges_are_exact_however_large_the_logits(name, machines, centre, scale
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("name", MERGES)
 def test_heads_need_not_divide_by_ranks(name, heads):
-    parts = partials(6, rows=1, heads=heads)
+    parts = random_partials(6, rows=1, heads=heads)
     for found in merged(name, Topology(tuple("aaabbb")), parts):
         assert_close(found, expected(parts))
 
@@ -90,7 +82,7 @@ def test_heads_need_not_divide_by_ranks(name, heads):
 @pytest.mark.parametrize("machines", CLUSTERS)
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_every_rank_gets_the_same_bits_every_time(name, machines, dtype):
-    topology, parts = Topology(tuple(machines)), partials(len(machines), rows=8)
+    topology, parts = Topology(tuple(machines)), random_partials(len(machines), rows=8)
     found = merged(name, topology, parts, dtype) + merged(name, topology, parts, dtype)
     assert all(torch.equal(found[0].out_THD, other.out_THD) for other in found[1:])
     assert all(torch.equal(found[0].lse_TH, other.lse_TH) for other in found[1:])
@@ -98,7 +90,7 @@ def test_every_rank_gets_the_same_bits_every_time(name, machines, dtype):
 
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_bfloat16_partials_are_off_by_their_rounding_only(name):
-    topology, parts = Topology(tuple("aabbccd")), partials(7, rows=8)
+    topology, parts = Topology(tuple("aabbccd")), random_partials(7, rows=8)
     largest = max(part.out_THD.abs().max().item() for part in parts)
     for found in merged(name, topology, parts, torch.bfloat16):
         assert_close(found, expected(parts), tolerance=4 * largest * 2**-8)
@@ -113,7 +105,7 @@ def test_partials_travel_in_two_types_only():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_joining_heads_undoes_splitting_them(heads, num_parts, dtype):
-    part, wire = partials(1, rows=3, heads=heads)[0], Wire(dtype)
+    part, wire = random_partials(1, rows=3, heads=heads)[0], Wire(dtype)
     found = join_heads(split_heads(part, num_parts, wire), heads, wire)
     assert torch.equal(found.out_THD, part.out_THD.to(dtype).float())
     assert torch.equal(found.lse_TH, part.lse_TH)
@@ -139,7 +131,7 @@ def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
 @pytest.mark.parametrize("machines", ["aa", "aabb", "aaab"])
 def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
     topology, world_size = Topology(tuple(machines)), len(machines)
-    parts = {rows: partials(world_size, rows) for rows in (1, 5, 64, 65)}
+    parts = {rows: random_partials(world_size, rows) for rows in (1, 5, 64, 65)}
 
     def work(rank, groups):
         chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
@@ -181,7 +173,7 @@ def test_a_rank_that_fails_is_told_and_holds_up_nobody():
     def work(rank, groups):
         if rank == 3:
             raise KeyError("the fourth gave up")
-        return make_merge("hierarchy", groups, Wire()).to_all(partials(4, rows=1)[rank])
+        return make_merge("hierarchy", groups, Wire()).to_all(random_partials(4, rows=1)[rank])
 
     with pytest.raises(KeyError, match="the fourth gave up"):
         on_groups(Topology(tuple("aabb")), work)
@@ -189,7 +181,7 @@ def test_a_rank_that_fails_is_told_and_holds_up_nobody():
 
 def merge_over_gloo(rank, owner):
     world_size = owner.groups.world.world_size
-    parts = partials(world_size, rows=2 * world_size, empty=(1,))
+    parts = random_partials(world_size, rows=2 * world_size, empty=(1,))
     wanted = expected(parts)
     for name in MERGES:
         merge = make_merge(name, owner.groups, Wire())
@@ -201,7 +193,7 @@ def merge_over_gloo(rank, owner):
 
 def merged_bits(rank, owner):
     """What a rank gets from the merges that promise the same bits, in both types that travel."""
-    parts = partials(owner.groups.world.world_size, rows=3, empty=(1,))
+    parts = random_partials(owner.groups.world.world_size, rows=3, empty=(1,))
     largest = max(part.out_THD.abs().max().item() for part in parts)
     bits = []
     for name, dtype in itertools.product(SAME_BITS, (torch.float32, torch.bfloat16)):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.masks import Reach
+from longleaf.geometry import Reach
 from longleaf.runs import Run
 from longleaf.tree import MERGES
 from tests.support.attention.dealt import Case, cases, decode, prefill
