@@ -29,6 +29,9 @@ help: ## Show this text
 demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answers
 	@$(BIN)/longleaf demo $(ARGS)
 
+# Tests start hundreds of processes: where no bytecode may be written, each of them compiles all modules again.
+test test-slow coverage: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 

@@ -1,9 +1,12 @@
 """A rank as a plain process, started by coordinator.ranks.local_fleet."""
 
+import logging
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
@@ -19,9 +22,13 @@ def main(spec: RankSpec) -> None:
     live(spec, Rank)
 
 
-def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> None:
+def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoReturn:
     """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    sys.exit(serve(spec, make_rank, parent.pid if parent else None))
+    code = serve(spec, make_rank, parent.pid if parent else None)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the rank is closed: to take an interpreter with torch and a model apart takes seconds more
