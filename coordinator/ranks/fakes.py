@@ -22,7 +22,8 @@ def equal(row: Row) -> Comparison:
 class FakeRanks:
     """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
     number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`. What is
-    not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None."""
+    not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None.
+    Each argument is something in which real ranks differ, and most tests give one."""
 
     def __init__(
         self,

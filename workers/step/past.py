@@ -70,8 +70,8 @@ class PastBuilder:
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
                 past_L = self._past_slots(shares[self._ledger.rank], longest)
-                reads = self._reads(work.pieces, shares, longest, reach)
-                gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
+                before, own = self._reads(work.pieces, shares, longest, reach)
+                gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, before, own))
         return gathered
 
     def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
