@@ -23,10 +23,10 @@ from bench.harness.arguments import unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.timing import latency
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel, kernel_for
 from longleaf.attention.masks import Read, Reads
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.int8 import QuantizedLayer
+from longleaf.kernels.reads import Kernel, kernel_for
 from longleaf.tree import Wire
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -28,13 +28,13 @@ from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.placement.blocks import Placer
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Prefill
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
+from longleaf.kernels.reads import kernel_for
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge

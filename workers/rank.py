@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
@@ -18,6 +17,7 @@ from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
 from longleaf.errors import StartError
+from longleaf.kernels.reads import kernel_for
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge

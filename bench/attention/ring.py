@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longleaf.attention import Partial, merge
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
 from longleaf.comm import AsyncComm, Comm, Transfer
+from longleaf.kernels.reads import Kernel
 from longleaf.runs import ceil_div
 
 

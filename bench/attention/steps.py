@@ -15,7 +15,7 @@ from bench.attention.ring import QueryRing, Ring, over
 from bench.harness.memory import peak_bytes
 from bench.harness.ranks import Rank
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel, kernel_for
+from longleaf.kernels.reads import Kernel, kernel_for
 from longleaf.tree import Chosen, Merge, Wire, choose_merge, make_merge
 
 ONE_DEVICE, TREE, PAPER, RING, QUERY_RING = "one_device", "tree", "paper", "ring", "ring_pass_q"

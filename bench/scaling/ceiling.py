@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from longleaf.attention.kernels import kernel_for
 from longleaf.attention.masks import Read
+from longleaf.kernels.reads import kernel_for
 
 SECONDS = 1.0
 """How long a process computes in one turn."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longleaf.attention import Partial, merge_all
-from longleaf.attention.fold import NativeFold
 from longleaf.comm import Comm
+from longleaf.kernels.cpu.fold import NativeFold
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from longleaf.attention.fold import NativeFold
+from longleaf.kernels.cpu.fold import NativeFold
 from longleaf.tree import MERGES
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import Logits, running

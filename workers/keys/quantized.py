@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.errors import ModelRefused
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.int8 import QuantizedLayer
+from longleaf.kernels.reads import Kernel
 from longleaf.runs import ceil_div
 from workers.model.model import LayerSpec
 

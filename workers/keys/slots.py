@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
+from longleaf.kernels.reads import Kernel
 from workers.model.model import LayerSpec
 
 

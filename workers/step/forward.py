@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink, merge
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
+from longleaf.kernels.reads import Kernel
 from longleaf.tree import Merge
 from workers.keys.slots import Slots
 from workers.model.hook import LayerCall

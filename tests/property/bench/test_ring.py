@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.attention.ring import QueryRing, Ring
-from longleaf.attention.kernels import kernel_for
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm
+from longleaf.kernels.reads import kernel_for
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 

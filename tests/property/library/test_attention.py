@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention import Partial, add_sink, energy, kernels, merge, merge_all, reference
-from longleaf.attention.fold import NativeFold
-from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention import Partial, add_sink, energy, merge, merge_all, reference
 from longleaf.attention.masks import QueryRun, Read, causal_reads, reads_within
-from longleaf.attention.native import NativeDecode
+from longleaf.kernels import reads as kernels
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.cpu.fold import NativeFold
+from longleaf.kernels.reads import CpuKernel, by_reads, dense
 from longleaf.runs import Extent
 from tests.support.attention.dense import reaches, visible
 from tests.support.attention.partials import TOLERANCE, assert_same, seeds

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from longleaf import native
 from longleaf.attention import reference
-from longleaf.attention.fold import NativeFold
 from longleaf.attention.masks import Read, Reads
-from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
 from longleaf.geometry import Reach
+from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
+from longleaf.kernels.cpu.fold import NativeFold
 from tests.support.attention.dense import visible
 from tests.support.attention.partials import assert_same, seeds
 

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf import native
-from longleaf.attention import Partial, kernels, reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention import Partial, reference
 from longleaf.attention.masks import QueryRun, Read, reads_within
-from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.geometry import Reach
+from longleaf.kernels import reads as kernels
+from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
+from longleaf.kernels.int8 import QuantizedLayer
+from longleaf.kernels.reads import CpuKernel, by_reads, dense
 from longleaf.runs import Extent
 from longleaf.tree import MERGES, Wire
 from tests.support.attention.dealt import cases, decode, prefill

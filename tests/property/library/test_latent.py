@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from longleaf.attention import reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense, kernel_for, lies_in
 from longleaf.attention.masks import Read
+from longleaf.kernels.reads import CpuKernel, by_reads, dense, kernel_for, lies_in
 
 KERNELS = {
     "of the device": kernel_for("cpu"),

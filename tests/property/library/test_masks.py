@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.attention import kernels, masks, reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention import masks, reference
 from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.geometry import Reach
+from longleaf.kernels import reads as kernels
+from longleaf.kernels.int8 import QuantizedLayer
+from longleaf.kernels.reads import CpuKernel, by_reads, dense
 from longleaf.runs import Extent
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest

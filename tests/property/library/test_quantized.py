@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention import quantized, reference
-from longleaf.attention.kernels import CpuKernel
+from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads, hidden
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import LOWEST, QuantizedLayer, tiles
+from longleaf.kernels import int8 as quantized
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.int8 import LOWEST, QuantizedLayer, tiles
+from longleaf.kernels.reads import CpuKernel
 from longleaf.tree import MERGES
 from tests.support.attention.dealt import BLOCK as POOL_BLOCK
 from tests.support.attention.dealt import cases, decode, prefill

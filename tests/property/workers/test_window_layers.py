@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.geometry import Reach, Windows
+from longleaf.kernels.reads import kernel_for
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
+from longleaf.kernels.reads import kernel_for
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
-from longleaf.attention.native import NativeDecode
 from longleaf.attention.partial import Partial, merge
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.reads import Kernel
 
 LOWEST, HIGHEST = -120, 120
 """Exponents: 2^e is a normal float32."""

@@ -21,7 +21,7 @@ LANES = 8
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as decode.c numbers them."""
 Int8 = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32, as `longleaf.attention.quantized`
+"""Keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32, as `longleaf.kernels.int8`
 keeps them."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
 MAX_ROWS = 512

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import Read, band, cut, hidden
-from longleaf.attention.native import NativeDecode
 from longleaf.attention.partial import Partial, merge
+from longleaf.kernels.cpu.decode import NativeDecode
 
 ReadKernel = Callable[[Tensor, Tensor, Tensor, Read, float, float | None], tuple[Tensor, Tensor]]
 
