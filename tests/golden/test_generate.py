@@ -120,13 +120,13 @@ async def test_a_dropped_partial_is_noticed(goldens, family):
 
     def spoil(number, rank):
         if number == 1:
-            plain = rank.kernel
+            plain = rank.backend.attend
 
             def nothing(*inputs):
                 partial = plain(*inputs)
                 return Partial.identity(*partial.out_THD.shape)
 
-            rank.kernel = nothing
+            rank.backend.attend = nothing
 
     async with running(config_for(golden.folder, world_size=3, chunk_size=500), spoil) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens

@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
 from longleaf.geometry import Reach, Rotary
-from longleaf.kernels.reads import lies_in
+from longleaf.kernels.backend import lies_in
 from workers.model import hook, latent
 from workers.model.rotary import Ropes, replace_rotary
 
