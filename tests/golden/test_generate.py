@@ -80,6 +80,14 @@ async def test_tokens_equal_generate_in_the_full_product(
     await check_row(goldens(family), world_size, merge, chunk_size, state, prefill)
 
 
+@pytest.mark.parametrize(("family", "kernels"), [("llama", "torch"), ("gemma2", "dense"), ("deepseek_v3", "dense")])
+async def test_tokens_equal_generate_with_other_kernels(goldens, family, kernels):
+    golden = goldens(family)
+    async with running(config_for(golden.folder, world_size=2, chunk_size=500, kernels=kernels)) as engine:
+        assert {worker.kernels for worker in engine.cluster().workers} == {kernels}
+        assert await answer(engine, golden.prompt) == golden.tokens
+
+
 def test_the_cover_covers():
     for rows in (COVER, COVER[: len(FAMILIES)]):
         assert {family for family, _ in rows} == set(FAMILIES)
