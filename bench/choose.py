@@ -25,6 +25,7 @@ from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
 from bench.harness.timing import slowest
 from longleaf.attention import Partial
+from longleaf.kernels import table
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 
 HEADS, DIM = 16, 128
@@ -66,13 +67,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def race(rank: Rank, repeats: int) -> Row:
     """On one rank: how long choosing took and what was chosen; by number of rows, the seconds of each merge's turns."""
-    groups = list(rank.groups.values())[-1]
+    groups, wire = list(rank.groups.values())[-1], Wire(table.choose("auto", rank.device, torch.float32))
     rank.barrier()
     begin = time.perf_counter()
-    chosen = choose_merge(groups, Wire(), HEADS, DIM, rank.device)
+    chosen = choose_merge(groups, wire, HEADS, DIM, rank.device)
     seconds = time.perf_counter() - begin
     raced = chosen.timings[0].microseconds
-    merges = {name: make_merge(name, groups, Wire()) for name in MERGES if name in raced}
+    merges = {name: make_merge(name, groups, wire) for name in MERGES if name in raced}
     turns: dict[int, dict[str, list[float]]] = {}
     for timing in chosen.timings:
         partial = Partial(torch.randn(timing.rows, HEADS, DIM), torch.randn(timing.rows, HEADS))

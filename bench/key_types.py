@@ -23,10 +23,9 @@ from bench.harness.arguments import unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.timing import latency
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel, kernel_for
 from longleaf.attention.masks import Read, Reads
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
+from longleaf.kernels import int8, table
+from longleaf.kernels.backend import Backend, Int8Layer
 from longleaf.tree import Wire
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -63,9 +62,9 @@ def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, options.kv_heads, options.keys, options.head_dim, generator=generator)
     q = torch.randn(1, heads, options.head_dim, generator=generator)
-    kernel = kernel_for("cpu")
-    steps = {name: partial(over, kernel, q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in FLOATS.items()}
-    steps["int8"] = partial(over_int8, kernel, q, quantized(k, v))
+    backend = table.choose("auto", "cpu", torch.float32)
+    steps = {name: partial(over, backend, q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in FLOATS.items()}
+    steps["int8"] = partial(over_int8, backend, q, quantized(k, v))
     whole = Reads([Read(0, 1, 0, options.keys)])
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(WARM_UP + options.repeats):
@@ -86,31 +85,31 @@ def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
             **latency(taken[WARM_UP:]),
             "ratio": round(float32 / median(taken[WARM_UP:]), 3),
             "target": TARGETS.get(name),
-            "differing": round(differing(steps[name], options.keys, FLOATS.get(name, torch.float32)), 5),
+            "differing": round(differing(backend, steps[name], options.keys, FLOATS.get(name, torch.float32)), 5),
             "repeats": options.repeats,
             "machine": describe(),
         }
 
 
-def over(kernel: Kernel, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Reads) -> Partial:
-    return kernel(q_THD, k_KSD, v_KSD, reads, q_THD.shape[2] ** -0.5)
+def over(backend: Backend, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Reads) -> Partial:
+    return backend.attend(q_THD, k_KSD, v_KSD, reads, q_THD.shape[2] ** -0.5)
 
 
-def over_int8(kernel: Kernel, q_THD: Tensor, kept: QuantizedLayer, reads: Reads) -> Partial:
-    return kept.attend(kernel, q_THD, reads, q_THD.shape[2] ** -0.5, None)
+def over_int8(backend: Backend, q_THD: Tensor, kept: Int8Layer, reads: Reads) -> Partial:
+    return backend.attend_int8(q_THD, kept, reads, q_THD.shape[2] ** -0.5)
 
 
-def quantized(k_KSD: Tensor, v_KSD: Tensor) -> QuantizedLayer:
+def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
     """The same keys and values in 8 bits."""
     kv_heads, num_keys, dim = k_KSD.shape
-    kept = QuantizedLayer(kv_heads, num_keys // BLOCK, BLOCK, dim, native=NativeDecode.load())
-    kept.write(torch.arange(num_keys), k_KSD, v_KSD)
+    kept = int8.empty(kv_heads, num_keys // BLOCK, BLOCK, dim)
+    int8.write(kept, torch.arange(num_keys), k_KSD, v_KSD)
     return kept
 
 
-def differing(step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
+def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
     """Share of the elements of the answer that tell whether the keys lay on one rank or on several."""
-    wire, share = Wire(), num_keys // NUM_RANKS
+    wire, share = Wire(backend), num_keys // NUM_RANKS
     shares = [Reads([Read(0, 1, low, low + share)]) for low in range(0, num_keys, share)]
     merged = wire.fold(torch.stack([wire.pack(step(reads)) for reads in shares])).out_THD
     whole = step(Reads([Read(0, 1, 0, num_keys)])).out_THD

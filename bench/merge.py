@@ -31,6 +31,7 @@ from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.counting import counting
 from longleaf.config import MergeName
+from longleaf.kernels import table
 from longleaf.tree import MERGES, Merge, Wire, make_merge
 
 BASELINE = ("gloo", "paper")
@@ -111,17 +112,18 @@ def summed(transport: str, counts: list[Row]) -> Row:
 def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
     """On one rank: by batch, the seconds of each merge's turns, and what it did in one call."""
     found: dict[int, Row] = {}
+    wire = Wire(table.choose("auto", rank.device, torch.float32))
     for batch in options.batches:
         generator = torch.Generator().manual_seed(rank.rank)
         out = torch.randn(batch, options.heads, options.head_dim, generator=generator)
         lse = torch.randn(batch, options.heads, generator=generator)
         partial = Partial(out.to(rank.device), lse.to(rank.device))
         merges: dict[Key, Merge] = {
-            (transport, name): make_merge(name, groups, Wire())
+            (transport, name): make_merge(name, groups, wire)
             for transport, groups in rank.groups.items()
             for name in MERGES
         }
-        counts = {key: count(rank, key, partial, options.repeats) for key in merges}
+        counts = {key: count(rank, key, wire, partial, options.repeats) for key in merges}
         used = {key: merge for key, merge in merges.items() if counts[key] is not None}
         check(used, partial)
         calls = {key: functools.partial(merge.to_all, partial) for key, merge in used.items()}
@@ -130,16 +132,16 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
     return found
 
 
-def count(rank: Rank, key: Key, partial: Partial, repeats: int) -> Row | None:
+def count(rank: Rank, key: Key, wire: Wire, partial: Partial, repeats: int) -> Row | None:
     """What one call does; None for a merge that does not use the transport, as all but one between nodes."""
     transport, name = key
     groups: Groups = rank.groups[transport]
     observed, counters = counting(groups)
-    make_merge(name, observed, Wire()).to_all(partial)
+    make_merge(name, observed, wire).to_all(partial)
     shared = [one for one in counters if one.transport == "shared_memory" and one.num_operations]
     if transport == "shared_memory" and not shared:
         return None
-    merge = make_merge(name, groups, Wire())
+    merge = make_merge(name, groups, wire)
     sent = rank.count_bytes(lambda: merge.to_all(partial), repeats)
     return {
         "collectives": sum(one.num_operations for one in counters),

@@ -28,13 +28,13 @@ from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.placement.blocks import Placer
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Prefill
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
+from longleaf.kernels import table
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
@@ -72,14 +72,14 @@ class Reader:
         self._ledger = Ledger(rank, BLOCK_SIZE)
         if held:
             self._ledger.put(PAST, held)
-        self._kernel = kernel_for(model.device)
+        self._backend = table.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
-        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire())
+        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire(self._backend))
         self._peers = Peers(self.comm, merge)
 
     def _inputs(self, way: PrefillName) -> InputBuilder:
         ledger, pool, layers, size = self._ledger, self._pool, self._model.layers, self.comm.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire())
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire(self._backend))
         return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     @torch.inference_mode()
@@ -87,7 +87,7 @@ class Reader:
         """Reads the chunk; the number of layers that gathered keys."""
         self._ledger.release((CHUNK,))
         inputs = self._inputs(way).prefill(self._work)
-        step = PrefillStep(inputs, self._pool, self._kernel, self._peers, self._model.last_layer)
+        step = PrefillStep(inputs, self._pool, self._backend, self._peers, self._model.last_layer)
         ids, positions = inputs.token_ids_T[None], inputs.positions_T[None]
         with suppress(PrefillDone):
             self._model.decoder(input_ids=ids, position_ids=positions, use_cache=False, return_dict=False, step=step)

@@ -19,6 +19,8 @@ PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeName = Literal["auto", "int8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KernelsName = Literal["compiled", "torch", "dense"]
+KernelsChoice = Literal["auto", KernelsName]
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
@@ -69,6 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     many contexts, but no more than half."""
     device: DeviceName = "auto"
     """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs."""
+    kernels: KernelsChoice = "auto"
+    """What computes attention on a rank's device; auto takes the fastest that can be had there."""
     threads_per_rank: int = 1
     """CPU threads of each rank."""
     step_timeout: float = 60.0

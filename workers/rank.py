@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
@@ -18,6 +17,7 @@ from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
 from longleaf.errors import StartError
+from longleaf.kernels import table
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
@@ -47,7 +47,7 @@ NO_TOKEN = Token(0)
 class Rank:
     """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close.
 
-    What computes has names of its own: `model`, `pool` and `kernel` once it is loaded, `peers` once it has joined, and
+    What computes has names of its own: `model`, `pool` and `backend` once it is loaded, `peers` once it has joined, and
     `sampler`. Whoever wants to see that an error shows, or what passes through, puts something else in their place.
     """
 
@@ -81,9 +81,9 @@ class Rank:
         self.model = models.load(config.model, config.dtype, self._device)
         self.pool, windows = make_pool(self.model, config, num_ranks_here)
         self._ledger = Ledger(self._spec.rank, config.block_size)
-        self._wire = Wire(getattr(torch, config.partials))
+        self.backend = table.choose(config.kernels, self._device, self.model.dtype)
+        self._wire = Wire(self.backend, getattr(torch, config.partials))
         self._inputs = self._make_inputs()
-        self.kernel = kernel_for(torch.device(self._device).type)
         self._verifier = Verifier(self.model, self._ledger, config)
         self._ready = Ready(
             rank=self._spec.rank,
@@ -94,6 +94,7 @@ class Rank:
             kv_dtype=kv_dtype(self.model, config),
             rotary=self.model.rotary,
             windows=windows,
+            kernels=self.backend.name,
         )
 
     def _make_inputs(self) -> InputBuilder:
@@ -129,8 +130,7 @@ class Rank:
     def connect(self, groups: Groups) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time."""
         ready = msgspec.structs.replace(self._ready, transport=groups.transport)
-        if self._device == "cpu":
-            self._wire.agree(groups.world)
+        self._wire.agree(groups.world, self._device)
         widest = max(self.model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
         if self._config.merge == "auto":
@@ -175,7 +175,7 @@ class Rank:
 
     def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
         inputs = self._inputs.prefill(work)
-        step = PrefillStep(inputs, self.pool, self.kernel, self.peers, self.model.last_layer)
+        step = PrefillStep(inputs, self.pool, self.backend, self.peers, self.model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self.model.decoder, inputs, step)
         has_finite_keys = step.has_finite_keys()
@@ -186,7 +186,7 @@ class Rank:
 
     def _decode(self, work: Decode, result: StepResult) -> StepResult:
         inputs = self._inputs.decode(work, self._last_ids)
-        step = DecodeStep(inputs, self.pool, self.kernel, self.peers)
+        step = DecodeStep(inputs, self.pool, self.backend, self.peers)
         rows = [row for row in work.rows if row.token_index >= 0]
         ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
         tokens: dict[int, Token] = {}

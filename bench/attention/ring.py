@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longleaf.attention import Partial, merge
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
+from longleaf.attention.packed import pack, unpack
 from longleaf.comm import AsyncComm, Comm, Transfer
+from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
 
 
@@ -29,7 +30,7 @@ class Ring:
     def __init__(
         self,
         comm: AsyncComm,
-        kernel: Kernel,
+        backend: Backend,
         lengths: Sequence[int],
         *,
         num_kv_heads: int,
@@ -40,7 +41,7 @@ class Ring:
         if len(lengths) != comm.world_size:
             raise ValueError(f"lengths: {len(lengths)} numbers for {comm.world_size} ranks")
         self._comm = comm
-        self._kernel = kernel
+        self._backend = backend
         self._shapes = [torch.Size((2, num_kv_heads, length, dim)) for length in lengths]
         size = max(shape.numel() for shape in self._shapes)
         self._buffers = [torch.empty(size, device=device) for _ in range(min(2, comm.world_size - 1))]
@@ -48,12 +49,12 @@ class Ring:
     def attend(self, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Partial:
         """Attention over all keys, on every rank; each joins the blocks in another order, so equal to rounding only."""
         transfer = self._start(kv_2KSD, 1)
-        part = over(self._kernel, q_THD, kv_2KSD, scale)
+        part = over(self._backend, q_THD, kv_2KSD, scale)
         for hop in range(1, self._comm.world_size):
             transfer.wait()
             kv_2KSD = self._block(hop)
             transfer = self._start(kv_2KSD, hop + 1)
-            part = merge(part, over(self._kernel, q_THD, kv_2KSD, scale))
+            part = merge(part, over(self._backend, q_THD, kv_2KSD, scale))
         return part
 
     def _start(self, kv_2KSD: Tensor, hop: int) -> Transfer:
@@ -77,9 +78,9 @@ class QueryRing:
     where going round once more would take N - 1.
     """
 
-    def __init__(self, comm: Comm, kernel: Kernel) -> None:
+    def __init__(self, comm: Comm, backend: Backend) -> None:
         self._comm = comm
-        self._kernel = kernel
+        self._backend = backend
 
     def attend(self, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Partial:
         """Attention over all keys, the same bits on every rank."""
@@ -89,11 +90,11 @@ class QueryRing:
         q_ThD = F.pad(q_THD, (0, 0, 0, share * comm.world_size - num_heads))[:, first : first + share]
         part = self._over(q_ThD, first, num_heads, kv_2KSD, scale)
         for hop in range(1, comm.world_size):
-            packed_ThC = comm.permute(torch.cat([q_ThD, pack(part)], dim=-1), *neighbours(comm))
+            packed_ThC = comm.permute(torch.cat([q_ThD, pack(part, torch.float32)], dim=-1), *neighbours(comm))
             q_ThD, so_far = packed_ThC[..., :dim], unpack(packed_ThC[..., dim:])
             first = (comm.rank - hop) % comm.world_size * share
             part = merge(so_far, self._over(q_ThD, first, num_heads, kv_2KSD, scale))
-        shares_NThC = comm.all_gather(pack(part))
+        shares_NThC = comm.all_gather(pack(part, torch.float32))
         # share r was finished by the rank before r, the last one that it came to
         all_THC = shares_NThC.roll(1, dims=0).transpose(0, 1).reshape(num_rows, -1, dim + 1)[:, :num_heads]
         return unpack(all_THC)
@@ -105,28 +106,18 @@ class QueryRing:
         parts: list[Partial] = []
         for key_head in range(first // group, ceil_div(end, group)):
             heads = slice(max(key_head * group, first) - first, min((key_head + 1) * group, end) - first)
-            parts.append(over(self._kernel, q_ThD[:, heads], kv_2KSD[:, key_head : key_head + 1], scale))
+            parts.append(over(self._backend, q_ThD[:, heads], kv_2KSD[:, key_head : key_head + 1], scale))
         num_rows, share, dim = q_ThD.shape
         parts.append(Partial.identity(num_rows, share - max(end - first, 0), dim, device=str(q_ThD.device)))
         return Partial(torch.cat([p.out_THD for p in parts], 1), torch.cat([p.lse_TH for p in parts], 1))
 
 
-def over(kernel: Kernel, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Partial:
+def over(backend: Backend, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Partial:
     """All queries over all keys of a block, each seeing each."""
     keys_KSD, values_KSD = kv_2KSD
-    return kernel(q_THD, keys_KSD, values_KSD, [Read(0, len(q_THD), 0, keys_KSD.shape[1])], scale)
+    return backend.attend(q_THD, keys_KSD, values_KSD, [Read(0, len(q_THD), 0, keys_KSD.shape[1])], scale)
 
 
 def neighbours(comm: Comm) -> tuple[int, int]:
     """The ranks to send to and to receive from."""
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-
-
-def pack(partial: Partial) -> Tensor:
-    """out and lse as one tensor, [T, H, D + 1]."""
-    return torch.cat([partial.out_THD, partial.lse_TH.unsqueeze(-1)], dim=-1)
-
-
-def unpack(packed_THC: Tensor) -> Partial:
-    """The partial that `pack` packed."""
-    return Partial(packed_THC[..., :-1], packed_THC[..., -1])

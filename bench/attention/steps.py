@@ -15,7 +15,8 @@ from bench.attention.ring import QueryRing, Ring, over
 from bench.harness.memory import peak_bytes
 from bench.harness.ranks import Rank
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel, kernel_for
+from longleaf.kernels import table
+from longleaf.kernels.backend import Backend
 from longleaf.tree import Chosen, Merge, Wire, choose_merge, make_merge
 
 ONE_DEVICE, TREE, PAPER, RING, QUERY_RING = "one_device", "tree", "paper", "ring", "ring_pass_q"
@@ -52,17 +53,17 @@ class Size:
 class Step:
     """The step of one size. Every rank holds its share of the keys, and rank 0 besides all of them, for one device."""
 
-    def __init__(self, rank: Rank, size: Size, kernel: Kernel, chosen: dict[str, Chosen]) -> None:
+    def __init__(self, rank: Rank, size: Size, backend: Backend, chosen: dict[str, Chosen]) -> None:
         self._rank = rank
         self._size = size
-        self._kernel = kernel
+        self._backend = backend
         self._scale = size.dim**-0.5
         self._q_1HD = torch.randn(1, size.heads, size.dim, generator=torch.Generator().manual_seed(0))
         self._kv_2KSD = self._shard(rank.rank)
         self._all_2KSD = torch.cat([self._shard(r) for r in range(rank.world_size)], 2) if rank.rank == 0 else None
         plain = rank.groups[rank.world.transport]
         self._merges: dict[Key, Merge] = {(TREE, transport): merge for transport, merge in chosen.items()}
-        self._merges[PAPER, rank.world.transport] = make_merge("paper", plain, Wire())
+        self._merges[PAPER, rank.world.transport] = make_merge("paper", plain, Wire(backend))
 
     @property
     def keys(self) -> list[Key]:
@@ -78,20 +79,20 @@ class Step:
             return self.on_one_device
         if name == RING:
             lengths = size.lengths(comm.world_size)
-            ring = Ring(comm, self._kernel, lengths, num_kv_heads=size.kv_heads, dim=size.dim)
+            ring = Ring(comm, self._backend, lengths, num_kv_heads=size.kv_heads, dim=size.dim)
             return partial(ring.attend, *inputs)
         if name == QUERY_RING:
-            return partial(QueryRing(comm, self._kernel).attend, *inputs)
+            return partial(QueryRing(comm, self._backend).attend, *inputs)
         return partial(self._in_tree, self._merges[key])
 
     def on_one_device(self) -> Partial | None:
         """Rank 0 alone attends to all keys."""
         if self._all_2KSD is None:
             return None
-        return over(self._kernel, self._q_1HD, self._all_2KSD, self._scale)
+        return over(self._backend, self._q_1HD, self._all_2KSD, self._scale)
 
     def _in_tree(self, merge: Merge) -> Partial:
-        return merge.to_all(over(self._kernel, self._q_1HD, self._kv_2KSD, self._scale))
+        return merge.to_all(over(self._backend, self._q_1HD, self._kv_2KSD, self._scale))
 
     def _shard(self, rank: int) -> Tensor:
         """A rank's keys and values, which follow from its number."""
@@ -102,15 +103,15 @@ class Step:
 
 def measure(rank: Rank, sizes: list[Size], repeats: int, seconds: float) -> list[Row]:
     """By size, what each method did on this rank; `seconds` is about what the turns of one size may take."""
-    kernel, size = kernel_for("cpu"), sizes[0]
-    chosen = {t: choose_merge(groups, Wire(), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()}
-    return [_measure_size(rank, size, kernel, chosen, repeats, seconds) for size in sizes]
+    backend, size = table.choose("auto", "cpu", torch.float32), sizes[0]
+    chosen = {t: choose_merge(groups, Wire(backend), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()}
+    return [_measure_size(rank, size, backend, chosen, repeats, seconds) for size in sizes]
 
 
 def _measure_size(
-    rank: Rank, size: Size, kernel: Kernel, chosen: dict[str, Chosen], repeats: int, seconds: float
+    rank: Rank, size: Size, backend: Backend, chosen: dict[str, Chosen], repeats: int, seconds: float
 ) -> Row:
-    step = Step(rank, size, kernel, chosen)
+    step = Step(rank, size, backend, chosen)
     peaks = {key: _peak(rank, step, key) for key in step.keys}
     methods = {key: step.method(key) for key in step.keys}
     check(rank, methods)

@@ -54,6 +54,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Bytes of keys and values per token, over all layers."""
     kv_dtype: str = ""
     """Type in which keys and values are kept."""
+    kernels: str = ""
+    """What computes attention there, as `longleaf.kernels.table` names it."""
     transport: str = ""
     """What carries partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()

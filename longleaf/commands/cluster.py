@@ -95,9 +95,9 @@ def window_lines(found: Cluster) -> list[str]:
 
 
 def workers_table(found: Cluster) -> Table:
-    table = Table("rank", "node", "pid", "device", "tokens held", "of", "keys and values")
+    table = Table("rank", "node", "pid", "device", "kernels", "tokens held", "of", "keys and values")
     for worker in found.workers:
-        place = (str(worker.rank), worker.node, str(worker.pid), worker.device)
+        place = (str(worker.rank), worker.node, str(worker.pid), worker.device, worker.kernels)
         most = "no limit" if worker.max_tokens >= UNLIMITED_TOKENS else f"{worker.max_tokens:,}"
         table.add_row(*place, f"{worker.tokens:,}", most, human_bytes(worker.kv_bytes))
     return table

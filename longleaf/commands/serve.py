@@ -14,6 +14,7 @@ from longleaf.config import (
     DeviceName,
     DtypeName,
     EngineConfig,
+    KernelsChoice,
     KvDtypeName,
     Launcher,
     MergeChoice,
@@ -57,6 +58,9 @@ class ServeFlags:
     device: Annotated[
         DeviceName, option(RANKS, "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs.")
     ] = _DEFAULTS.device
+    kernels: Annotated[
+        KernelsChoice, option(RANKS, "What computes attention there; auto: the fastest that can be had.")
+    ] = _DEFAULTS.kernels
     threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
     merge: Annotated[MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")] = (
         _DEFAULTS.merge

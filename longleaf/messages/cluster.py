@@ -38,6 +38,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     max_kv_bytes: int = 0
     """Size of the pool."""
+    kernels: str = ""
+    """What computes attention there: `compiled`, `torch` or `dense`."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):

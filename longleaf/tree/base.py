@@ -1,19 +1,25 @@
-"""The contract of a merge, and the packed form in which partials travel.
+"""The contract of a merge, and the form in which partials travel.
 
 Shape letters: N ranks, T rows, P rows per rank, H heads, D dim, C columns of a packed row.
 """
 
 import logging
-from functools import cached_property
+from collections.abc import Callable
+from functools import partial as bound
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longleaf.attention import Partial, merge_all
-from longleaf.attention.fold import NativeFold
+from longleaf.attention import Partial
+from longleaf.attention.packed import num_columns, unpack
 from longleaf.comm import Comm
+from longleaf.kernels.backend import Backend
+from longleaf.kernels.dense import Dense
+
+NAME_BYTES = 32
+"""Of a backend's name, as ranks tell it to each other."""
 
 log = logging.getLogger(__name__)
 
@@ -31,57 +37,34 @@ class Merge(Protocol):
 
 
 class Wire:
-    """The packed form of partials: out and lse as one tensor, so that one exchange carries both.
+    """The packed form of partials (`longleaf.attention.packed`) in one type, by the kernels of this rank."""
 
-    float32: [..., D + 1]. bfloat16: [..., D + 2], the lse keeps its 32 bits, as two columns; each hop rounds the
-    values to 8 bits of mantissa, a relative error of at most 2^-8.
-    """
+    unpack = staticmethod(unpack)
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, backend: Backend, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"partials travel as float32 or bfloat16, not as {dtype}")
         self.dtype = dtype
+        self.pack: Callable[[Partial], Tensor] = bound(backend.pack, dtype=dtype)
+        self.fold: Callable[[Tensor], Partial] = backend.fold
+        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits. The result
+        has memory of its own, whatever the packed ones lie in."""
+        self._name = backend.name
 
-    def pack(self, partial: Partial) -> Tensor:
-        lse = partial.lse_TH.unsqueeze(-1)
-        if self.dtype == torch.float32:
-            return torch.cat([partial.out_THD, lse], dim=-1)
-        return torch.cat([partial.out_THD.to(self.dtype), lse.view(self.dtype)], dim=-1)
+    def row_bytes(self, num_heads: int, dim: int) -> int:
+        """Bytes of one row of a packed partial."""
+        return num_heads * num_columns(dim, self.dtype) * self.dtype.itemsize
 
-    def unpack(self, packed: Tensor) -> Partial:
-        """The partial, or several of them along leading dimensions."""
-        if self.dtype == torch.float32:
-            return Partial(packed[..., :-1], packed[..., -1])
-        lse = packed[..., -2:].contiguous().view(torch.float32).squeeze(-1)
-        return Partial(packed[..., :-2].float(), lse)
-
-    def fold(self, packed_NTHC: Tensor) -> Partial:
-        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits.
-
-        The result has memory of its own, whatever the packed ones lie in.
-        """
-        native = self._native if packed_NTHC.is_cpu else None
-        if native is not None and native.can_run(packed_NTHC):
-            return native(packed_NTHC)
-        stacked = self.unpack(packed_NTHC)
-        return merge_all(stacked.out_THD, stacked.lse_TH)
-
-    def agree(self, comm: Comm) -> None:
-        """Has all ranks fold in torch unless each has the compiled fold: the last bits of the two differ. For partials
-        that lie on CPUs; all ranks call it at the same time, before they merge."""
-        told_N1 = comm.all_gather(torch.tensor([self._native is not None]).long())
-        has_native = [bool(told) for told in told_N1]
-        if all(has_native):
+    def agree(self, comm: Comm, device: str) -> None:
+        """Has all ranks fold in torch unless all have the same kernels: the last bits of a fold differ from one to
+        another. All ranks call it at the same time, before they merge partials; those lie on `device`."""
+        told_NC = comm.all_gather(torch.tensor([*self._name.encode().ljust(NAME_BYTES)], device=device))
+        names = [bytes(map(int, told_C)).decode().rstrip() for told_C in told_NC.cpu()]
+        if len(set(names)) == 1:
             return
-        if comm.rank == 0 and any(has_native):
-            without = ", ".join(str(rank) for rank, has in enumerate(has_native) if not has)
-            log.warning("no compiled fold of partials on rank %s, so all ranks use torch's (slower)", without)
-        self._native = None
-
-    @cached_property
-    def _native(self) -> NativeFold | None:
-        """Compiled only where partials lie on a CPU."""
-        return NativeFold.load()
+        if comm.rank == 0:
+            log.warning("ranks have different kernels (%s), so all fold partials in torch (slower)", ", ".join(names))
+        self.fold = Dense().fold
 
 
 def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:

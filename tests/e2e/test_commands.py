@@ -135,7 +135,7 @@ def text_of(lines: list[str]) -> str:
 
 def test_people_get_tables(served: Served, book):
     for command, words in (
-        (("cluster",), ("rank", "pid", "cpu")),
+        (("cluster",), ("rank", "pid", "cpu", "compiled")),
         (("verify",), ("passed", "float32", "keys on 2 of 2 ranks")),
         (("contexts", "list"), ("book", "1,204")),
         (("contexts", "show", "book"), ("book", "rank")),
@@ -145,8 +145,10 @@ def test_people_get_tables(served: Served, book):
         assert all(word in found.stdout.lower() for word in words), found.stdout
 
 
-def test_the_choice_of_the_merge_and_its_reason_are_told(served: Served):
+def test_the_choice_of_kernels_and_merge_and_its_reason_are_told(served: Served):
     cluster = served.json("cluster")
+    assert {worker["kernels"] for worker in cluster["workers"]} == {"compiled"}
+    assert served.output.count("kernels: compiled\n") == 1
     assert [timing["rows"] for timing in cluster["merge_timings"]] == [1, 8, 64]
     for timing in cluster["merge_timings"]:
         chosen = timing["merge"]

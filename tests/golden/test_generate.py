@@ -80,6 +80,14 @@ async def test_tokens_equal_generate_in_the_full_product(
     await check_row(goldens(family), world_size, merge, chunk_size, state, prefill)
 
 
+@pytest.mark.parametrize(("family", "kernels"), [("llama", "torch"), ("gemma2", "dense"), ("deepseek_v3", "dense")])
+async def test_tokens_equal_generate_with_other_kernels(goldens, family, kernels):
+    golden = goldens(family)
+    async with running(config_for(golden.folder, world_size=2, chunk_size=500, kernels=kernels)) as engine:
+        assert {worker.kernels for worker in engine.cluster().workers} == {kernels}
+        assert await answer(engine, golden.prompt) == golden.tokens
+
+
 def test_the_cover_covers():
     for rows in (COVER, COVER[: len(FAMILIES)]):
         assert {family for family, _ in rows} == set(FAMILIES)
@@ -120,13 +128,13 @@ async def test_a_dropped_partial_is_noticed(goldens, family):
 
     def spoil(number, rank):
         if number == 1:
-            plain = rank.kernel
+            plain = rank.backend.attend
 
             def nothing(*inputs):
                 partial = plain(*inputs)
                 return Partial.identity(*partial.out_THD.shape)
 
-            rank.kernel = nothing
+            rank.backend.attend = nothing
 
     async with running(config_for(golden.folder, world_size=3, chunk_size=500), spoil) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from longleaf.attention.fold import NativeFold
+from longleaf.kernels import table
+from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.tree import MERGES
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import Logits, running
@@ -43,13 +44,13 @@ async def test_bfloat16_partials_change_logits_by_their_rounding_only(goldens):
     assert 1e-4 < difference < PARTIALS_TOLERANCE * exact_V.abs().max()
 
 
-async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, monkeypatch, caplog):
-    golden, found, load = goldens("llama"), {}, NativeFold.load
-    wires = []
+def without_compiler():
+    raise OSError("no compiler")
 
-    def load_but_once():
-        wires.append(len(wires))
-        return None if wires[-1] == 1 else load()
+
+async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, monkeypatch, caplog):
+    golden, found = goldens("llama"), {}
+    makes = iter([Compiled, without_compiler, Compiled])
 
     def watch(index, rank):
         merge = rank.peers.merge.to_all
@@ -61,11 +62,11 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
 
         rank.peers.merge.to_all = watched
 
-    monkeypatch.setattr(NativeFold, "load", load_but_once)
+    monkeypatch.setitem(table.TABLE, "compiled", table.Entry(lambda: next(makes)(), "cpu"))
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert await answers(golden, "aaa", watch, merge="gather") == [golden.tokens] * 2
-    assert wires == [0, 1, 2]
+    assert next(makes, None) is None
     for others in (found[1], found[2]):
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
     [told] = [message for message in caplog.messages if "fold" in message]
-    assert "all ranks" in told
+    assert "compiled, torch, compiled" in told

@@ -68,20 +68,22 @@ def forgetful(index, rank):
     """Rank 1 does not keep the first of its keys."""
     if index == 1:
         store = rank.pool.store
-        rank.pool.store = lambda layer, slots_T, *kv: store(layer, torch.where(slots_T == 0, 1, slots_T), *kv)
+        rank.pool.store = lambda backend, layer, slots_T, *kv: store(
+            backend, layer, torch.where(slots_T == 0, 1, slots_T), *kv
+        )
 
 
 def steep(index, rank):
     """Rank 0 takes the scores one percent too large."""
-    kernel = rank.kernel
+    attend = rank.backend.attend
     if index == 0:
-        rank.kernel = lambda *args: kernel(*args[:4], 1.01 * args[4], *args[5:])
+        rank.backend.attend = lambda *args: attend(*args[:4], 1.01 * args[4], *args[5:])
 
 
 def uncapped(index, rank):
     """No rank caps the scores."""
-    kernel = rank.kernel
-    rank.kernel = lambda *args: kernel(*args[:5], None)
+    attend = rank.backend.attend
+    rank.backend.attend = lambda *args: attend(*args[:5], None)
 
 
 @pytest.mark.parametrize(

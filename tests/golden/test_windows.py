@@ -98,7 +98,9 @@ async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
     def forgetful(index, rank):
         store = rank.pool.store
         if index == number:
-            rank.pool.store = lambda layer, slots_T, k, v: store(layer, slots_T, k, v if layer else 0 * v)
+            rank.pool.store = lambda backend, layer, slots_T, k, v: store(
+                backend, layer, slots_T, k, v if layer else 0 * v
+            )
 
     async with running(replicated(golden, world_size=2), forgetful) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens

@@ -243,6 +243,7 @@ class FakeEngine:
             max_tokens=1 << 20,
             kv_bytes=768,
             max_kv_bytes=64 << 20,
+            kernels="compiled",
         )
         return Cluster(
             model=model,

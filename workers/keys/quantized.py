@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.errors import ModelRefused
+from longleaf.kernels import int8
+from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
 from workers.model.model import LayerSpec
 
@@ -37,11 +36,10 @@ class QuantizedPool:
         self.dtype = dtype
         self.device = device
         self.trash_slot = num_blocks * block_size
-        native = NativeDecode.load() if device == "cpu" else None
         self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
         num_window_blocks = num_blocks + 1 if num_window_blocks is None else num_window_blocks
         self._layers = {
-            i: QuantizedLayer(spec.num_kv_heads, size, block_size, spec.head_dim, device, native)
+            i: int8.empty(spec.num_kv_heads, size, block_size, spec.head_dim, device)
             for i, spec in layers.items()
             for size in [num_blocks + 1 if spec.reach.is_full else num_window_blocks]
         }
@@ -55,20 +53,23 @@ class QuantizedPool:
     def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
         if spec.latent_dim is not None:
             raise ModelRefused("kv_dtype: int8 rounds keys and values apart, and in latent attention they are the same")
-        return QuantizedLayer.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
+        return int8.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
 
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes of a token's keys and values in a layer."""
         return ceil_div(self._bytes[layer], self.block_size)
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds the keys and values of T tokens into their slots, and gives them as they are there."""
-        self._layers[layer].write(slots_T, k_KTD, v_KTV)
-        return self._layers[layer].read(slots_T, self.dtype)
+    def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Rounds the keys and values of T tokens into their slots."""
+        backend.store_int8(self._layers[layer], slots_T, k_KTD, v_KTV)
+
+    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of T tokens as they are kept: rounded."""
+        return int8.read(self._layers[layer], slots_T, self.dtype)
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
         """What is kept of some tokens, [L, 2, K, D], for `split`."""
-        return self.pack(layer, *self._layers[layer].read(slots_L, self.dtype))
+        return self.pack(layer, *int8.read(self._layers[layer], slots_L, self.dtype))
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
         """Keys and values of tokens that are not kept as `take` gives them, [T, 2, K, D]."""
@@ -80,7 +81,7 @@ class QuantizedPool:
         return k_KSD, v_KSD
 
     def attend(
-        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+        self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
         """The partial of queries over what is kept in the slots of the reads."""
-        return self._layers[layer].attend(kernel, q_THD, reads, scale, softcap)
+        return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Read
+from longleaf.kernels.backend import Backend
 from workers.model.model import LayerSpec
 
 
@@ -29,8 +29,12 @@ class Slots(Protocol):
         """Bytes of a token's keys and values in a layer."""
         ...
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of T tokens into their slots, and gives them as they are kept."""
+    def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Writes the keys and values of T tokens into their slots."""
+        ...
+
+    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of T tokens as they are kept in the slots where they were stored just now."""
         ...
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ class Slots(Protocol):
         ...
 
     def attend(
-        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+        self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
         """The partial of queries over what is kept in the slots of the reads."""
         ...
@@ -92,11 +96,12 @@ class Pool:
         """Bytes of a token's keys and values in a layer."""
         return self._layers[layer].num_stored * self.dtype.itemsize
 
-    def store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of T tokens into their slots, and gives them; values that lie in the keys go with
-        them."""
-        for pool, tokens in zip(self._stored[layer], (k_KTD, v_KTV), strict=False):
-            pool.index_copy_(1, slots_T, tokens)
+    def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""
+        backend.store(self._stored[layer], slots_T, (k_KTD, v_KTV))
+
+    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of T tokens as they are kept: as they came."""
         return k_KTD, v_KTV
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ class Pool:
         return k_KSD, v_KSD[..., : self._layers[layer].value_dim]
 
     def attend(
-        self, kernel: Kernel, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+        self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
         """The partial of queries over what is kept in the slots of the reads."""
-        return kernel(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
+        return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)

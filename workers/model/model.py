@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
-from longleaf.attention.kernels import lies_in
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
 from longleaf.geometry import Reach, Rotary
+from longleaf.kernels.backend import lies_in
 from workers.model import hook, latent
 from workers.model.rotary import Ropes, replace_rotary
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink, merge
-from longleaf.attention.kernels import Kernel
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
+from longleaf.kernels.backend import Backend
 from longleaf.tree import Merge
 from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
@@ -35,9 +35,9 @@ class Peers:
 class LocalAttention:
     """Attention of queries over this rank's pool."""
 
-    def __init__(self, pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
+    def __init__(self, pool: Slots, backend: Backend, peers: Peers | None) -> None:
         self.pool = pool
-        self.kernel = kernel
+        self.backend = backend
         self.kv_bytes_read = 0
         """Bytes read in all layers so far; what several rows read together counts once."""
         self._has_sink = peers is None or peers.comm.rank == 0
@@ -50,7 +50,7 @@ class LocalAttention:
     def over_pool(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
         """The partial of some reads from the pool, without the sink."""
         self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
-        return self.pool.attend(self.kernel, layer, q_THD, reads, call.scale, call.softcap)
+        return self.pool.attend(self.backend, layer, q_THD, reads, call.scale, call.softcap)
 
 
 def with_sink(partial: Partial, call: LayerCall) -> Partial:
@@ -61,9 +61,9 @@ class DecodeStep:
     """Replicated rows: every rank computes the same queries and gets the same merged output. Where it holds all keys
     that they see, nothing is merged."""
 
-    def __init__(self, inputs: Inputs[RowLayer], pool: Slots, kernel: Kernel, peers: Peers | None) -> None:
+    def __init__(self, inputs: Inputs[RowLayer], pool: Slots, backend: Backend, peers: Peers | None) -> None:
         self._layers = inputs.layers
-        self._local = LocalAttention(pool, kernel, peers)
+        self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
 
     @property
@@ -73,7 +73,7 @@ class DecodeStep:
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
-        local.pool.store(layer, work.slots_T, k_KTD, v_KTV)
+        local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
@@ -87,10 +87,10 @@ class PrefillStep:
     before the pieces are gathered, or only the fresh ones of them, and nothing goes back."""
 
     def __init__(
-        self, inputs: Inputs[ChunkLayer], pool: Slots, kernel: Kernel, peers: Peers | None, last_layer: int
+        self, inputs: Inputs[ChunkLayer], pool: Slots, backend: Backend, peers: Peers | None, last_layer: int
     ) -> None:
         self._inputs = inputs
-        self._local = LocalAttention(pool, kernel, peers)
+        self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
         self._last_layer = last_layer
         self._has_finite_keys = torch.tensor(True)
@@ -102,8 +102,9 @@ class PrefillStep:
                 self._store(layer, work.slots_T, k_KTD, v_KTV)
                 return self._over_shards(layer, work, q_THD, call)
             case Gathered() as work:
-                k_KTD, v_KTV = self._store(layer, work.slots_T, k_KTD, v_KTV)
-                own = self._local.kernel(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
+                self._store(layer, work.slots_T, k_KTD, v_KTV)
+                keys, values = self._local.pool.kept(layer, work.slots_T, k_KTD, v_KTV)
+                own = self._local.backend.attend(q_THD, keys, values, work.own_reads, call.scale, call.softcap)
                 before = self._over_past(layer, work, q_THD, call)
                 return with_sink(merge(before, own) if before else own, call).out_THD
             case Replicating() as work:
@@ -122,7 +123,7 @@ class PrefillStep:
         if not len(work.past_L):
             return None
         keys, values = self._gather(layer, self._local.pool.take(layer, work.past_L))
-        return self._local.kernel(q_THD, keys, values, work.past_reads, call.scale, call.softcap)
+        return self._local.backend.attend(q_THD, keys, values, work.past_reads, call.scale, call.softcap)
 
     def _in_window(
         self, layer: int, work: Replicating, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
@@ -133,8 +134,8 @@ class PrefillStep:
         keys, values = self._gather(layer, packed_SNKD)
         self._store(layer, work.slots_S, keys[:, work.kept_S], values[:, work.kept_S])
         past = local.over_pool(layer, q_THD, work.pool_reads, call)
-        before = local.kernel(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
-        own = local.kernel(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
+        before = local.backend.attend(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
+        own = local.backend.attend(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
         return with_sink(merge(merge(past, before), own), call).out_THD
 
     def _gather(self, layer: int, share_SNKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,12 +144,11 @@ class PrefillStep:
             share_SNKD = self._peers.comm.all_gather(share_SNKD).flatten(0, 1)
         return self._local.pool.split(layer, share_SNKD)
 
-    def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps keys and values, and gives them as they are kept. Raises PrefillDone in the last layer."""
-        kept = self._local.pool.store(layer, slots_T, k_KTD, v_KTV)
+    def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Keeps keys and values. Raises PrefillDone in the last layer."""
+        self._local.pool.store(self._local.backend, layer, slots_T, k_KTD, v_KTV)
         if layer == self._last_layer:
             raise PrefillDone
-        return kept
 
     def _look_at(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Notes whether the last layer's keys and values of the own piece are finite. What is not so in a layer before

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longleaf.attention import Partial
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
 from longleaf.config import PrefillName
@@ -84,7 +83,7 @@ class PastBuilder:
     def _is_less(self, spec: LayerSpec, rows: int, longest: int) -> bool:
         """Whether `longest` keys and values are fewer bytes than `rows` queries and their partials."""
         size = self._pool.dtype.itemsize
-        partial = self._wire.pack(Partial.identity(1, spec.num_heads, spec.value_dim)).nbytes
+        partial = self._wire.row_bytes(spec.num_heads, spec.value_dim)
         query = spec.num_heads * spec.head_dim * size
         return longest * spec.num_stored * size < rows * (query + partial)
 

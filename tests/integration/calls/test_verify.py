@@ -17,6 +17,7 @@ from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, WorkerLost
+from longleaf.kernels.backend import Backend
 from longleaf.messages import Delta
 from tests.support.service import Served, ids
 from workers.__main__ import live, main
@@ -149,10 +150,9 @@ class Perturbed:
         self._pool = pool
         self._store = pool.store
 
-    def __call__(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> tuple[Tensor, Tensor]:
-        stored = self._store(layer, slots_T, k_KTD, v_KTD)
+    def __call__(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+        self._store(backend, layer, slots_T, k_KTD, v_KTD)
         self._pool.values[layer][:, 0] = torch.flip(self._pool.values[layer][:, 0], dims=(-1,))
-        return stored
 
 
 def forgetful_main(spec: RankSpec) -> None:

@@ -19,6 +19,7 @@ from longleaf.comm.counting import counting
 from longleaf.comm.leftovers import FOLDER, Maker, started_at
 from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
 from longleaf.errors import RanksDisagree, WorkerLost
+from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.tree import MERGES, Wire, make_merge
 from tests.support.attention.partials import random_partials
 from tests.support.processes import run_ranks, start_ranks
@@ -42,7 +43,7 @@ def merge_everything(rank, owner):
             torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
         )
         for name in MERGES:
-            merge = make_merge(name, groups, Wire())
+            merge = make_merge(name, groups, Wire(Compiled()))
             found = [merge.to_all(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
             close(found[0], wanted)
             assert torch.equal(found[0].out_THD, found[1].out_THD) or name not in SAME_BITS
@@ -435,7 +436,7 @@ def count_bytes(rank, owner):
     partial = random_partials(2, rows=4)[rank]
     counted = {}
     for name in MERGES:
-        make_merge(name, groups, Wire()).to_all(partial)
+        make_merge(name, groups, Wire(Compiled())).to_all(partial)
         counted[name] = (counter.num_operations, counter.bytes_sent)
         counter.reset()
     groups.world.broadcast(torch.zeros(2))

@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.attention.ring import QueryRing, Ring
-from longleaf.attention.kernels import kernel_for
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm
+from longleaf.kernels.cpu.compiled import Compiled
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
 DIM, SCALE = 16, 0.25
 SHARDS = ([9], [5, 12], [7, 0], [40, 1, 3], [0, 0, 2], [33, 2, 0, 18], [0, 6, 0, 0])
-KERNEL = kernel_for("cpu")
+BACKEND = Compiled()
 
 
 def inputs(lengths, rows, heads, kv_heads):
@@ -33,8 +33,8 @@ def expected(q, kv):
 
 def attended(comm, q, shard, lengths):
     """The results of both rings on one rank; of ring attention twice, since its buffers are used again."""
-    ring = Ring(comm, KERNEL, lengths, num_kv_heads=shard.shape[1], dim=DIM)
-    query_ring = QueryRing(comm, KERNEL)
+    ring = Ring(comm, BACKEND, lengths, num_kv_heads=shard.shape[1], dim=DIM)
+    query_ring = QueryRing(comm, BACKEND)
     return [ring.attend(q, shard, SCALE), ring.attend(q, shard, SCALE), query_ring.attend(q, shard, SCALE)]
 
 
@@ -78,7 +78,7 @@ def test_no_keys_give_the_identity(lengths):
 
 def test_a_length_for_every_rank():
     with pytest.raises(ValueError, match="lengths: 2 numbers for 1 ranks"):
-        Ring(loopback(1)[0], KERNEL, [3, 4], num_kv_heads=1, dim=DIM)
+        Ring(loopback(1)[0], BACKEND, [3, 4], num_kv_heads=1, dim=DIM)
 
 
 def ring_over_gloo(rank, owner):

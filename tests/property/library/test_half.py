@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf import native
-from longleaf.attention import Partial, kernels, reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention import Partial, reference
 from longleaf.attention.masks import QueryRun, Read, reads_within
-from longleaf.attention.native import FLAGS, SOURCE, NativeDecode
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.geometry import Reach
+from longleaf.kernels import int8
+from longleaf.kernels.cpu import flash
+from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
+from longleaf.kernels.dense import Dense
 from longleaf.runs import Extent
 from longleaf.tree import MERGES, Wire
 from tests.support.attention.dealt import cases, decode, prefill
@@ -22,8 +24,7 @@ from tests.support.attention.largest import Largest
 from tests.support.attention.partials import assert_same, seeds
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-NATIVE = NativeDecode.load()
-KERNELS = {"native": CpuKernel(NATIVE), "flash": CpuKernel(None), "dense": by_reads(dense)}
+KERNELS = {"compiled": Compiled(), "torch": flash.Flash(), "dense": Dense()}
 NUM_RANKS = 8
 
 
@@ -45,7 +46,7 @@ def on_ranks(attend, q, reach, num_keys, num_ranks):
     query = QueryRun(num_keys - len(q), num_keys, 0)
     extents = [Extent(low, high, low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
     parts = [attend(q, list(reads_within(query, extent, reach))) for extent in extents]
-    wire = Wire()
+    wire = Wire(Dense())
     return wire.fold(torch.stack([wire.pack(part) for part in parts]))
 
 
@@ -57,25 +58,25 @@ def test_one_rank_or_eight_give_the_same_numbers(name, num_rows, reach, dtype):
     q, k, v = layer(dtype, num_rows=num_rows)
 
     def attend(q, reads):
-        return KERNELS[name](q, k, v, reads, 0.2)
+        return KERNELS[name].attend(q, k, v, reads, 0.2)
 
     one, eight = (on_ranks(attend, q, reach, k.shape[1], n) for n in (1, NUM_RANKS))
     assert differing(one, eight, dtype) <= 0.005
 
 
 @HALVES
-@pytest.mark.parametrize("is_native", [True, False])
-def test_so_do_queries_of_16_bits_over_keys_of_8(is_native, dtype):
+@pytest.mark.parametrize("name", KERNELS)
+def test_so_do_queries_of_16_bits_over_keys_of_8(name, dtype):
     q, k, v = layer(dtype, num_rows=8)
-    kept = QuantizedLayer(2, 8, 64, 64, native=NATIVE if is_native else None)
-    kept.write(torch.arange(512), k, v)
+    kept, backend = int8.empty(2, 8, 64, 64), KERNELS[name]
+    backend.store_int8(kept, torch.arange(512), k, v)
 
     def attend(q, reads):
-        return kept.attend(CpuKernel(None), q, reads, 0.2, None)
+        return backend.attend_int8(q, kept, reads, 0.2)
 
     one, eight = (on_ranks(attend, q, Reach(), 512, n) for n in (1, NUM_RANKS))
     assert differing(one, eight, dtype) <= 0.005
-    assert_same(one, kept.attend(CpuKernel(None), q.float(), [Read(0, 8, 0, 504), Read(0, 8, 504, 512, 0)], 0.2, None))
+    assert_same(one, backend.attend_int8(q.float(), kept, [Read(0, 8, 0, 504), Read(0, 8, 504, 512, 0)], 0.2))
 
 
 @HALVES
@@ -102,7 +103,7 @@ def test_kernels_agree_with_float64_over_the_same_keys(
     reads += reads_within(query, Extent(num_keys // 2, total, num_keys // 2), reach)
     mask = visible(range(num_keys, total), range(total), reach)
     for queries in (q, q.to(dtype)):  # of either type
-        found = KERNELS[name](queries, k, v, reads, 0.3, softcap)
+        found = KERNELS[name].attend(queries, k, v, reads, 0.3, softcap)
         keys, values = (t.transpose(0, 1) for t in (k, v))
         # float32 scores near 10 are rounded by 1e-6, and so are weights; 16 bits would be off by 1e-3
         assert_same(found, reference.attend(queries, keys, values, mask, 0.3, softcap=softcap), atol=1e-5)
@@ -131,13 +132,13 @@ def test_the_compiled_kernel_reads_every_number_of_16_bits(dtype, num_rows, flag
 
 @HALVES
 def test_no_more_keys_than_a_tile_are_brought_to_float32_at_once(dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "WIDE_BYTES", 1 << 16)
+    monkeypatch.setattr(flash, "WIDE_BYTES", 1 << 16)
     q, k, v = layer(dtype, num_rows=300, num_keys=4096)
     with Largest() as made:
-        found = KERNELS["flash"](q, k, v, [Read(0, 300, 0, 3700), Read(0, 300, 3796, 4096, 0)], 0.2)
+        found = KERNELS["torch"].attend(q, k, v, [Read(0, 300, 0, 3700), Read(0, 300, 3796, 4096, 0)], 0.2)
     assert made.num_bytes <= max(1 << 16, 2 * found.out_THD.nbytes)
     monkeypatch.undo()
-    assert_same(found, KERNELS["flash"](q, k, v, [Read(0, 300, 0, 3700), Read(0, 300, 3796, 4096, 0)], 0.2))
+    assert_same(found, KERNELS["torch"].attend(q, k, v, [Read(0, 300, 0, 3700), Read(0, 300, 3796, 4096, 0)], 0.2))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -146,7 +147,7 @@ def test_scores_beyond_the_largest_float16_are_seen_under_a_mask(name):
     k = torch.full((1, 9, 8), -200.0).half()  # scores are -320,000, and the lowest float16 is -65,504
     k[:, [0, 1, 7, 8]] *= -1  # of keys that no row sees, they are 320,000
     v = torch.arange(9.0).half()[None, :, None].expand(1, 9, 8).contiguous()
-    found = KERNELS[name](q, k, v, [Read(0, 3, 0, 9, offset=4, window=3)], 1.0)
+    found = KERNELS[name].attend(q, k, v, [Read(0, 3, 0, 9, offset=4, window=3)], 1.0)
     torch.testing.assert_close(found.out_THD[:, 0, 0], torch.tensor([3.0, 4.0, 5.0]), atol=0, rtol=0.01)
 
 

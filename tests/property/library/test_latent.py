@@ -4,23 +4,22 @@ import pytest
 import torch
 
 from longleaf.attention import reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense, kernel_for, lies_in
 from longleaf.attention.masks import Read
+from longleaf.kernels.backend import lies_in
+from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.dense import Dense
 
-KERNELS = {
-    "of the device": kernel_for("cpu"),
-    "without a compiler": CpuKernel(None),
-    "dense": by_reads(dense),
-}
+BACKENDS = [Compiled(), Flash(), Dense()]
 
 
-@pytest.mark.parametrize("kernel", list(KERNELS.values()), ids=list(KERNELS))
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("num_rows", [1, 3, 50])
-def test_latents_of_the_size_of_models_agree_with_float64(kernel, num_rows):
+def test_latents_of_the_size_of_models_agree_with_float64(backend, num_rows):
     generator = torch.Generator().manual_seed(num_rows)
     q, pool = torch.randn(num_rows, 16, 576, generator=generator), torch.randn(1, 700, 576, generator=generator)
     reads = [Read(0, num_rows, 20, 520), Read(0, num_rows, 600, 600 + num_rows, offset=0)]
-    found = kernel(q, pool, pool[..., :512], reads, 0.07)
+    found = backend.attend(q, pool, pool[..., :512], reads, 0.07)
     seen = torch.ones(num_rows, num_rows).tril().bool()
     mask = torch.cat([torch.ones(num_rows, 500, dtype=torch.bool), seen], dim=1)
     keys = torch.cat([pool[0, 20:520], pool[0, 600 : 600 + num_rows]])[:, None]

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.attention import kernels, masks, reference
-from longleaf.attention.kernels import CpuKernel, by_reads, dense
+from longleaf.attention import masks, reference
 from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
-from longleaf.attention.quantized import QuantizedLayer
 from longleaf.geometry import Reach
+from longleaf.kernels import dense, int8
+from longleaf.kernels.cpu import flash
 from longleaf.runs import Extent
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest
@@ -28,7 +28,7 @@ def made(monkeypatch):
         found.append(mask.nbytes)
         return mask
 
-    monkeypatch.setattr(kernels, "band", counted)
+    monkeypatch.setattr(flash, "band", counted)
     return found
 
 
@@ -86,7 +86,7 @@ def windowed(num_rows, past, window, dim=8):
 def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
     """4096 rows under a window of 4096 once took 548 MiB at every layer."""
     q, k, reads = windowed(4096, 4096, 4096)
-    kernel = CpuKernel(None)
+    kernel = flash.Flash().attend
     with Largest() as largest:
         first = kernel(q, k, k, reads, 0.3)
     assert sum(made) <= MIB
@@ -102,21 +102,21 @@ def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
 
 def test_keys_of_8_bits_use_the_same_masks(made):
     q, k, reads = windowed(600, 600, 500)
-    kept, kernel = QuantizedLayer(1, 19, 64, 8), CpuKernel(None)
-    kept.write(torch.arange(1200), k, k)
-    first = kept.attend(kernel, q, reads, 0.3, None)
+    kept, backend = int8.empty(1, 19, 64, 8), flash.Flash()
+    int8.write(kept, torch.arange(1200), k, k)
+    first = backend.attend_int8(q, kept, reads, 0.3)
     num_made = len(made)
     assert 0 < num_made <= 6
-    assert_same(kept.attend(kernel, q, reads, 0.3, None), first, atol=0)
+    assert_same(backend.attend_int8(q, kept, reads, 0.3), first, atol=0)
     assert len(made) == num_made
 
 
 def test_no_more_than_32_mib_of_masks_are_kept():
-    assert kernels.MAX_MASKS * masks.ROWS * 2 * masks.ROWS * 4 <= 32 * MIB
+    assert flash.MAX_MASKS * masks.ROWS * 2 * masks.ROWS * 4 <= 32 * MIB
 
 
 def test_the_dense_kernel_writes_no_mask_that_is_larger_than_its_scores():
     q, k, reads = windowed(2048, 2048, 2048)
     with Largest() as largest:
-        by_reads(dense)(q, k, k, reads, 0.3)
-    assert largest.num_bytes <= 4 * kernels.TILE_SCORES
+        dense.Dense().attend(q, k, k, reads, 0.3)
+    assert largest.num_bytes <= 4 * dense.TILE_SCORES

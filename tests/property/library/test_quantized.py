@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention import quantized, reference
-from longleaf.attention.kernels import CpuKernel
+from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads, hidden
-from longleaf.attention.native import NativeDecode
-from longleaf.attention.quantized import LOWEST, QuantizedLayer, tiles
+from longleaf.kernels import int8
+from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.int8 import LOWEST, tiles
 from longleaf.tree import MERGES
 from tests.support.attention.dealt import BLOCK as POOL_BLOCK
 from tests.support.attention.dealt import cases, decode, prefill
@@ -19,7 +20,7 @@ from workers.keys.quantized import QuantizedPool
 
 HEADS, BLOCK, NUM_BLOCKS, DIM = 2, 8, 6, 16
 SCALE = 0.4
-NATIVE = NativeDecode.load()
+BACKENDS = pytest.mark.parametrize("backend", [Compiled(), Flash()], ids=lambda backend: backend.name)
 seeds = st.integers(0, 2**31)
 
 
@@ -33,8 +34,8 @@ def tensors(seed, num_tokens):
     return k * channels, v * tokens
 
 
-def layer(native=None, dim=DIM):
-    return QuantizedLayer(HEADS, NUM_BLOCKS, BLOCK, dim, native=native)
+def layer():
+    return int8.empty(HEADS, NUM_BLOCKS, BLOCK, DIM)
 
 
 def bounds_of(total):
@@ -49,10 +50,10 @@ def test_what_a_block_holds_depends_on_its_tokens_alone(seed, bounds):
     k, v = tensors(seed, bounds[-1])
     slots = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in (4, 1, 2, 0)])[: bounds[-1]]
     whole, parts = layer(), layer()
-    whole.write(slots, k, v)
-    parts.write(slots, *(1e6 * t for t in tensors(seed + 1, bounds[-1])))
+    int8.write(whole, slots, k, v)
+    int8.write(parts, slots, *(1e6 * t for t in tensors(seed + 1, bounds[-1])))
     for low, high in zip(bounds[:-1], bounds[1:], strict=True):
-        parts.write(slots[low:high], k[:, low:high], v[:, low:high])
+        int8.write(parts, slots[low:high], k[:, low:high], v[:, low:high])
     for name in ("keys_KSD", "values_KSD", "scales_KS"):
         assert torch.equal(getattr(whole, name)[:, slots], getattr(parts, name)[:, slots])
     blocks = torch.tensor([4, 1, 2, 0])
@@ -65,32 +66,32 @@ def test_keys_are_off_by_a_128th_of_the_largest_of_their_channel(seed, num_token
     """And values by a 254th of the largest of their token."""
     k, v = tensors(seed, num_tokens)
     stored, slots = layer(), torch.arange(num_tokens)
-    stored.write(slots, k, v)
-    keys, values = stored.read(slots, torch.float32)
+    int8.write(stored, slots, k, v)
+    keys, values = int8.read(stored, slots, torch.float32)
     assert ((keys - k).abs() <= k.abs().amax(dim=1, keepdim=True) / 128 + 2.0**LOWEST).all()
     assert ((values - v).abs() <= v.abs().amax(dim=2, keepdim=True) / 254 * (1 + 1e-5)).all()
-    assert torch.equal(stored.read(slots, torch.bfloat16)[0].float(), keys)
+    assert torch.equal(int8.read(stored, slots, torch.bfloat16)[0].float(), keys)
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+@BACKENDS
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(is_native, broken, what, dtype):
+def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(backend, broken, what, dtype):
     k, v = (t.to(dtype) for t in tensors(0, BLOCK))
     k, v = (t.clamp(-9, 9) for t in (k, v))
     (k if what == "key" else v)[0, 3, 5] = broken
-    stored, sound, slots = layer(NATIVE if is_native else None), layer(), torch.arange(BLOCK)
-    stored.write(slots[:5], k[:, :5], v[:, :5])
-    stored.write(slots[5:], k[:, 5:], v[:, 5:])
+    stored, sound, slots = layer(), layer(), torch.arange(BLOCK)
+    int8.write(stored, slots[:5], k[:, :5], v[:, :5])
+    int8.write(stored, slots[5:], k[:, 5:], v[:, 5:])
     others = slots[slots != 3]
-    sound.write(slots, *(t.nan_to_num(0, 0, 0) for t in (k, v)))
-    for kept, wanted in zip(stored.read(others, dtype), sound.read(others, dtype), strict=True):
+    int8.write(sound, slots, *(t.nan_to_num(0, 0, 0) for t in (k, v)))
+    for kept, wanted in zip(int8.read(stored, others, dtype), int8.read(sound, others, dtype), strict=True):
         assert torch.equal(kept, wanted)
-    assert not stored.read(slots[3:4], dtype)[1][0].isfinite().any()
+    assert not int8.read(stored, slots[3:4], dtype)[1][0].isfinite().any()
     q = torch.randn(2, 2 * HEADS, DIM)
     for read, is_seen in ((Read(0, 2, 0, BLOCK), True), (Read(0, 2, 4, BLOCK), False), (Read(0, 2, 0, 3), False)):
-        found = stored.attend(CpuKernel(None), q, Reads([read]), SCALE, None).out_THD
+        found = backend.attend_int8(q, stored, Reads([read]), SCALE).out_THD
         assert found[:, :2].isfinite().all(dim=-1).logical_not().all() == is_seen
         assert found[:, 2:].isfinite().all()
 
@@ -116,23 +117,22 @@ def seen(reads, num_rows):
     return counts
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+@BACKENDS
 @settings(max_examples=60, deadline=None)
 @given(
     seeds, st.lists(rectangles(), max_size=3), st.sampled_from([1, 3, 8]), st.sampled_from([None, 5.0]), st.booleans()
 )
-def test_attention_is_exact_over_what_is_kept(is_native, seed, reads, group, softcap, is_tiled):
-    assert NATIVE is not None, "a C compiler is part of the development set-up"
+def test_attention_is_exact_over_what_is_kept(backend, seed, reads, group, softcap, is_tiled):
     k, v = tensors(seed, NUM_BLOCKS * BLOCK)
-    stored, slots = layer(NATIVE if is_native else None), torch.arange(NUM_BLOCKS * BLOCK)
-    stored.write(slots, k / k.abs().amax().clamp(min=1), v / 100)
+    stored, slots = layer(), torch.arange(NUM_BLOCKS * BLOCK)
+    int8.write(stored, slots, k / k.abs().amax().clamp(min=1), v / 100)
     q = torch.randn(5, HEADS * group, DIM, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized, "TILE_KEYS", 5 if is_tiled else quantized.TILE_KEYS)
-        found = stored.attend(CpuKernel(None), q, Reads(reads), SCALE, softcap)
+        patch.setattr(int8, "TILE_KEYS", 5 if is_tiled else int8.TILE_KEYS)
+        found = backend.attend_int8(q, stored, Reads(reads), SCALE, softcap)
     # the reference counts a key once, so one that is read several times comes several times
     counts = seen(reads, 5)
-    keys, values = (t.transpose(0, 1).double() for t in stored.read(slots, torch.float32))
+    keys, values = (t.transpose(0, 1).double() for t in int8.read(stored, slots, torch.float32))
     times = max(1, int(counts.max()))
     mask = torch.cat([counts > i for i in range(times)], dim=1)
     wanted = reference.attend(
@@ -145,7 +145,7 @@ def test_attention_is_exact_over_what_is_kept(is_native, seed, reads, group, sof
 @given(st.lists(rectangles(), max_size=4), st.integers(1, 20))
 def test_tiles_show_the_rows_the_same_keys(reads, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized, "TILE_KEYS", size)
+        patch.setattr(int8, "TILE_KEYS", size)
         found = list(tiles(reads))
     assert torch.equal(seen(found, 5), seen(reads, 5))
     assert all(read.slot_end - read.slot_start <= size for read in found if read.offset is None)
@@ -161,10 +161,10 @@ def rounded(case, runs):
     _, k, v = case.tensors()
     keys, values = torch.empty_like(k), torch.empty_like(v)
     for run in (run for held in runs for run in held):
-        kept = QuantizedLayer(case.spec.num_kv_heads, len(run.blocks), POOL_BLOCK, case.spec.head_dim)
+        kept = int8.empty(case.spec.num_kv_heads, len(run.blocks), POOL_BLOCK, case.spec.head_dim)
         slots, span = torch.arange(len(run)), slice(run.start, run.end)
-        kept.write(slots, k[span].transpose(0, 1), v[span].transpose(0, 1))
-        keys[span], values[span] = (t.transpose(0, 1) for t in kept.read(slots, torch.float32))
+        int8.write(kept, slots, k[span].transpose(0, 1), v[span].transpose(0, 1))
+        keys[span], values[span] = (t.transpose(0, 1) for t in int8.read(kept, slots, torch.float32))
     return keys, values
 
 

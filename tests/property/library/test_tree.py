@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
+from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
 from longleaf.tree.base import join_heads, split_heads
@@ -19,6 +20,7 @@ from tests.support.attention.partials import random_partials
 from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
 
+BACKEND = Compiled()
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
 CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
 """One letter per rank: the machine it runs on."""
@@ -34,7 +36,7 @@ def assert_close(found, wanted, tolerance=2e-6):
 
 
 def merged(name, topology, parts, dtype=torch.float32):
-    return on_groups(topology, lambda rank, groups: make_merge(name, groups, Wire(dtype)).to_all(parts[rank]))
+    return on_groups(topology, lambda rank, groups: make_merge(name, groups, Wire(BACKEND, dtype)).to_all(parts[rank]))
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -49,7 +51,7 @@ def test_merges_on_loopback(name, machines, empty):
         assert_close(found, wanted)
 
     def own(rank, groups):
-        return make_merge(name, groups, Wire()).to_owner(parts[rank])
+        return make_merge(name, groups, Wire(BACKEND)).to_owner(parts[rank])
 
     for rank, found in enumerate(on_groups(topology, own)):
         assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
@@ -99,13 +101,13 @@ def test_bfloat16_partials_are_off_by_their_rounding_only(name):
 
 def test_partials_travel_in_two_types_only():
     with pytest.raises(ValueError, match="float16"):
-        Wire(torch.float16)
+        Wire(BACKEND, torch.float16)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_joining_heads_undoes_splitting_them(heads, num_parts, dtype):
-    part, wire = random_partials(1, rows=3, heads=heads)[0], Wire(dtype)
+    part, wire = random_partials(1, rows=3, heads=heads)[0], Wire(BACKEND, dtype)
     found = join_heads(split_heads(part, num_parts, wire), heads, wire)
     assert torch.equal(found.out_THD, part.out_THD.to(dtype).float())
     assert torch.equal(found.lse_TH, part.lse_TH)
@@ -134,7 +136,7 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
     parts = {rows: random_partials(world_size, rows) for rows in (1, 5, 64, 65)}
 
     def work(rank, groups):
-        chosen = choose_merge(groups, Wire(), num_heads=3, dim=5, device="cpu")
+        chosen = choose_merge(groups, Wire(BACKEND), num_heads=3, dim=5, device="cpu")
         return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
 
     found = on_groups(topology, work)
@@ -153,7 +155,7 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
     turns = {"gather": itertools.chain([3e-3], itertools.repeat(2e-4)), "packed": itertools.repeat(1e-3)}
     turns |= {"paper": itertools.repeat(8e-3)}
     (groups,) = loopback_groups(Topology(("a",)))
-    merges = {name: make_merge(name, groups, Wire()) for name in turns}
+    merges = {name: make_merge(name, groups, Wire(BACKEND)) for name in turns}
     names, counts = {merge: name for name, merge in merges.items()}, dict.fromkeys(turns, 0)
 
     def turn(merge, partial):
@@ -173,7 +175,7 @@ def test_a_rank_that_fails_is_told_and_holds_up_nobody():
     def work(rank, groups):
         if rank == 3:
             raise KeyError("the fourth gave up")
-        return make_merge("hierarchy", groups, Wire()).to_all(random_partials(4, rows=1)[rank])
+        return make_merge("hierarchy", groups, Wire(BACKEND)).to_all(random_partials(4, rows=1)[rank])
 
     with pytest.raises(KeyError, match="the fourth gave up"):
         on_groups(Topology(tuple("aabb")), work)
@@ -184,7 +186,7 @@ def merge_over_gloo(rank, owner):
     parts = random_partials(world_size, rows=2 * world_size, empty=(1,))
     wanted = expected(parts)
     for name in MERGES:
-        merge = make_merge(name, owner.groups, Wire())
+        merge = make_merge(name, owner.groups, Wire(BACKEND))
         assert_close(merge.to_all(parts[rank]), wanted)
         assert_close(merge.to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
     assert {owner.groups.world.transport, owner.groups.node.transport} == {"gloo"}
@@ -197,7 +199,7 @@ def merged_bits(rank, owner):
     largest = max(part.out_THD.abs().max().item() for part in parts)
     bits = []
     for name, dtype in itertools.product(SAME_BITS, (torch.float32, torch.bfloat16)):
-        found = make_merge(name, owner.groups, Wire(dtype)).to_all(parts[rank])
+        found = make_merge(name, owner.groups, Wire(BACKEND, dtype)).to_all(parts[rank])
         assert_close(found, expected(parts), tolerance=2e-6 if dtype == torch.float32 else 4 * largest * 2**-8)
         bits.append(found.out_THD.numpy().tobytes() + found.lse_TH.numpy().tobytes())
     return bits

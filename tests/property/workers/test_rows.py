@@ -12,6 +12,7 @@ from coordinator.placement.blocks import Placer
 from longleaf.attention.masks import Reads
 from longleaf.channel.step import Decode, Row
 from longleaf.geometry import Reach
+from longleaf.kernels.dense import Dense
 from longleaf.runs import Run
 from longleaf.tree import Wire
 from tests.support.attention.dense import reaches, visible
@@ -69,7 +70,7 @@ class Forest:
         for path, runs in zip(self.paths, self.runs, strict=True):
             ledger.put(path[-1], runs)
         size = self.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire())
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire(Dense()))
         last_ids = {row.sequence: row.sequence * IDS for row in self.rows}
         make = InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
         return make.decode(Decode(tuple(self.rows)), last_ids)

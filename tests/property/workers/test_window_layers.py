@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.geometry import Reach, Windows
+from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible
@@ -32,6 +32,7 @@ from workers.step.windows import WindowBuilder
 BLOCK, NUM_BLOCKS = 4, 200
 NUM_HEADS, DIM = 4, 8
 SCALE = 0.6
+BACKEND = Compiled()
 SINK_H = torch.linspace(-1, 4, NUM_HEADS)
 
 
@@ -79,21 +80,21 @@ class Rank:
         ledger, size = Ledger(rank, BLOCK), case.world_size
         sharded = {i: spec for i, spec in case.layers.items() if i not in case.windowed}
         windows = WindowBuilder(ledger, case.windowed, world_size=size, device="cpu")
-        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=Wire())
+        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=Wire(BACKEND))
         self.inputs = InputBuilder(ledger, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
         self.comm = CountingComm(groups.world)
         counted = type(groups)(groups.topology, self.comm, self.comm, None)
-        self.peers = Peers(self.comm, make_merge("gather", counted, Wire())) if case.world_size > 1 else None
+        self.peers = Peers(self.comm, make_merge("gather", counted, Wire(BACKEND))) if case.world_size > 1 else None
 
     def execute(self, work, tokens):
         """Positions of the rows here, with what each layer finds for them and the bytes that it sent; `tokens` are the
         queries [T, H, D], keys [K, T, D] and values of each layer."""
         if isinstance(work, Prefill):
             inputs, start = self.inputs.prefill(work), work.start
-            step = PrefillStep(inputs, self.pool, kernel_for("cpu"), self.peers, last_layer=len(tokens) - 1)
+            step = PrefillStep(inputs, self.pool, BACKEND, self.peers, last_layer=len(tokens) - 1)
         else:
             inputs, start = self.inputs.decode(work, {}), work.rows[0].start
-            step = DecodeStep(inputs, self.pool, kernel_for("cpu"), self.peers)
+            step = DecodeStep(inputs, self.pool, BACKEND, self.peers)
         rows = (inputs.positions_T - start).clamp(min=0)  # padding is at position 0
         found = []
         for layer, (q, k, v) in enumerate(tokens):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
-from longleaf.attention.kernels import kernel_for
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
+from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
@@ -29,7 +29,7 @@ from workers.step.past import PastBuilder
 BLOCK = 4
 NUM_BLOCKS = 40
 SCALE = 0.6
-KERNEL = kernel_for("cpu")
+BACKEND = Compiled()
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def builder(case, rank, runs, way, dtype=torch.float32, kind=Pool):
             if run.rank == rank:
                 slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
                 keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
-                pool.store(0, torch.tensor(slots), keys, values)
+                pool.store(BACKEND, 0, torch.tensor(slots), keys, values)
     size = case.world_size
-    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire())
+    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire(BACKEND))
     return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts), pool
 
 
@@ -131,8 +131,8 @@ def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Po
         make, pool = builder(case, rank, runs, way, dtype, kind)
         inputs, comm = make.prefill(chunk), CountingComm(groups.world)
         counted = type(groups)(groups.topology, comm, comm, None)
-        peers = Peers(comm, make_merge(merge, counted, Wire())) if case.world_size > 1 else None
-        step = PrefillStep(inputs, pool, KERNEL, peers, last_layer=1)
+        peers = Peers(comm, make_merge(merge, counted, Wire(BACKEND))) if case.world_size > 1 else None
+        step = PrefillStep(inputs, pool, BACKEND, peers, last_layer=1)
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call()), comm.bytes_sent
 
@@ -149,8 +149,8 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
     def work(rank, groups):
         make, pool = builder(case, rank, runs, "auto", dtype, kind)
         inputs = make.decode(rows, {})
-        peers = Peers(groups.world, make_merge(merge, groups, Wire())) if case.world_size > 1 else None
-        step = DecodeStep(inputs, pool, KERNEL, peers)
+        peers = Peers(groups.world, make_merge(merge, groups, Wire(BACKEND))) if case.world_size > 1 else None
+        step = DecodeStep(inputs, pool, BACKEND, peers)
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call())
 

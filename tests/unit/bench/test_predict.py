@@ -32,6 +32,7 @@ from bench.predict.measured import AttentionRow, Machine, MergeRow, Missing, fit
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups
+from longleaf.kernels.dense import Dense
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, make_merge
 
@@ -65,7 +66,7 @@ def counted(name, cluster, shape):
         notes = seen if rank == 0 else []
         world, node, rail = (comm and CountingComm(comm, scope, notes) for scope, comm in scopes.items())
         partial = Partial(torch.zeros(shape.rows, shape.heads, shape.dim), torch.zeros(shape.rows, shape.heads))
-        make_merge(name, Groups(topology, world, node, rail), Wire()).to_all(partial)
+        make_merge(name, Groups(topology, world, node, rail), Wire(Dense())).to_all(partial)
 
     threads = [threading.Thread(target=run, args=item) for item in enumerate(loopback_groups(topology))]
     for thread in threads:

@@ -76,7 +76,7 @@ def test_where_only_windows_take_room_no_number_is_told() -> None:
     worker = Worker(rank=0, node="n", pid=1, device="cpu", tokens=1536, max_tokens=UNLIMITED_TOKENS, kv_bytes=0)
     shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
     cells = [list(column.cells) for column in workers_table(Cluster(**shape, workers=(worker,))).columns]
-    assert cells[4:6] == [["1,536"], ["no limit"]]
+    assert cells[5:7] == [["1,536"], ["no limit"]]
 
 
 async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +282,8 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
                 *"--window-keys replicated --window-bytes 4096".split(),
                 *("--model-name", "acme/small 1"),
-                *"--device cpu --start-timeout 20 --max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
+                *"--device cpu --kernels torch --start-timeout 20".split(),
+                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
             ]
         )
     [command] = run
@@ -295,7 +296,8 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
         "--window-keys=replicated",
         "--window-bytes=4096",
     }
-    wanted |= {"--device=cpu", "--start-timeout=20.0", "--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
+    wanted |= {"--device=cpu", "--kernels=torch", "--start-timeout=20.0"}
+    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 

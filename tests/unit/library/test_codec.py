@@ -180,7 +180,8 @@ def test_ingest_progress_survives(phase: Any) -> None:
 
 def test_clusters_survive() -> None:
     workers = tuple(
-        Worker(rank=rank, node="here", pid=7, device="cpu", tokens=1, max_tokens=2, kv_bytes=3) for rank in (0, 1)
+        Worker(rank=rank, node="here", pid=7, device="cpu", tokens=1, max_tokens=2, kv_bytes=3, kernels=kernels)
+        for rank, kernels in enumerate(("compiled", "dense"))
     )
     cluster = Cluster(
         model=ModelInfo(

@@ -1,7 +1,6 @@
 """The compiled fold of CPU ranks: packed partials joined in one pass, from fold.c."""
 
 import ctypes
-import logging
 from pathlib import Path
 
 import torch
@@ -15,8 +14,6 @@ SOURCE = Path(__file__).with_name("fold.c")
 # the same bits.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 
-log = logging.getLogger(__name__)
-
 
 class NativeFold:
     """`merge_all` of packed float32 partials, some ten small torch operations in one call."""
@@ -27,13 +24,10 @@ class NativeFold:
         self._run.restype = None
 
     @staticmethod
-    def load() -> "NativeFold | None":
-        """The fold, compiled at the first call on this kind of processor; None where there is no C compiler."""
-        try:
-            return NativeFold(native.load(SOURCE, FLAGS))
-        except OSError as error:
-            log.warning("no compiled fold of partials, torch's own is used instead (slower): %s", error)
-            return None
+    def load() -> "NativeFold":
+        """The fold, compiled at the first call on this kind of processor. Raises OSError, as where there is no C
+        compiler."""
+        return NativeFold(native.load(SOURCE, FLAGS))
 
     def can_run(self, packed_NTHC: Tensor) -> bool:
         """Whether the numbers are float32 and lie together."""

@@ -65,7 +65,7 @@ typedef int ints __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
 
-/* What a number is kept as; longleaf/attention/native.py names the first three. */
+/* What a number is kept as; longleaf/kernels/cpu/decode.py names the first three. */
 enum kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 static const long BYTES[] = {4, 2, 2, 1};
 
@@ -76,7 +76,7 @@ struct read {
 };
 
 /* The keys and values of one key head. int8 has an exponent per block of slots and column of the keys and a scale per
-   slot of the values, as longleaf/attention/quantized.py writes them. */
+   slot of the values, as longleaf/kernels/int8.py writes them. */
 struct store {
     const char *keys, *values;    /* [slots, dim] */
     const signed char *exponents; /* [slots / block_size, dim] */

@@ -1,7 +1,6 @@
 """The compiled decode kernel of CPU ranks: attention of few query rows over all reads of a layer, from decode.c."""
 
 import ctypes
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from longleaf import native
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
+from longleaf.kernels.backend import Int8Layer
 
 SOURCE = Path(__file__).with_name("decode.c")
 # fast-math vectorises dot products and exponentials. It is for the compiler alone: a library that is also *linked* with
@@ -20,14 +20,9 @@ LANES = 8
 """The kernel computes so many columns at once: dims must be multiples."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as decode.c numbers them."""
-Int8 = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys and values [K, S, D] int8, exponents [K, B, D] int8 and scales [K, S] float32, as `longleaf.attention.quantized`
-keeps them."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
 MAX_ROWS = 512
 """Rows per key head of a layer from which on torch's matrix products are faster on one thread."""
-
-log = logging.getLogger(__name__)
 
 
 class NativeDecode:
@@ -46,21 +41,19 @@ class NativeDecode:
         self._scratch_size.restype = ctypes.c_long
 
     @staticmethod
-    def load() -> "NativeDecode | None":
-        """The kernel, compiled at the first call on this kind of processor; None where there is no C compiler."""
-        try:
-            return NativeDecode(native.load(SOURCE, FLAGS))
-        except OSError as error:
-            log.warning("no compiled decode kernel, torch's own is used instead (slower): %s", error)
-            return None
+    def load() -> "NativeDecode":
+        """The kernel, compiled at the first call on this kind of processor. Raises OSError, as where there is no C
+        compiler."""
+        return NativeDecode(native.load(SOURCE, FLAGS))
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
         """Whether rows are few, and queries, keys and values are of a type and lie as the kernel expects."""
         shape, strides, dtype = k_KSD.shape, k_KSD.stride(), k_KSD.dtype
-        is_alike = shape == v_KSD.shape and dtype == v_KSD.dtype and dtype in KINDS
+        if shape != v_KSD.shape or dtype != v_KSD.dtype or dtype not in KINDS:
+            return False
         is_in_place = strides[1:] == (shape[2], 1) and strides == v_KSD.stride()
         is_here = k_KSD.is_cpu and v_KSD.is_cpu
-        return is_alike and is_in_place and is_here and self._can_take(q_THD, k_KSD)
+        return is_in_place and is_here and self._can_take(q_THD, k_KSD)
 
     @staticmethod
     def _can_take(q_THD: Tensor, k_KSD: Tensor) -> bool:
@@ -86,26 +79,26 @@ class NativeDecode:
         self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, KINDS[k_KSD.dtype], scale, softcap or 0.0)
         return Partial(*results[:2])
 
-    def can_run_int8(self, q_THD: Tensor, stored: Int8) -> bool:
+    def can_run_int8(self, q_THD: Tensor, kept: Int8Layer) -> bool:
         """Whether this machine runs the kernel for keys and values in 8 bits."""
-        types = [tensor.dtype for tensor in stored]
-        is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in stored)
-        return types == INT8_TYPES and is_in_place and self._can_take(q_THD, stored[0])
+        tensors = kept[:4]
+        types = [tensor.dtype for tensor in tensors]
+        is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+        return types == INT8_TYPES and is_in_place and self._can_take(q_THD, kept.keys_KSD)
 
     def over_int8(
         self,
         q_THD: Tensor,
-        stored: Int8,
-        block_size: int,
+        kept: Int8Layer,
         reads: Sequence[Read],
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
         """Attention over keys and values in 8 bits, otherwise as over others."""
         q_THD = q_THD.float()
-        results, sizes = self._prepare(q_THD, stored[0], reads)
-        tensors = (q_THD, *stored, *results)
-        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, block_size, scale, softcap or 0.0)
+        results, sizes = self._prepare(q_THD, kept.keys_KSD, reads)
+        tensors = (q_THD, *kept[:4], *results)
+        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, kept.block_size, scale, softcap or 0.0)
         return Partial(*results[:2])
 
     def _prepare(

@@ -1,0 +1,1 @@
+"""Kernels of CPUs: compiled code of ours, and those of torch."""

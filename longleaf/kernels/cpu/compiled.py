@@ -1,0 +1,50 @@
+"""The kernels of CPUs: compiled ones for few rows and for the fold, torch's flash kernel for many rows."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from longleaf.attention.masks import Read
+from longleaf.attention.partial import Partial
+from longleaf.kernels.backend import Int8Layer, check_shapes
+from longleaf.kernels.cpu.decode import NativeDecode
+from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.cpu.fold import NativeFold
+
+
+class Compiled(Flash):
+    """What torch's kernels do, faster where decode spends its time. Compiled when it is first made on this kind of
+    processor; raises OSError, with the reason, where that cannot be done."""
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._decode = NativeDecode.load()
+        self._fold = NativeFold.load()
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSV: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        if self._decode.can_run(q_THD, k_KSD, v_KSV):
+            check_shapes(q_THD, k_KSD, v_KSV)
+            return self._decode(q_THD, k_KSD, v_KSV, reads, scale, softcap)
+        return super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
+
+    def attend_int8(
+        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+    ) -> Partial:
+        if self._decode.can_run_int8(q_THD, kept):
+            return self._decode.over_int8(q_THD, kept, reads, scale, softcap)
+        return super().attend_int8(q_THD, kept, reads, scale, softcap)
+
+    def fold(self, packed_NTHC: Tensor) -> Partial:
+        if self._fold.can_run(packed_NTHC):
+            return self._fold(packed_NTHC)
+        return super().fold(packed_NTHC)

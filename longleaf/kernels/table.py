@@ -1,0 +1,69 @@
+"""The table of kernels: which backends there are, and which of them serves a rank."""
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from longleaf.config import KernelsChoice, KernelsName
+from longleaf.errors import StartError
+from longleaf.kernels.backend import Backend
+from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.dense import Dense
+from longleaf.kernels.probe import probe
+
+log = logging.getLogger(__name__)
+
+
+class Entry(NamedTuple):
+    """A backend that may be chosen."""
+
+    make: Callable[[], Backend]
+    """Raises OSError, ImportError or RuntimeError, with the reason, where it cannot be had."""
+    device: str | None
+    """The type of the devices that it computes on; None: any."""
+
+
+TABLE: dict[KernelsName, Entry] = {
+    "compiled": Entry(Compiled, "cpu"),
+    "torch": Entry(Flash, "cpu"),
+    # kernels for GPUs go here, and into KernelsName of longleaf/config.py
+    "dense": Entry(Dense, None),
+}
+"""By name, of each device the fastest first."""
+
+
+def choose(name: KernelsChoice, device: str, dtype: torch.dtype) -> Backend:
+    """The backend of this name for ranks on a device (`cpu`, `cuda:0`) with keys and values of a type; with `auto` the
+    fastest that there is. Raises StartError, with the reason, where it cannot be had, or computes wrong numbers."""
+    backend = _fastest(device) if name == "auto" else _make(name, device)
+    if wrong := probe(backend, device, dtype):
+        raise StartError(f"kernels: {backend.name} is wrong on {device}: {wrong}; --kernels chooses others")
+    log.info("kernels: %s", backend.name)
+    return backend
+
+
+def _make(name: KernelsName, device: str) -> Backend:
+    entry = TABLE[name]
+    if entry.device not in (None, torch.device(device).type):
+        raise StartError(f"kernels: {name} computes on {entry.device}, and this rank on {device}")
+    try:
+        return entry.make()
+    except (OSError, ImportError, RuntimeError) as error:
+        raise StartError(f"kernels: {name} cannot be had on {device}: {error}") from error
+
+
+def _fastest(device: str) -> Backend:
+    """The first of the table for this device that can be had; of those before it, people are told why not."""
+    names: list[KernelsName] = [
+        name for name, entry in TABLE.items() if entry.device in (None, torch.device(device).type)
+    ]
+    for name, following in pairwise(names):
+        try:
+            return _make(name, device)
+        except StartError as error:
+            log.warning("%s; those of %s serve instead (slower)", error, following)
+    return _make(names[-1], device)
