@@ -44,9 +44,11 @@ class TritonKernels:
         self._launch = launcher
 
     @staticmethod
-    def load(device: str) -> "TritonKernels":
-        """The backend of a GPU (`cuda:0`)."""
-        num_multiprocessors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    def load() -> "TritonKernels":
+        """The backend of the current GPU. Raises RuntimeError where there is none."""
+        if not torch.cuda.is_available():
+            raise RuntimeError("this torch finds no GPU")
+        num_multiprocessors: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         return TritonKernels(num_multiprocessors)
 
     def attend(

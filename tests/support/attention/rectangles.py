@@ -36,10 +36,10 @@ def rectangles(draw, num_rows: int, most: int = 5) -> list[Read]:
     """Reads of stretches that follow one another: plain, diagonal, banded, of no row, of no key."""
     reads, slot = [], draw(st.integers(0, 9))
     for _ in range(draw(st.integers(0, most))):
-        rows = sorted(draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2)))
+        first, last = sorted(draw(st.tuples(st.integers(0, num_rows), st.integers(0, num_rows))))
         num_keys = draw(st.integers(0, MAX_KEYS))
         offset = draw(st.one_of(st.none(), st.integers(-40, 90)))
         window = None if offset is None else draw(st.one_of(st.none(), st.integers(1, 60)))
-        reads.append(Read(*rows, slot, slot + num_keys, offset, window))
+        reads.append(Read(first, last, slot, slot + num_keys, offset, window))
         slot += num_keys + draw(st.integers(0, 3))
     return reads
