@@ -1,9 +1,10 @@
 # Every target that needs Python makes .venv by itself; a second call finds it ready.
-# Variables: PYTHON (3.11 or newer), TORCH (which build of torch), ARGS (passed on to the command), WORKERS (how many
-# processes run tests; 0: this one).
+# Variables: PYTHON (3.11 or newer), TORCH (which build of torch), TRITON (which Triton), ARGS (passed on to the command),
+# WORKERS (how many processes run tests; 0: this one).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 ARGS ?=
 WORKERS ?= 2
 
@@ -15,7 +16,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow durations coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-triton test-slow durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -34,6 +35,9 @@ test test-slow coverage: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
+
+test-triton: $(VENV)/.triton ## Run the kernels of GPUs in Triton's interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/triton $(SPREAD) $(ARGS)
 
 test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
@@ -89,4 +93,9 @@ $(VENV)/.torch:
 
 $(READY): $(VENV)/.torch pyproject.toml requirements.lock
 	$(PIP) install -c requirements.lock -e '.[dev]'
+	@touch $@
+
+# alone, since Triton for a torch without GPUs is nothing that torch asks for
+$(VENV)/.triton: $(READY)
+	$(PIP) install --no-deps $(TRITON)
 	@touch $@

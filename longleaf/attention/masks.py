@@ -3,10 +3,10 @@
 Shape letters: Q queries, S keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class Read(NamedTuple):
         in_window = self.window is None or num_keys <= self.window
         return self.offset == 0 and num_queries == num_keys and in_window
 
+    @property
+    def mask(self) -> tuple[int, int]:
+        """Offset and window as integers in any case, for compiled kernels."""
+        if self.offset is None:
+            return FAR_AHEAD, UNBOUNDED
+        return self.offset, UNBOUNDED if self.window is None else self.window
+
 
 class Reads(tuple[Read, ...]):
     """The reads of a layer, decided once per step for all layers that see alike."""
@@ -58,7 +65,7 @@ class Reads(tuple[Read, ...]):
     @cached_property
     def table(self) -> Tensor:
         """The reads as integers, [N, 6] int64 in the order of a read's fields, for compiled kernels."""
-        rows = [(*read[:4], *self._mask(read)) for read in self]
+        rows = [(*read[:4], *read.mask) for read in self]
         return torch.tensor(rows, dtype=torch.long).view(-1, 6)
 
     @cached_property
@@ -66,11 +73,10 @@ class Reads(tuple[Read, ...]):
         """Keys that are read, each as often as it is read."""
         return sum(read.slot_end - read.slot_start for read in self)
 
-    @staticmethod
-    def _mask(read: Read) -> tuple[int, int]:
-        if read.offset is None:
-            return FAR_AHEAD, UNBOUNDED
-        return read.offset, UNBOUNDED if read.window is None else read.window
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What a backend has made of these reads and keeps for the layers that follow, by what it was made for."""
+        return {}
 
 
 def causal_reads(query: QueryRun, keys: Extent) -> Iterator[Read]:

@@ -27,10 +27,16 @@ class Entry(NamedTuple):
     """The type of the devices that it computes on; None: any."""
 
 
+def _triton() -> Backend:
+    from longleaf.kernels.gpu.backend import TritonKernels  # Triton may be missing, and only this needs it
+
+    return TritonKernels.load()
+
+
 TABLE: dict[KernelsName, Entry] = {
     "compiled": Entry(Compiled, "cpu"),
     "torch": Entry(Flash, "cpu"),
-    # kernels for GPUs go here, and into KernelsName of longleaf/config.py
+    "triton": Entry(_triton, "cuda"),
     "dense": Entry(Dense, None),
 }
 """By name, of each device the fastest first."""

@@ -1,0 +1,193 @@
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""The backend of GPUs: one launch attends, whatever the rows see, and one folds what it made."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import packed as packed_form
+from longleaf.attention.masks import Read, Reads
+from longleaf.attention.partial import Partial
+from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
+from longleaf.kernels.gpu import constants
+from longleaf.kernels.gpu.device.decode import attend_items
+from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
+from longleaf.kernels.gpu.device.int8 import attend_items_int8
+from longleaf.kernels.gpu.device.store import store_int8, store_tokens
+from longleaf.kernels.gpu.items import Shape, work_of
+from longleaf.kernels.gpu.launch import Launcher, launch
+from longleaf.runs import ceil_div
+
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""So many programs of the attention kernels are at work on a multiprocessor at once, and each has one item if rows are
+few."""
+
+
+class DeviceWork(NamedTuple):
+    """The work items of a step on the device, see `longleaf.kernels.gpu.items`."""
+
+    table: Tensor
+    num_part_rows: int
+    tile_rows: int
+
+
+class TritonKernels:
+    """Kernels written in Triton, see `longleaf.kernels.backend`."""
+
+    name = "triton"
+
+    def __init__(self, num_multiprocessors: int, launcher: Launcher = launch) -> None:
+        self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+        self._launch = launcher
+
+    @staticmethod
+    def load() -> "TritonKernels":
+        """The backend of the current GPU. Raises RuntimeError where there is none."""
+        if not torch.cuda.is_available():
+            raise RuntimeError("this torch finds no GPU")
+        num_multiprocessors: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        return TritonKernels(num_multiprocessors)
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSV: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        """See `Backend`. Queries, keys and values are float32, bfloat16 or float16."""
+        check_shapes(q_THD, k_KSD, v_KSV)
+        q_THD = together(q_THD)
+        num_kv_heads, value_dim = v_KSV.shape[0], v_KSV.shape[2]
+        types, is_latent = (q_THD.dtype, k_KSD.dtype), lies_in(v_KSV, k_KSD)
+        chosen = constants.attend(*types, q_THD.shape[2], value_dim, is_latent=is_latent, has_cap=softcap is not None)
+        most_rows = constants.max_tile_rows(torch.promote_types(*types), is_latent=is_latent)
+        work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
+        parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
+        self._launch(
+            attend_items,
+            (self._num_programs,),
+            *(work.table, q_THD, k_KSD, v_KSV, parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
+            *(q_THD.shape[1] // num_kv_heads, num_kv_heads),
+            *(*q_THD.stride()[:2], *k_KSD.stride()[:2], *v_KSV.stride()[:2]),
+            **constants.with_rows(chosen, work.tile_rows),
+        )
+        return self._folded(q_THD, work, parts)
+
+    def attend_int8(
+        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+    ) -> Partial:
+        """See `Backend`."""
+        check_shapes(q_THD, kept.keys_KSD, kept.values_KSD)
+        q_THD = together(q_THD)
+        num_kv_heads, num_slots, dim = kept.keys_KSD.shape
+        chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, has_cap=softcap is not None)
+        most_rows = constants.max_tile_rows(q_THD.dtype)
+        work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
+        parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
+        self._launch(
+            attend_items_int8,
+            (self._num_programs,),
+            *(work.table, q_THD, *kept[:4], parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
+            *(q_THD.shape[1] // num_kv_heads, num_kv_heads, num_slots, *q_THD.stride()[:2]),
+            **constants.with_rows(chosen, work.tile_rows),
+        )
+        return self._folded(q_THD, work, parts)
+
+    def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
+        """See `Backend`."""
+        keys, values = kept[0], kept[-1]
+        k_KTD, v_KTV = together(tokens[0]), together(tokens[len(kept) - 1])
+        chosen = constants.store(k_KTD.shape[2], v_KTV.shape[2], has_values=len(kept) > 1)
+        num_kv_heads, num_tokens, _ = k_KTD.shape
+        self._launch(
+            store_tokens,
+            (ceil_div(num_tokens, chosen["TILE_TOKENS"]), num_kv_heads),
+            *(slots_T, k_KTD, v_KTV, keys, values, num_tokens),
+            *(stride for tensor in (k_KTD, v_KTV, keys, values) for stride in tensor.stride()[:2]),
+            **chosen,
+        )
+
+    def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+        """See `Backend`."""
+        k_KTD, v_KTD = together(k_KTD), together(v_KTD)
+        num_kv_heads, num_tokens, dim = k_KTD.shape
+        self._launch(
+            store_int8,
+            (num_tokens, num_kv_heads),
+            *(slots_T, k_KTD, v_KTD, *kept[:4], num_tokens, kept.keys_KSD.shape[1]),
+            *(*k_KTD.stride()[:2], *v_KTD.stride()[:2]),
+            **constants.store_int8(dim, kept.block_size),
+        )
+
+    def pack(self, partial: Partial, dtype: torch.dtype) -> Tensor:
+        """See `Backend`."""
+        out_THD, lse_TH = together(partial.out_THD), partial.lse_TH
+        num_tokens, num_heads, dim = out_THD.shape
+        packed_THC = out_THD.new_empty(num_tokens, num_heads, packed_form.num_columns(dim, dtype), dtype=dtype)
+        chosen, num_rows = constants.packed(dim, dtype), num_tokens * num_heads
+        self._launch(
+            pack_rows,
+            (ceil_div(num_rows, chosen["TILE_ROWS"]),),
+            *(out_THD, lse_TH, packed_THC, num_rows, num_heads, *out_THD.stride()[:2], *lse_TH.stride()),
+            **chosen,
+        )
+        return packed_THC
+
+    def fold(self, packed_NTHC: Tensor) -> Partial:
+        """See `Backend`."""
+        packed_NTHC = packed_NTHC.contiguous()
+        num_partials, num_tokens, num_heads, columns = packed_NTHC.shape
+        dim = columns - packed_form.num_columns(0, packed_NTHC.dtype)
+        folded = empty_partial(num_tokens, num_heads, dim, packed_NTHC)
+        chosen, num_rows = constants.packed(dim, packed_NTHC.dtype), num_tokens * num_heads
+        self._launch(
+            fold_packed,
+            (ceil_div(num_rows, chosen["TILE_ROWS"]),),
+            *(packed_NTHC, folded.out_THD, folded.lse_TH, num_partials, num_rows, packed_NTHC.stride(0)),
+            **chosen,
+        )
+        return folded
+
+    def _work(
+        self, reads: Sequence[Read], q_THD: Tensor, num_kv_heads: int, max_tile_rows: int, tile_keys: int
+    ) -> DeviceWork:
+        """The work items of the reads, made once for all layers that are alike."""
+        reads = reads if isinstance(reads, Reads) else Reads(reads)
+        shape = Shape(q_THD.shape[0], q_THD.shape[1] // num_kv_heads, num_kv_heads, max_tile_rows, tile_keys)
+        key = (q_THD.device, self._num_programs, shape)
+        if key not in reads.kept:
+            work = work_of(reads, shape, self._num_programs)
+            # from pinned memory the copy waits for nothing; other accelerators copy what is small at once
+            numbers = torch.tensor(work.numbers, dtype=torch.long, pin_memory=q_THD.is_cuda)
+            table = numbers.to(q_THD.device, non_blocking=True)
+            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows)
+        return reads.kept[key]
+
+    def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:
+        (num_tokens, num_heads, _), (_, num_kv_heads, value_dim) = q_THD.shape, parts.out_THD.shape
+        folded = empty_partial(num_tokens, num_heads, value_dim, q_THD)
+        self._launch(
+            fold_items,
+            (num_tokens * num_heads,),
+            *(work.table, parts.out_THD, parts.lse_TH, folded.out_THD, folded.lse_TH),
+            *(num_heads // num_kv_heads, num_kv_heads),
+            **constants.fold_items(value_dim),
+        )
+        return folded
+
+
+def empty_partial(num_rows: int, num_heads: int, dim: int, like: Tensor) -> Partial:
+    """Room for a partial on the device of `like`."""
+    out = like.new_empty(num_rows, num_heads, dim, dtype=torch.float32)
+    return Partial(out, like.new_empty(num_rows, num_heads, dtype=torch.float32))
+
+
+def together(tensor: Tensor) -> Tensor:
+    """The tensor with the numbers of its last dim side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,1 @@
+"""What runs on the device, in Triton's language."""

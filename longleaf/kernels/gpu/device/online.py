@@ -1,0 +1,70 @@
+"""What the attention kernels do alike with a tile of scores: masks, soft caps, and softmax over tiles that come one
+after the other, in float32 and natural logarithms.
+
+Shape letters: R rows, S keys of a tile, V value dim.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(a, b, UPCAST: tl.constexpr):
+    """Matrix product with float32 sums; of float32 numbers without rounding them to TF32. UPCAST is for Triton's
+    interpreter, which takes bfloat16 for integers."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def visible(token_R, first, start, end, ahead, window, TILE_KEYS: tl.constexpr):
+    """Which rows see which of the keys in slots [start, start + TILE_KEYS), of which those from `end` on are not read.
+
+    Compared in 32 bits: what is farther from the first token than 2^30 is as far as that.
+    """
+    key_S = tl.arange(0, TILE_KEYS)
+    distance = tl.minimum(tl.maximum(ahead + first - start, -(1 << 30)), 1 << 30).to(tl.int32)
+    distance_RS = (distance + (token_R - first).to(tl.int32))[:, None] - key_S[None, :]
+    is_near_RS = distance_RS < tl.minimum(window, (1 << 31) - 1).to(tl.int32)
+    return (start + key_S < end)[None, :] & (distance_RS >= 0) & is_near_RS
+
+
+@triton.jit
+def capped(score, cap):
+    """cap * tanh(score / cap). Near 0 by its series: there the other form loses digits."""
+    x = score / cap
+    square = x * x
+    fall = tl.exp(-2.0 * tl.abs(x))
+    far = tl.where(x < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
+    near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
+    return cap * tl.where(square < 0.04, near, far)
+
+
+@triton.jit
+def masked(score_RS, is_seen_RS, cap, HAS_CAP: tl.constexpr):
+    """Scores after the cap, -inf where a key is not seen. One that is no finite number becomes NaN, or a key of score
+    -inf would weigh nothing and nobody would notice."""
+    score_RS = tl.where(tl.abs(score_RS) < float("inf"), score_RS, float("nan"))
+    if HAS_CAP:
+        score_RS = capped(score_RS, cap)
+    return tl.where(is_seen_RS, score_RS, float("-inf"))
+
+
+@triton.jit
+def weigh(score_RS, peak_R, mass_R):
+    """Weights of a tile's keys against the largest score so far, by what earlier weights fade, and the new peak and
+    mass. The peak of rows that have seen nothing is -inf."""
+    top_R = tl.maximum(peak_R, tl.max(score_RS, 1))
+    shift_R = tl.where(top_R == float("-inf"), 0.0, top_R)
+    weight_RS = tl.exp(score_RS - shift_R[:, None])
+    fade_R = tl.exp(peak_R - shift_R)
+    return weight_RS, fade_R, top_R, mass_R * fade_R + tl.sum(weight_RS, 1)
+
+
+@triton.jit
+def finish(acc_RV, peak_R, mass_R):
+    """Out and lse; the identity where nothing was seen. A mass of NaN stays what it is."""
+    is_empty_R = mass_R == 0
+    out_RV = acc_RV / tl.where(is_empty_R, 1.0, mass_R)[:, None]
+    return out_RV, tl.where(is_empty_R, float("-inf"), peak_R + tl.log(tl.where(is_empty_R, 1.0, mass_R)))

@@ -1,0 +1,133 @@
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""The kernels as they are compiled for the models that are served: what each is given, and with which constants.
+
+For whoever compiles ahead of time. On a rank Triton compiles at the first launch, and where an integer is 1 or no
+multiple of 16 it makes a variant of its own; these here are of the sizes that models have.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from longleaf.kernels.gpu import constants
+from longleaf.kernels.gpu.constants import Constants
+from longleaf.kernels.gpu.device.decode import attend_items
+from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
+from longleaf.kernels.gpu.device.int8 import attend_items_int8
+from longleaf.kernels.gpu.device.store import store_int8, store_tokens
+from longleaf.kernels.gpu.launch import Kernel
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.int64: "i64",
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DIMS = (64, 80, 96, 112, 128, 192, 256)
+LATENT = (576, 512)
+"""Dims of a latent key and of its values."""
+BLOCK_SIZE = 128
+
+
+class Variant(NamedTuple):
+    """A kernel and what it is compiled with."""
+
+    name: str
+    kernel: Kernel
+    signature: dict[str, str]
+    """The type of each argument, in order, as Triton writes them; `constexpr` of those that are constants."""
+    constants: Constants
+    """Their values."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def aligned(self) -> list[str]:
+        """Arguments that are multiples of 16, or addresses that are, as Triton finds them at a launch."""
+        return [name for name, kind in self.signature.items() if kind.startswith("*") or "stride" in name]
+
+
+def variants() -> Iterator[Variant]:
+    """All of them."""
+    for dtype, dim, has_cap, tile_rows in product(DTYPES, DIMS, (False, True), (16, 64)):
+        if tile_rows <= constants.max_tile_rows(dtype):
+            yield attend(dtype, dim, dim, tile_rows, has_cap=has_cap)
+            yield attend_int8(dtype, dim, tile_rows, has_cap=has_cap)
+    for dtype in DTYPES:
+        yield attend(dtype, *LATENT, constants.max_tile_rows(dtype, is_latent=True))
+    for dim in (*DIMS, LATENT[1]):
+        yield fold(dim)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield from packed(dtype, dim)
+    for dtype, dim in product(DTYPES, DIMS):
+        yield store(dtype, dim, dim)
+        yield store_in_int8(dtype, dim)
+    for dtype in DTYPES:
+        yield store(dtype, *LATENT)
+
+
+def attend(dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, *, has_cap: bool = False) -> Variant:
+    """Attention over keys of a type."""
+    is_latent = value_dim < dim
+    chosen = constants.attend(dtype, dtype, dim, value_dim, is_latent=is_latent, has_cap=has_cap)
+    types = {"table": torch.int64, "q": dtype, "k": dtype, "v": dtype, "out": torch.float32, "lse": torch.float32}
+    name = f"attend {NAMES[dtype]} {dim}{'/' + str(value_dim) if is_latent else ''} rows {tile_rows}{' cap' * has_cap}"
+    return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
+
+
+def attend_int8(dtype: torch.dtype, dim: int, tile_rows: int, *, has_cap: bool = False) -> Variant:
+    """Attention over keys in 8 bits, of queries of a type."""
+    chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, has_cap=has_cap)
+    types = {"table": torch.int64, "q": dtype, "out": torch.float32, "lse": torch.float32, "scales": torch.float32}
+    types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
+    name = f"attend int8 {NAMES[dtype]} {dim} rows {tile_rows}{' cap' * has_cap}"
+    return _variant(name, attend_items_int8, types, constants.with_rows(chosen, tile_rows))
+
+
+def fold(dim: int) -> Variant:
+    """The fold of work items."""
+    types = {"table": torch.int64, **dict.fromkeys(("part_out", "part_lse", "out", "lse"), torch.float32)}
+    return _variant(f"fold {dim}", fold_items, types, constants.fold_items(dim))
+
+
+def packed(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
+    """What packs partials for the wire, and what folds them."""
+    types = {"packed": dtype, "out": torch.float32, "lse": torch.float32}
+    for kernel, verb in ((pack_rows, "pack"), (fold_packed, "fold packed")):
+        yield _variant(f"{verb} {NAMES[dtype]} {dim}", kernel, types, constants.packed(dim, dtype))
+
+
+def store(dtype: torch.dtype, dim: int, value_dim: int) -> Variant:
+    """The store of keys, and of values where these do not lie in them."""
+    types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "kept_keys", "kept_values"), dtype)}
+    chosen = constants.store(dim, value_dim, has_values=value_dim == dim)
+    return _variant(f"store {NAMES[dtype]} {dim}", store_tokens, types, chosen)
+
+
+def store_in_int8(dtype: torch.dtype, dim: int) -> Variant:
+    """The store in 8 bits."""
+    types = {"slots": torch.int64, "k": dtype, "v": dtype, "scales": torch.float32}
+    types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
+    return _variant(f"store int8 {NAMES[dtype]} {dim}", store_int8, types, constants.store_int8(dim, BLOCK_SIZE))
+
+
+def _variant(name: str, kernel: Kernel, types: dict[str, torch.dtype], chosen: Constants) -> Variant:
+    """`types` of what the pointers among the arguments point to; what else is no constant is a number."""
+    values: dict[str, Any] = {key: value for key, value in chosen.items() if key.isupper()}
+    signature = {argument: _kind(argument, types, values) for argument in kernel.arg_names}
+    return Variant(name, kernel, signature, values, chosen["num_warps"], chosen.get("num_stages", 2))
+
+
+def _kind(argument: str, types: dict[str, torch.dtype], values: dict[str, Any]) -> str:
+    if argument in values:
+        return "constexpr"
+    if argument in types:
+        return "*" + NAMES[types[argument]]
+    if argument in ("scale", "cap"):
+        return "fp32"
+    return "i64" if argument.endswith("stride_h") or argument == "num_slots" else "i32"
