@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from longleaf.attention import Partial
-from longleaf.attention.kernels import Kernel, by_reads, dense
 from longleaf.channel.step import Prefill
+from longleaf.kernels.dense import Dense
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
-from tests.support.accelerator.ranks import PretendedRank
+from tests.support.accelerator.ranks import MakeBackend, PretendedRank, dense
 from zoo.checkpoints import make_checkpoint
 
 BACKEND = "dense"
-"""The kernels that are held to the limits."""
+"""The kernels that are held to the limits, by their name below."""
 DECODE_LAUNCHES, PREFILL_LAUNCHES = 12, 24
 """Launches of ours per layer, however long the context, and whoever shares it."""
 CHUNK = 512
@@ -30,23 +30,28 @@ NUM_LAYERS = defaultdict(lambda: 2, {"llama4": 4})
 """As few as there are kinds of them."""
 
 
-def dense_kernel(launcher: CountingLauncher) -> Kernel:
-    return by_reads(dense)
+class Lone(Dense):
+    """One launch, whatever is read: what a kernel for all reads comes to. The rest is torch's operations."""
 
+    name = "lone"
 
-def lone_kernel(launcher: CountingLauncher) -> Kernel:
-    """One launch, whatever is read: what a kernel for all reads comes to."""
+    def __init__(self, launcher: CountingLauncher) -> None:
+        self.launcher = launcher
 
-    def attend(q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
-        out_THV = q_THD.new_empty(*q_THD.shape[:2], v_KSV.shape[2], dtype=torch.float32)
+    def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
+        return self._attend(q_THD, v_KSV.shape[2], k_KSD, v_KSV)
+
+    def attend_int8(self, q_THD, kept, reads, scale, softcap=None):
+        return self._attend(q_THD, q_THD.shape[2], *kept[:4])
+
+    def _attend(self, q_THD, value_dim, *kept):
+        out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim, dtype=torch.float32)
         partial = Partial(out_THV, out_THV.new_empty(q_THD.shape[:2]))
-        launcher(attend, (len(q_THD),), q_THD, k_KSD, v_KSV, partial.out_THD, partial.lse_TH)
+        self.launcher(Lone, (len(q_THD),), q_THD, *kept, partial.out_THD, partial.lse_TH)
         return partial
 
-    return attend
 
-
-KERNELS: dict[str, Callable[[CountingLauncher], Kernel]] = {"dense": dense_kernel, "lone": lone_kernel}
+BACKENDS: dict[str, MakeBackend] = {"dense": dense, "lone": Lone}
 
 limited = pytest.mark.xfail(
     BACKEND == "dense",
@@ -119,9 +124,9 @@ CHUNKS = {
 }
 
 
-def rank_of(case: Case, folder_of: Callable[[str], Path]) -> PretendedRank:
+def rank_of(case: Case, folder_of: Callable[[str], Path], backend: str) -> PretendedRank:
     settings = {"dtype": "bfloat16", "chunk_size": CHUNK, **dict(case.settings)}
-    made = PretendedRank(folder_of(case.family), case.world_size, **settings)
+    made = PretendedRank(folder_of(case.family), case.world_size, BACKENDS[backend], **settings)
     if case.past:
         made.read(case.past)
     return made
@@ -129,22 +134,21 @@ def rank_of(case: Case, folder_of: Callable[[str], Path]) -> PretendedRank:
 
 def decoded(case: Case, folder_of: Callable[[str], Path], backend: str = BACKEND) -> Log:
     """A decode step with a row of each prompt. What comes before it is done with fewer launches."""
-    made = rank_of(case, folder_of)
+    made = rank_of(case, folder_of, backend)
     for count, context in case.prompts:
         made.bench.ask(count, 8, context)
-    made.rank.kernel = lone_kernel(made.accelerator.launcher)
+    measured, made.rank.backend = made.rank.backend, Lone(made.accelerator.launcher)
     steps = made.steps(computes_chunks=False)
     while next(steps).plan.num_tokens != len(case.prompts):
         pass
-    made.rank.kernel = KERNELS[backend](made.accelerator.launcher)
+    made.rank.backend = measured
     return next(steps).log
 
 
 def prefilled(case: Case, folder_of: Callable[[str], Path], backend: str = BACKEND) -> Log:
     """A chunk that is read after what is there."""
-    made = rank_of(case, folder_of)
+    made = rank_of(case, folder_of, backend)
     made.bench.ask(2 * CHUNK, 1, "book" if case.past else None)
-    made.rank.kernel = KERNELS[backend](made.accelerator.launcher)
     return next(step.log for step in made.steps() if isinstance(step.plan.work, Prefill))
 
 
@@ -180,41 +184,33 @@ def test_with_one_launch_for_all_reads_the_limit_is_kept(mix, folder_of):
 def test_a_loop_of_launches_is_found(folder_of, monkeypatch):
     """As a kernel for each tail would be, in an operation of our own."""
 
-    def looping(launcher):
-        @torch.library.custom_op("longleaf_tests::launch_each", mutates_args={"out"})
-        def launch_each(out: torch.Tensor, num_times: int) -> None:
-            for _ in range(num_times):
-                launcher(looping, (1,), out)
+    class Looping(Lone):
+        def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
+            @torch.library.custom_op("longleaf_tests::launch_each", mutates_args={"out"})
+            def launch_each(out: torch.Tensor, num_times: int) -> None:
+                for _ in range(num_times):
+                    self.launcher(Looping, (1,), out)
 
-        lone = lone_kernel(launcher)
-
-        def attend(q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
-            partial = lone(q_THD, k_KSD, v_KSV, reads, scale, softcap)
+            partial = super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
             launch_each(partial.out_THD, len(reads))
             return partial
 
-        return attend
-
-    monkeypatch.setitem(KERNELS, "looping", looping)
+    monkeypatch.setitem(BACKENDS, "looping", Looping)
     check_limit(decoded(Case(prompts=SHARED), folder_of, "looping"), DECODE_LAUNCHES)
-    with pytest.raises(AssertionError, match="looping at tests/integration/workers/test_launches.py"):
+    with pytest.raises(AssertionError, match="Looping at tests/integration/workers/test_launches.py"):
         check_limit(decoded(MIXES["16 tails"], folder_of, "looping"), DECODE_LAUNCHES)
 
 
 def test_a_wait_for_the_device_is_found_where_it_is(folder_of, monkeypatch):
-    def waiting(launcher):
-        lone = lone_kernel(launcher)
-
-        def attend(*args):
-            partial = lone(*args)
+    class Waiting(Lone):
+        def attend(self, *args):
+            partial = super().attend(*args)
             assert partial.lse_TH.sum() != 0
             return partial
 
-        return attend
-
-    monkeypatch.setitem(KERNELS, "waiting", waiting)
+    monkeypatch.setitem(BACKENDS, "waiting", Waiting)
     log = decoded(Case(), folder_of, "waiting")
-    line = inspect.getsourcelines(waiting)[1] + 5
+    line = inspect.getsourcelines(Waiting.attend)[1] + 2
     assert log.per_layer("wait") == {0: 1, 1: 1}
     assert log.by_site("wait")[f"tests/integration/workers/test_launches.py:{line}"] == 2
 

@@ -1,6 +1,6 @@
 """A rank on the pretended accelerator, and a scheduler that plans its steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -12,10 +12,14 @@ from longleaf.channel.lives import Join
 from longleaf.channel.step import Prefill, StepPlan
 from longleaf.comm import Comm, Groups
 from longleaf.comm.base import ReduceOp, Transport
+from longleaf.kernels import table
+from longleaf.kernels.backend import Backend
+from longleaf.kernels.dense import Dense
 from longleaf.topology import Topology
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.events import Log
+from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
 from workers import rank as ranks
@@ -27,6 +31,14 @@ class Step(NamedTuple):
 
     plan: StepPlan
     log: Log
+
+
+MakeBackend = Callable[[CountingLauncher], Backend]
+
+
+def dense(launcher: CountingLauncher) -> Backend:
+    """Kernels that are torch's own operations."""
+    return Dense()
 
 
 KV_BYTES = 16 << 30
@@ -64,13 +76,20 @@ class PretendedComm:
 
 
 class PretendedRank:
-    """Rank 0 of `world_size`, loaded and joined, and a bench whose plans it executes."""
+    """Rank 0 of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
+    kernels are launched with; they are not probed, for there are no numbers."""
 
-    def __init__(self, folder: Path, world_size: int = 1, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, world_size: int = 1, make_backend: MakeBackend = dense, **settings: object
+    ) -> None:
         self.accelerator = Accelerator()
         defaults = {"kv_bytes": KV_BYTES, "merge": "exchange", "block_size": 128}
         self.config = config_for(folder, world_size=world_size, **(defaults | settings))
-        with self.accelerator.running(), patch.object(ranks, "choose_device", lambda *_: DEVICE):
+        with (
+            self.accelerator.running(),
+            patch.object(ranks, "choose_device", lambda *_: DEVICE),
+            patch.object(table, "choose", lambda *_: make_backend(self.accelerator.launcher)),
+        ):
             self.rank = Rank(make_spec(0, self.config))
             self.rank.load()
             comm: Comm = PretendedComm(self.accelerator.log, world_size)
