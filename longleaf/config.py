@@ -58,7 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replicate_below: int = 64
     """Prompts shorter than this are read as replicated rows: every rank computes them."""
     kv_bytes: int | None = None
-    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the ranks there."""
+    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the ranks there, and
+    of a GPU what is free beside the weights and what steps need."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
     kv_dtype: KvDtypeName = "auto"
@@ -191,10 +192,11 @@ def rank_environment(threads: int) -> dict[str, str]:
 
     Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Torch's memory
     comes in huge pages, where the system has them: reading keys and weights once per token is what decode takes time
-    for, and one core reads them up to 1.6 times as fast.
+    for, and one core reads them up to 1.6 times as fast. Weights are read one after the other: what threads have read
+    ahead, and converted, would lie in the host's memory until it is taken to where it belongs.
     """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    wanted["THP_MEM_ALLOC_ENABLE"] = "1"
+    wanted |= {"THP_MEM_ALLOC_ENABLE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

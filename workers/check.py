@@ -22,8 +22,8 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
 from workers.keys.pools import (
-    FREE_MEMORY_SHARE,
     kv_bytes_per_token,
+    kv_bytes_within,
     kv_dtype,
     memory_of,
     name_of,
@@ -51,7 +51,9 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
-    pools = pools or [config.kv_bytes or kv_bytes_beside(weight_bytes, config)] * config.world_size
+    if config.kv_bytes:
+        pools = pools or [config.kv_bytes] * config.world_size
+    pools = pools or kv_bytes_beside(weight_bytes, model, config)
     windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
@@ -178,11 +180,19 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
     )
 
 
-def kv_bytes_beside(weight_bytes: int, config: EngineConfig) -> int:
-    """What each rank would take for keys and values by itself, all on this machine, once the weights are loaded."""
-    device = choose_device(config.device, 0, count_gpus(), config.world_size)
-    free, num_sharing = memory_of(device).free, sharing(device, config.world_size)
-    return max(0, int((free - num_sharing * weight_bytes) * FREE_MEMORY_SHARE / num_sharing))
+def kv_bytes_beside(weight_bytes: int, model: Model, config: EngineConfig) -> list[int]:
+    """What each rank would take for keys and values by itself, once the weights are loaded: on CPUs all of them here,
+    on GPUs as many as are here, and the others on machines like this one."""
+    num_gpus = count_gpus()
+    gpus = [rank % num_gpus if num_gpus else 0 for rank in range(config.world_size)]
+    devices = [choose_device(config.device, gpu, num_gpus, config.world_size) for gpu in gpus]
+    num_ranks_here = config.world_size if devices[0] == "cpu" else len(set(devices))
+    found: dict[str, int] = {}
+    for device in set(devices):
+        memory = memory_of(device)
+        memory = memory._replace(free=memory.free - sharing(device, num_ranks_here) * weight_bytes)
+        found[device] = kv_bytes_within(memory, device, model, config, num_ranks_here)
+    return [found[device] for device in devices]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ class Rank:
         """Loads the model and lays out the pool. Raises ModelRefused or StartError."""
         if self._device == "cpu":
             torch.set_num_threads(self._config.threads_per_rank)
+        else:  # before anything else is on a GPU: kernels of Triton are launched on the current one, which is the first
+            torch.cuda.set_device(self._device)
         config, num_ranks_here = self._config, self._spec.num_ranks_here
         check_kv_bytes(config, self._device, num_ranks_here)
         self.model = models.load(config.model, config.dtype, self._device)

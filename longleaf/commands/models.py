@@ -40,7 +40,7 @@ def check(
         int | None,
         typer.Option(
             help="Bytes of keys and values per rank.",
-            show_default="40 % of what is free here beside the weights, over the ranks",
+            show_default="40 % of what is free here beside the weights, over the ranks; on GPUs most of it",
         ),
     ] = None,
     window_bytes: Annotated[

@@ -73,7 +73,11 @@ class ServeFlags:
     )
     kv_bytes: Annotated[
         int | None,
-        option(KEYS, "Bytes of keys and values per rank.", default="40 % of a machine's free memory over its ranks"),
+        option(
+            KEYS,
+            "Bytes of keys and values per rank.",
+            default="40 % of what a machine has free, over its ranks; of a GPU, most",
+        ),
     ] = None
     kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype
     block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.")] = _DEFAULTS.block_size

@@ -11,8 +11,10 @@ from longleaf.errors import StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
+from longleaf.units import human_bytes
 from workers.keys.quantized import QuantizedPool
 from workers.keys.slots import Pool
+from workers.keys.workspace import workspace
 from workers.model import model as models
 from workers.model.model import LayerSpec
 
@@ -41,7 +43,7 @@ def make_pool(
     """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
     size was asked for, the ranks of this machine share what is free. Raises StartError when there is no block, or no
     room for windows, and ModelRefused when they cannot be kept as asked."""
-    num_blocks, windows = share_out(model, config, config.kv_bytes or default_kv_bytes(model.device, num_ranks_here))
+    num_blocks, windows = share_out(model, config, config.kv_bytes or default_kv_bytes(model, config, num_ranks_here))
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else Pool
     size, dtype, device = config.block_size, model.dtype, model.device
@@ -127,9 +129,23 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int) -> No
         )
 
 
-def default_kv_bytes(device: str, num_ranks_here: int) -> int:
-    """Bytes for keys and values when none were asked for: a share of what is free now."""
-    return int(memory_of(device).free * FREE_MEMORY_SHARE / sharing(device, num_ranks_here))
+def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int) -> int:
+    """Bytes for keys and values when none were asked for: of what is free beside the weights now."""
+    return kv_bytes_within(memory_of(model.device), model.device, model, config, num_ranks_here)
+
+
+def kv_bytes_within(
+    memory: machine.Memory, device: str, model: models.Model, config: EngineConfig, num_ranks_here: int
+) -> int:
+    """Bytes for keys and values of each rank: a share of what a machine has free, for others use it too; of a GPU all
+    but what steps need."""
+    if device == "cpu":
+        return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
+    needed = workspace(model, config, num_ranks_here, memory.total)
+    found = max(0, memory.free - needed.total)
+    of = f"{human_bytes(found)} of {human_bytes(memory.free)} that {device} has free beside the weights"
+    log.info("kv_bytes: %s; the others are %s", of, needed)
+    return found
 
 
 def memory_of(device: str) -> machine.Memory:

@@ -1,6 +1,5 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
+from transformers.utils import logging
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
@@ -24,11 +23,11 @@ from longleaf.geometry import Reach, Rotary
 from longleaf.kernels.backend import lies_in
 from workers.model import hook, latent
 from workers.model.rotary import Ropes, replace_rotary
+from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 
 PREFLIGHT_ROWS = 4
 UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How all of a checkpoint is read: None would ask on standard input whether to run its code."""
-SAFE_WEIGHTS: dict[str, Any] = {"use_safetensors": True, "weights_only": True}
 SEEING = ("mistral3",)
 """Types of models that see images, and that transformers does not count among the causal language models though they
 hold one: their text is served. Named one by one, for others read a prompt in their own way (PaliGemma all at once)."""
@@ -140,15 +139,16 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     try:
         check_weights(Path(folder), config)
         loader: Any = auto_class(config)  # its annotations do not know output_loading_info
-        module, report = loader.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=hook.NAME,
-            output_loading_info=True,
-            **UNTRUSTED,
-            **SAFE_WEIGHTS,
-        )
+        with going_to(device):
+            module, report = loader.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=hook.NAME,
+                output_loading_info=True,
+                **UNTRUSTED,
+                **SAFE_WEIGHTS,
+            )
     except ModelRefused:
         raise
     except KeyError as error:
@@ -199,17 +199,6 @@ def forget_code(part: Any) -> None:
     elif isinstance(fields, list | tuple):
         for value in fields:
             forget_code(value)
-
-
-def check_weights(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses weights in pickles, which are programs, also where only the config or an index names them."""
-    first: str = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    names, index = [first], folder / first
-    if first.endswith(".index.json"):
-        names = list(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else []
-    for name in names:
-        if not name.endswith(".safetensors"):
-            raise ModelRefused(f"{folder} has weights in {name}, which is not in safetensors, the only form read")
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

@@ -25,13 +25,9 @@ from longleaf.runs import Extent, Run, ceil_div, union
 from longleaf.tree import Wire
 from workers.keys.ledger import Ledger
 from workers.keys.slots import Slots
+from workers.keys.workspace import MAX_GATHERED
 from workers.model.model import LayerSpec
 from workers.step.layers import ChunkLayer, Gathered
-
-MAX_GATHERED = 1 << 16
-"""Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
-bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes never takes more room than the gathered
-queries and their partials would."""
 
 
 class PastBuilder:

@@ -147,5 +147,5 @@ def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypa
 def test_what_a_check_foretells_is_what_a_container_may_use(monkeypatch):
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 500))
     config = EngineConfig(model="", world_size=4, device="cpu")
-    assert kv_bytes_beside(25, config) == (500 - 4 * 25) * 0.4 / 4
-    assert kv_bytes_beside(150, config) == 0
+    assert kv_bytes_beside(25, None, config) == [(500 - 4 * 25) * 0.4 / 4] * 4
+    assert kv_bytes_beside(150, None, config) == [0] * 4

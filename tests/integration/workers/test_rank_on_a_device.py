@@ -1,0 +1,171 @@
+"""Where the tensors of a rank lie, and how its weights come there, on a pretended accelerator that is not the first."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longleaf.config import rank_environment
+from longleaf.errors import ModelRefused, StartError
+from tests.support.accelerator.dispatch import DEVICE
+from tests.support.accelerator.driver import FREE
+from tests.support.accelerator.ranks import PretendedRank
+from workers.model import model as models
+from workers.model.weights import going_to
+from zoo import families as zoo
+from zoo.checkpoints import make_checkpoint
+
+FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen2.5")
+"""Windows, sinks, latents in layers that are swapped, and weights that are tied."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_layers=2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window_keys": "replicated"}, {"kv_dtype": "int8"}])
+def test_everything_of_a_rank_lies_on_its_device(folder, settings):
+    if folder.name.startswith("deepseek") and "kv_dtype" in settings:
+        with pytest.raises(ModelRefused, match="int8"):  # latents are not rounded
+            PretendedRank(folder, dtype="bfloat16", **settings)
+        return
+    made = PretendedRank(folder, dtype="bfloat16", chunk_size=256, **settings)
+    made.bench.ask(300, 3, None)
+    made.bench.ask(20, 3, None)
+    logs = [made.loading, *(step.log for step in made.steps())]
+    assert len(logs) > 4
+    assert {event.name for log in logs for event in log.of("allocation")} == {DEVICE}
+    module, pool = made.rank.model.module, made.rank.pool
+    held = [*module.parameters(), *module.buffers(), *tensors_of(pool)]
+    assert len(held) > 10
+    assert {str(tensor.device) for tensor in held} == {DEVICE}
+    assert {call[1] for call in made.accelerator.driver.calls} == {DEVICE}
+
+
+def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
+    """Tensors that an object leads to."""
+    if isinstance(owner, Tensor) or not depth:
+        return [owner] if isinstance(owner, Tensor) else []
+    inside = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list) else vars(owner).values()
+    found = (item for item in inside if isinstance(item, Tensor | dict | list) or hasattr(item, "__dict__"))
+    return [tensor for item in found if not isinstance(item, type) for tensor in tensors_of(item, depth - 1)]
+
+
+def test_the_device_is_the_current_one_before_anything_asks_for_it(llama):
+    calls = PretendedRank(llama, kv_bytes=None).accelerator.driver.calls
+    assert calls[0] == ("set_device", DEVICE)
+    assert ("mem_get_info", DEVICE) in calls
+
+
+def test_weights_go_there_one_by_one_and_once(folder):
+    """What is left to be moved with the model are a few buffers."""
+    log = PretendedRank(folder, dtype="bfloat16").loading
+    copies = [event for event in log.of("to device") if event.site.startswith("workers/model/")]
+    parameters = [event for event in copies if event.site.startswith("workers/model/weights.py")]
+    loaded = models.load(str(folder), "bfloat16", "cpu").module
+    assert sorted(event.num_bytes for event in parameters) == sorted(p.nbytes for p in loaded.parameters())
+    rest = sum(event.num_bytes for event in copies) - sum(event.num_bytes for event in parameters)
+    assert rest < sum(event.num_bytes for event in parameters) / 20
+
+
+def test_tied_weights_stay_tied_there(tmp_path):
+    made = PretendedRank(make_checkpoint(tmp_path, "qwen2.5", num_layers=2))
+    module = made.rank.model.module
+    assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
+    """To the CPU under another name, so that they have numbers: none is made anew, and what is tied stays tied."""
+    folder = str(make_checkpoint(tmp_path, family))
+    plain = models.load(folder, "float32", "cpu").module
+    with going_to("cpu:0"):
+        moved = models.load(folder, "float32", "cpu").module
+    ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (moved, plain))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert not any(parameter.requires_grad for parameter in moved.parameters())
+
+
+def test_nothing_is_read_ahead(llama, monkeypatch):
+    """Threads that read weights would fill the host's memory with what waits for its turn."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a thread reads weights")
+
+    monkeypatch.setattr("transformers.core_model_loading.ThreadPoolExecutor", refuse)
+    for name, value in rank_environment(1).items():
+        monkeypatch.setenv(name, value)
+    models.load(str(llama), "bfloat16", "cpu")
+
+
+def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
+    with caplog.at_level("INFO", logger="longleaf"):
+        made = PretendedRank(llama, 4, kv_bytes=None, dtype="bfloat16", chunk_size=4096)
+    pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
+    assert 0.9 * FREE < pool < FREE - (1 << 30)
+    [told] = [text for text in caplog.messages if text.startswith("kv_bytes")]
+    assert f"of 70.0 GiB that {DEVICE} has free" in told
+    assert "for chunks" in told and "for NCCL" in told
+
+
+def test_a_pool_beyond_the_device_is_refused(llama):
+    with pytest.raises(StartError, match=f"bytes of memory that {DEVICE} has"):
+        PretendedRank(llama, kv_bytes=81 << 30)
+
+
+MEASURE = """
+import json, sys
+from contextlib import nullcontext
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from tests.support.accelerator.device import Accelerator
+from tests.support.accelerator.dispatch import DEVICE
+from workers.model import model
+
+def resident(kind):
+    lines = (line.split() for line in open("/proc/self/status"))
+    return next(int(words[1]) << 10 for words in lines if words[0] == kind + ":")
+
+folder, first, dtype, device = sys.argv[1:]
+device, place = (DEVICE, Accelerator().running()) if device == "pretend" else (device, nullcontext())
+with place:
+    model.load(first, dtype, device)  # all is imported and warm
+    before, most = resident("RssAnon"), 0
+    def note(*_):
+        global most
+        most = max(most, resident("RssAnon"))
+    register_module_parameter_registration_hook(note)
+    loaded = model.load(folder, dtype, device)
+weights = list(loaded.module.parameters())
+print(json.dumps([most - before, sum(w.nbytes for w in weights), max(w.nbytes for w in weights)]))
+"""
+SLACK = 48 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures what Linux tells")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("device", "share"), [("cpu", 1), ("pretend", 0)])
+def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, device, share, tmp_path):
+    """400 MiB of float32 that are served in bfloat16. Pages of the file itself are the system's, and of all ranks.
+    Mixtral's experts are put together from one tensor for each."""
+    sizes = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 4096}
+    folder = make_checkpoint(tmp_path, family, ffn=3072 if family == "llama" else 768, **sizes)
+    (tmp_path / "first").mkdir()
+    first = make_checkpoint(tmp_path / "first", family)
+    command = [sys.executable, "-c", MEASURE, str(folder), str(first), "bfloat16", device]
+    told = subprocess.run(command, env=rank_environment(1), check=True, capture_output=True, text=True).stdout
+    most, weights, largest = json.loads(told.splitlines()[-1])
+    assert weights > 180 << 20
+    assert most <= share * weights + 3 * largest + SLACK

@@ -1,0 +1,51 @@
+"""The pretended accelerator as a place to run steps in."""
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AttentionInterface
+
+from tests.support.accelerator.dispatch import Dispatch, Numbers, register, to_list
+from tests.support.accelerator.driver import Driver
+from tests.support.accelerator.events import Log
+from tests.support.accelerator.launcher import CountingLauncher
+from workers.model import hook
+
+
+class Accelerator:
+    """One pretended device. `log` has all that was asked of it since it was last taken."""
+
+    def __init__(self) -> None:
+        register()
+        self.log = Log()
+        self.driver = Driver(self.log)
+        self.launcher = CountingLauncher(self.log)
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """This thread's torch has the device meanwhile."""
+        with ExitStack() as stack:
+            stack.enter_context(self.driver.patched())
+            stack.enter_context(patch.object(FakeTensor, "tolist", to_list))
+            # modules that are moved to where they are would change each FakeTensor for itself, which torch cannot
+            stack.enter_context(patch.object(torch.utils, "swap_tensors", lambda *_: None))
+            stack.enter_context(self._telling_layers())
+            stack.enter_context(Numbers())
+            stack.enter_context(Dispatch(self.log))
+            yield
+
+    @contextmanager
+    def _telling_layers(self) -> Generator[None, None, None]:
+        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            with self.log.within(module.layer_idx):  # pyright: ignore[reportArgumentType]
+                return hook.attention(module, *args, **kwargs)
+
+        with patch.object(hook, "register", lambda: AttentionInterface.register(hook.NAME, attention)):
+            hook.register()
+            yield
+        hook.register()

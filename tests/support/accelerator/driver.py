@@ -1,0 +1,40 @@
+"""What torch.cuda says of the pretended device, and what it is told."""
+
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+import torch
+
+from tests.support.accelerator.dispatch import is_there
+from tests.support.accelerator.events import Log
+
+FREE, TOTAL = 70 << 30, 80 << 30
+
+
+class Driver:
+    """Stands for torch.cuda while it is patched in. Whoever names another device than the pretended one is refused."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self.calls: list[tuple[str, str]] = []
+        """What was called, and for which device."""
+
+    def patched(self) -> AbstractContextManager[object]:
+        """Puts it in torch.cuda's place."""
+        names = ("set_device", "mem_get_info", "synchronize")
+        return patch.multiple(torch.cuda, **{name: getattr(self, name) for name in names})
+
+    def set_device(self, device: object) -> None:
+        self._note("set_device", device)
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        self._note("mem_get_info", device)
+        return FREE, TOTAL
+
+    def synchronize(self, device: object) -> None:
+        self._note("synchronize", device)
+        self._log.add("wait", "synchronize")
+
+    def _note(self, name: str, device: object) -> None:
+        assert is_there(device), f"{name} of {device}"
+        self.calls.append((name, str(device)))

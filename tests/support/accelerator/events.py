@@ -1,0 +1,99 @@
+"""What a host asks of an accelerator, and which line of code asked."""
+
+import sys
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import transformers
+
+Kind = Literal["launch", "exchange", "to device", "to host", "wait", "allocation"]
+
+ROOT = Path(__file__).parents[3]
+HERE = str(Path(__file__).parent)
+NAMED = {str(Path(transformers.__file__).parent): "transformers"}
+NAMED |= {str(ROOT / name): name for name in ("longleaf", "workers", "tests")}
+
+
+class Event(NamedTuple):
+    """One thing that was asked of the device."""
+
+    kind: Kind
+    name: str
+    """Of the operation or of the kernel; of a wait, what for."""
+    site: str
+    """The innermost line of this project or of transformers that led to it, as `longleaf/attention/masks.py:80`."""
+    layer: int | None
+    """The attention layer between whose queries, keys and values and whose answer it was; None outside of attention."""
+    num_bytes: int = 0
+    """Of copies, exchanges and allocations."""
+
+
+class Log:
+    """Events in their order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._layer: int | None = None
+
+    def add(self, kind: Kind, name: str, num_bytes: int = 0) -> None:
+        self.events.append(Event(kind, name, site(), self._layer, num_bytes))
+
+    def take(self) -> "Log":
+        """What was noted so far, as a log of its own; this one begins anew."""
+        taken = Log()
+        taken.events, self.events = self.events, []
+        return taken
+
+    @contextmanager
+    def within(self, layer: int) -> Generator[None, None, None]:
+        """What is noted meanwhile is of the attention of this layer."""
+        self._layer = layer
+        try:
+            yield
+        finally:
+            self._layer = None
+
+    def of(self, *kinds: Kind) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+    def by_site(self, *kinds: Kind) -> Counter[str]:
+        """How often each line asked for such."""
+        return Counter(event.site for event in self.of(*kinds))
+
+    def per_layer(self, *kinds: Kind) -> Counter[int]:
+        """How often the attention of each layer asked for such: of all that is launched, what is ours."""
+        return Counter(event.layer for event in self.of(*kinds) if event.layer is not None)
+
+    def outside(self, *kinds: Kind) -> list[Event]:
+        """What was asked for outside of attention."""
+        return [event for event in self.of(*kinds) if event.layer is None]
+
+    def told(self, kind: Kind) -> str:
+        """What was asked for most, by line and name, for people."""
+        asked = Counter((event.site, event.name, event.layer is not None) for event in self.of(kind))
+        lines = [
+            f"{n:6} {name} at {line}{'' if ours else ' (outside)'}" for (line, name, ours), n in asked.most_common()
+        ]
+        return "\n".join(lines[:30])
+
+
+def site() -> str:
+    """The innermost line on the stack that is this project's or transformers'."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (name := name_of(frame.f_code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+@lru_cache
+def name_of(path: str) -> str | None:
+    """What a file is called here; None for those that nobody looks for."""
+    if path.startswith(HERE):
+        return None
+    return next((name + path[len(folder) :] for folder, name in NAMED.items() if path.startswith(folder + "/")), None)

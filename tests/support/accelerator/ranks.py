@@ -1,0 +1,129 @@
+"""A rank on the pretended accelerator, and a scheduler that plans its steps."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from longleaf.channel.lives import Join
+from longleaf.channel.step import Prefill, StepPlan
+from longleaf.comm import Comm, Groups
+from longleaf.comm.base import ReduceOp, Transport
+from longleaf.kernels import table
+from longleaf.kernels.backend import Backend
+from longleaf.kernels.dense import Dense
+from longleaf.topology import Topology
+from tests.support.accelerator.device import Accelerator
+from tests.support.accelerator.dispatch import DEVICE
+from tests.support.accelerator.events import Log
+from tests.support.accelerator.launcher import CountingLauncher
+from tests.support.scheduling import Bench
+from tests.support.threads import config_for, make_spec
+from workers import rank as ranks
+from workers.rank import Rank
+
+
+class Step(NamedTuple):
+    """A step, and what it asked of the device."""
+
+    plan: StepPlan
+    log: Log
+
+
+MakeBackend = Callable[[CountingLauncher], Backend]
+
+
+def dense(launcher: CountingLauncher) -> Backend:
+    """Kernels that are torch's own operations."""
+    return Dense()
+
+
+KV_BYTES = 16 << 30
+"""They are pretended, too."""
+
+
+class PretendedComm:
+    """Implements longleaf.comm.Comm: what the other ranks send has the right shape, and no numbers."""
+
+    transport: Transport = "nccl"
+    rank = 0
+
+    def __init__(self, log: Log, world_size: int) -> None:
+        self.world_size = world_size
+        self._log = log
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._exchange("all_gather", tensor.contiguous().new_empty((self.world_size, *tensor.shape)))
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self._exchange("all_to_all", torch.empty_like(tensor.contiguous()))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        return self._exchange("all_reduce", tensor.clone(memory_format=torch.contiguous_format))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._exchange("broadcast", tensor.contiguous())
+
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        return self._exchange("permute", torch.empty_like(tensor.contiguous()))
+
+    def _exchange(self, name: str, out: Tensor) -> Tensor:
+        self._log.add("exchange", name, out.nbytes)
+        return out
+
+
+class PretendedRank:
+    """Rank 0 of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
+    kernels are launched with; they are not probed, for there are no numbers."""
+
+    def __init__(
+        self, folder: Path, world_size: int = 1, make_backend: MakeBackend = dense, **settings: object
+    ) -> None:
+        self.accelerator = Accelerator()
+        defaults = {"kv_bytes": KV_BYTES, "merge": "exchange", "block_size": 128}
+        self.config = config_for(folder, world_size=world_size, **(defaults | settings))
+        with (
+            self.accelerator.running(),
+            patch.object(ranks, "choose_device", lambda *_: DEVICE),
+            patch.object(table, "choose", lambda *_: make_backend(self.accelerator.launcher)),
+        ):
+            self.rank = Rank(make_spec(0, self.config))
+            self.rank.load()
+            comm: Comm = PretendedComm(self.accelerator.log, world_size)
+            groups = Groups(Topology(("here",) * world_size), comm, comm, None)
+            ready = self.rank.connect(groups) if world_size > 1 else self.rank.join(Join(1, "", 0, ("here",)))
+        self.loading = self.accelerator.log.take()
+        same = ("model", "chunk_size", "block_size", "replicate_below", "window_keys", "max_sequences")
+        self.bench = Bench(
+            blocks=(ready.num_blocks,) * world_size,
+            max_positions=1 << 24,
+            windows=ready.windows,
+            check_every=1 << 30,
+            world_size=world_size,
+            **{name: getattr(self.config, name) for name in same},
+        )
+
+    def read(self, count: int, context: str = "book") -> None:
+        """Begins a context of so many tokens, whose keys nobody computes."""
+        self.bench.ingest(context, count)
+        assert not list(self.steps(computes_chunks=False))
+
+    def steps(self, *, computes_chunks: bool = True) -> Iterator[Step]:
+        """Does what is to be done, step by step; if chunks are not computed, they are only told to the rank."""
+        while (plan := self.bench.schedule()) is not None:
+            if isinstance(plan.work, Prefill) and not computes_chunks:
+                self._tell(plan.work)
+            else:
+                with self.accelerator.running():
+                    self.rank.execute(plan)
+                yield Step(plan, self.accelerator.log.take())
+            self.bench.commit(plan)
+
+    def _tell(self, work: Prefill) -> None:
+        """Which blocks hold a chunk is noted where its inputs are built."""
+        with self.accelerator.running():
+            self.rank._inputs.prefill(work)
+        self.accelerator.log.take()

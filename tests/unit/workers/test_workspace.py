@@ -1,0 +1,116 @@
+"""What a rank on a GPU leaves free for its steps: what each number of a model and of a fleet adds to it."""
+
+import pytest
+
+from longleaf import machine
+from longleaf.config import EngineConfig
+from longleaf.units import human_bytes
+from workers.check import kv_bytes_beside, outline
+from workers.keys import workspace as workspaces
+from workers.keys.pools import kv_bytes_within
+from workers.keys.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
+from zoo.checkpoints import make_checkpoint
+
+GIB = 1 << 30
+TOTAL = 64 * GIB
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Models of hidden size 64 and 4 heads of 16, whose widest layer has 192 columns, over 512 ids; in bfloat16."""
+    models = {}
+
+    def get(family="llama"):
+        if family not in models:
+            folder = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=2)
+            models[family] = outline(str(folder), "bfloat16")
+        return models[family]
+
+    return get
+
+
+def needed(model, num_ranks_here=1, **settings):
+    settings = {"world_size": num_ranks_here, "block_size": 128, "chunk_size": 4096, "max_sequences": 8, **settings}
+    return workspace(model, EngineConfig(model="", **settings), num_ranks_here, TOTAL)
+
+
+def test_a_rank_alone(model_of):
+    found = needed(model_of())
+    assert found.chunk == 4096 * workspaces.WIDE_TENSORS * 192 * 2 + 2 * 8 * 512 * 4
+    assert found.partials == 4096 * 4 * (16 * (2 + 4) + workspaces.PARTIALS * 17 * 4)
+    assert (found.kernels, found.exchange, found.fragments) == (KERNELS, 0, 2 * GIB)
+    assert found.total == found.chunk + found.partials + KERNELS + 2 * GIB
+
+
+def test_a_piece_has_its_share_of_a_chunk_in_whole_blocks_and_all_rows_have_partials(model_of):
+    one, three = needed(model_of()), needed(model_of(), 3)
+    num_logits = 2 * 8 * 512 * 4
+    assert (three.chunk - num_logits) * 4096 == (one.chunk - num_logits) * 11 * 128
+    assert three.partials * 4096 == one.partials * 3 * 11 * 128
+
+
+def test_rows_of_many_sequences_count_as_a_chunk_of_them(model_of):
+    assert needed(model_of(), chunk_size=16, max_sequences=300).partials == needed(model_of(), chunk_size=300).partials
+
+
+def test_a_row_that_goes_to_several_experts_is_there_as_often(model_of):
+    mixtral = model_of("mixtral")
+    assert num_copies(mixtral.module.config) == 2
+    assert widest(mixtral) == 2 * 192  # gate and up projections in one
+
+
+def test_learned_positions_and_ids_are_no_width(model_of):
+    """GPT-2 has 8192 positions and 512 ids."""
+    assert widest(model_of("gpt2")) < 512
+
+
+def test_latents_are_as_wide_as_they_are(model_of):
+    found = needed(model_of("deepseek_v3"))
+    assert found.partials == 4096 * 4 * ((40 + 16) * 6 + workspaces.PARTIALS * 41 * 4)
+
+
+def test_gathered_keys_take_room_where_they_are_asked_for(model_of):
+    gathered = 2 * workspaces.MAX_GATHERED * (2 * 2 * 16) * 2
+    assert needed(model_of(), 2, chunk_size=128, prefill="keys").partials == gathered
+    assert needed(model_of(), 2, chunk_size=128, prefill="auto").partials < gathered
+    assert needed(model_of(), 1, chunk_size=128, prefill="keys").partials < gathered
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_ranks_here", "expected"),
+    [(1, 1, 0), (2, 2, COMMUNICATOR + PEER), (8, 8, COMMUNICATOR + 7 * PEER), (8, 4, 3 * COMMUNICATOR + 3 * PEER)],
+)
+def test_groups_of_ranks_take_memory(model_of, world_size, num_ranks_here, expected):
+    assert needed(model_of(), num_ranks_here, world_size=world_size).exchange == expected
+
+
+def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_nothing(model_of, caplog):
+    config = EngineConfig(model="")
+    found, memory = workspace(model_of(), config, 1, TOTAL), machine.Memory(TOTAL, 40 * GIB)
+    with caplog.at_level("INFO", logger="longleaf"):
+        assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
+    left = human_bytes(40 * GIB - found.total)
+    begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
+    parts = (found.chunk, found.partials, KERNELS, 0, 2 * GIB)
+    names = ("chunks", "partials", "kernels", "NCCL", "fragments")
+    told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
+    assert caplog.messages == [begin + told]
+    assert kv_bytes_within(machine.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
+
+
+def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):
+    """Ranks for which there is none here will be on machines like this one, whose GPUs are like these."""
+    free = {"cuda:0": 20 * GIB, "cuda:1": 30 * GIB, "cuda:2": 40 * GIB}
+    asked = []
+
+    def memory_of(device):
+        asked.append(device)
+        return machine.Memory(TOTAL, free[device])
+
+    monkeypatch.setattr("workers.check.count_gpus", lambda: 3)
+    monkeypatch.setattr("workers.check.memory_of", memory_of)
+    config = EngineConfig(model="", world_size=5)
+    left = workspace(model_of(), config, 3, TOTAL).total + 5 * GIB
+    sizes = [size * GIB - left for size in (20, 30, 40, 20, 30)]
+    assert kv_bytes_beside(5 * GIB, model_of(), config) == sizes
+    assert sorted(asked) == ["cuda:0", "cuda:1", "cuda:2"]

@@ -1,0 +1,101 @@
+"""The memory of a GPU that a rank leaves free beside its weights, its keys and its values, so that steps find room.
+
+Torch takes it while a step runs and keeps it. It is computed from the shapes of the model and of its largest steps, at
+the upper end: where steps need less it is wasted, where they need more they fail.
+"""
+
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from longleaf.config import EngineConfig
+from longleaf.runs import ceil_div
+from longleaf.units import human_bytes
+from workers.model.model import LayerSpec, Model
+
+MAX_GATHERED = 1 << 16
+"""Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
+bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes never takes more room than the gathered
+queries and their partials would."""
+WIDE_TENSORS = 6
+"""Tensors as wide as the widest layer that a model's block has at once: of a gated one its input, two products, what
+becomes of one of them, and their product, beside the residual."""
+PARTIALS = 4
+"""Times that the partials of a chunk are there: as computed, packed, received, and while they are folded."""
+KERNELS = 1 << 29
+"""Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
+COMMUNICATOR = 1 << 30
+PEER = 384 << 20
+"""Bytes that NCCL takes for a group of ranks, and more for each other rank of the machine once an all-to-all has
+connected it: 32 channels of 12 MiB, as eight H100 had (github.com/NVIDIA/nccl/issues/1685)."""
+FRAGMENTS = 1 / 32
+"""Part of a GPU that is lost between tensors of different sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that a rank's steps need."""
+
+    chunk: int
+    """What the model makes of the rows of a step, its logits included."""
+    partials: int
+    """Queries and partials of all ranks' rows, or the keys that are gathered instead."""
+    kernels: int
+    exchange: int
+    """What NCCL takes."""
+    fragments: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def __str__(self) -> str:
+        names = ("chunks", "partials", "kernels", "NCCL", "fragments")
+        return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
+
+
+def workspace(model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int) -> Workspace:
+    """What the steps of a rank need on a GPU of so many bytes, beside weights, keys and values."""
+    text = model.module.config.get_text_config()
+    longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
+    num_rows = max(min(longest, config.chunk_size), config.max_sequences)
+    num_logits = 2 * config.max_sequences * text.vocab_size  # as they come, and wide
+    in_model = num_rows * num_copies(text) * WIDE_TENSORS * widest(model) * model.dtype.itemsize
+    return Workspace(
+        chunk=in_model + num_logits * torch.float32.itemsize,
+        partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
+        kernels=KERNELS,
+        exchange=_exchange(config.world_size, num_ranks_here),
+        fragments=int(total_bytes * FRAGMENTS),
+    )
+
+
+def num_copies(text: PreTrainedConfig) -> int:
+    """How often a row is in the widest tensors: once for each expert that it is sent to."""
+    told = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    return max([1, *(int(number) for number in told if number)])
+
+
+def widest(model: Model) -> int:
+    """Numbers per row of the widest tensor between the layers of a model, ids and logits left out."""
+    parts = [part for part in model.decoder.modules() if not isinstance(part, nn.Embedding)]
+    shapes = [parameter.shape for part in parts for parameter in part.parameters(recurse=False)]
+    return max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
+
+
+def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int) -> int:
+    size, wide = model.dtype.itemsize, torch.float32.itemsize
+    per_head = spec.head_dim * (size + wide) + PARTIALS * (spec.value_dim + 1) * wide
+    queries = num_rows * config.world_size * spec.num_heads * per_head
+    is_gathering = config.prefill == "keys" and config.world_size > 1
+    return max(queries, 2 * MAX_GATHERED * spec.num_stored * size if is_gathering else 0)
+
+
+def _exchange(world_size: int, num_ranks_here: int) -> int:
+    """All ranks make up a group; where there are several machines, so do those of each, and those of equal number."""
+    if world_size == 1:
+        return 0
+    num_groups = 1 if num_ranks_here == world_size else 3
+    return num_groups * COMMUNICATOR + (num_ranks_here - 1) * PEER
