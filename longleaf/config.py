@@ -192,12 +192,17 @@ def rank_environment(threads: int) -> dict[str, str]:
 
     Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Torch's memory
     comes in huge pages, where the system has them: reading keys and weights once per token is what decode takes time
-    for, and one core reads them up to 1.6 times as fast. Weights are read one after the other: what threads have read
-    ahead, and converted, would lie in the host's memory until it is taken to where it belongs.
+    for, and one core reads them up to 1.6 times as fast.
     """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    wanted |= {"THP_MEM_ALLOC_ENABLE": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}
+    wanted |= {"THP_MEM_ALLOC_ENABLE": "1"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def loading_environment() -> dict[str, str]:
+    """Variables that a rank must see before it loads weights for another device than its host: they are read one after
+    the other. What threads have read ahead, and converted, would lie in the host's memory until it is taken away."""
+    return {"HF_DEACTIVATE_ASYNC_LOAD": os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "1")}
 
 
 def network_environment(interface: str | None) -> dict[str, str]:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from longleaf.attention import Partial, merge
+import torch
+
+from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.tree.base import Wire
 from longleaf.tree.gather import send_to_owners
@@ -69,14 +71,16 @@ class Butterfly:
     def to_all(self, partial: Partial) -> Partial:
         for to, source, then in self._rounds:
             packed = self._wire.pack(partial)
-            partial = self._wire.unpack(packed)  # rounded as the peer gets it: both sides must join the same numbers
-            theirs = self._wire.unpack(self._comm.permute(packed, to, source))
-            if then is Then.JOIN_BEFORE:
-                partial = merge(theirs, partial)
-            elif then is Then.JOIN_AFTER:
-                partial = merge(partial, theirs)
-            elif then is Then.TAKE:
-                partial = Partial(theirs.out_THD.clone(), theirs.lse_TH.clone())
+            theirs = self._comm.permute(packed, to, source)
+            match then:  # the own one, too, is rounded as the peer gets it: both sides must have the same numbers
+                case Then.KEEP_OWN:
+                    partial = self._wire.unpack(packed)
+                case Then.JOIN_BEFORE:
+                    partial = self._wire.fold(torch.stack((theirs, packed)))
+                case Then.JOIN_AFTER:
+                    partial = self._wire.fold(torch.stack((packed, theirs)))
+                case Then.TAKE:
+                    partial = self._wire.unpack(theirs.clone())
         return partial
 
     def to_owner(self, partial: Partial) -> Partial:

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from longleaf.config import apply_environment, loading_environment
 from longleaf.errors import ModelRefused
 
 SAFE_WEIGHTS: dict[str, Any] = {"use_safetensors": True, "weights_only": True}
@@ -52,6 +53,7 @@ def going_to(device: str) -> Generator[None, None, None]:
     if device == "cpu":
         yield
         return
+    apply_environment(loading_environment())
     handle = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]
     try:
         yield

@@ -9,7 +9,7 @@ gathers keys instead: see `workers.step.past`. Layers whose keys lie on every ra
 import torch
 from torch import Tensor
 
-from longleaf.attention import Partial, add_sink, merge
+from longleaf.attention import Partial, add_sink
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
@@ -55,6 +55,11 @@ class LocalAttention:
 
 def with_sink(partial: Partial, call: LayerCall) -> Partial:
     return partial if call.sink_H is None else add_sink(partial, call.sink_H)
+
+
+def joined(backend: Backend, *parts: Partial) -> Partial:
+    """The partial of rows over all keys, of partials over some of them each."""
+    return backend.fold(torch.stack([backend.pack(part, torch.float32) for part in parts]))
 
 
 class DecodeStep:
@@ -106,7 +111,7 @@ class PrefillStep:
                 keys, values = self._local.pool.kept(layer, work.slots_T, k_KTD, v_KTV)
                 own = self._local.backend.attend(q_THD, keys, values, work.own_reads, call.scale, call.softcap)
                 before = self._over_past(layer, work, q_THD, call)
-                return with_sink(merge(before, own) if before else own, call).out_THD
+                return with_sink(joined(self._local.backend, before, own) if before else own, call).out_THD
             case Replicating() as work:
                 return self._in_window(layer, work, q_THD, k_KTD, v_KTV, call)
 
@@ -136,7 +141,7 @@ class PrefillStep:
         past = local.over_pool(layer, q_THD, work.pool_reads, call)
         before = local.backend.attend(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
         own = local.backend.attend(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
-        return with_sink(merge(merge(past, before), own), call).out_THD
+        return with_sink(joined(local.backend, past, before, own), call).out_THD
 
     def _gather(self, layer: int, share_SNKD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks' shares, one after the other."""
