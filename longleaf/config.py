@@ -19,7 +19,7 @@ PrefillName = Literal["auto", "queries", "keys"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeName = Literal["auto", "int8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-KernelsName = Literal["compiled", "torch", "triton", "dense"]
+KernelsName = Literal["compiled", "torch", "flash", "triton", "dense"]
 KernelsChoice = Literal["auto", KernelsName]
 WindowKeys = Literal["sharded", "replicated"]
 

@@ -27,8 +27,14 @@ class Entry(NamedTuple):
     """The type of the devices that it computes on; None: any."""
 
 
+def _flash() -> Backend:
+    from longleaf.kernels.gpu.flash import FlashKernels  # Triton may be missing, and only these need it
+
+    return FlashKernels.load()
+
+
 def _triton() -> Backend:
-    from longleaf.kernels.gpu.backend import TritonKernels  # Triton may be missing, and only this needs it
+    from longleaf.kernels.gpu.backend import TritonKernels
 
     return TritonKernels.load()
 
@@ -36,6 +42,7 @@ def _triton() -> Backend:
 TABLE: dict[KernelsName, Entry] = {
     "compiled": Entry(Compiled, "cpu"),
     "torch": Entry(Flash, "cpu"),
+    "flash": Entry(_flash, "cuda"),
     "triton": Entry(_triton, "cuda"),
     "dense": Entry(Dense, None),
 }

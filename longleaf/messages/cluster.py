@@ -39,7 +39,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_bytes: int = 0
     """Size of the pool."""
     kernels: str = ""
-    """What computes attention there: `compiled`, `torch` or `dense`."""
+    """What computes attention there: `compiled`, `torch`, `flash`, `triton` or `dense`."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,10 +46,7 @@ class TritonKernels:
     @staticmethod
     def load() -> "TritonKernels":
         """The backend of the current GPU. Raises RuntimeError where there is none."""
-        if not torch.cuda.is_available():
-            raise RuntimeError("this torch finds no GPU")
-        num_multiprocessors: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        return TritonKernels(num_multiprocessors)
+        return TritonKernels(count_multiprocessors())
 
     def attend(
         self,
@@ -180,6 +177,13 @@ class TritonKernels:
             **constants.fold_items(value_dim),
         )
         return folded
+
+
+def count_multiprocessors() -> int:
+    """Those of the current GPU. Raises RuntimeError where there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("this torch finds no GPU")
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def empty_partial(num_rows: int, num_heads: int, dim: int, like: Tensor) -> Partial:

@@ -91,6 +91,16 @@ def packed(value_dim: int, dtype: torch.dtype) -> Constants:
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_ROWS": 4, "IS_WIDE": is_wide, "num_warps": 4}
 
 
+def betray(dim: int) -> Constants:
+    """Of what makes keys show that are not finite."""
+    return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_KEYS": 64, "TILE_ROWS": 128, "num_warps": 4}
+
+
+def fold_rounds(dim: int, *, has_rest: bool) -> Constants:
+    """Of the fold of what flash kernels made."""
+    return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_ROWS": 16, "HAS_REST": has_rest, "num_warps": 4}
+
+
 def store(dim: int, value_dim: int, *, has_values: bool) -> Constants:
     """Of `store_tokens`."""
     return {

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longleaf.kernels.gpu import constants
+from longleaf.kernels.gpu import constants, varlen
 from longleaf.kernels.gpu.constants import Constants
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
+from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.launch import Kernel
 
@@ -25,6 +26,7 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int8: "i8",
+    torch.int32: "i32",
     torch.int64: "i64",
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,6 +71,8 @@ def variants() -> Iterator[Variant]:
         yield store_in_int8(dtype, dim)
     for dtype in DTYPES:
         yield store(dtype, *LATENT)
+    for dtype, dim in product(varlen.TYPES, DIMS):
+        yield from around_rounds(dtype, dim)
 
 
 def attend(dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, *, has_cap: bool = False) -> Variant:
@@ -114,6 +118,17 @@ def store_in_int8(dtype: torch.dtype, dim: int) -> Variant:
     types = {"slots": torch.int64, "k": dtype, "v": dtype, "scales": torch.float32}
     types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
     return _variant(f"store int8 {NAMES[dtype]} {dim}", store_int8, types, constants.store_int8(dim, BLOCK_SIZE))
+
+
+def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
+    """What flash kernels leave to be done, for queries and keys of a type."""
+    sums = ("lse_0", "lse_1", "lse_2", "lse_3", "rest_out", "rest_lse", "out", "lse")
+    types = {"pieces": torch.int32, "members": torch.int32, "k": dtype, **dict.fromkeys(sums, torch.float32)}
+    types |= dict.fromkeys(("out_0", "out_1", "out_2", "out_3"), dtype)
+    yield _variant(f"betray {NAMES[dtype]} {dim}", betray_keys, types, constants.betray(dim))
+    for has_rest in (False, True):
+        name = f"fold rounds {NAMES[dtype]} {dim}{' and rest' * has_rest}"
+        yield _variant(name, fold_rounds, types, constants.fold_rounds(dim, has_rest=has_rest))
 
 
 def _variant(name: str, kernel: Kernel, types: dict[str, torch.dtype], chosen: Constants) -> Variant:

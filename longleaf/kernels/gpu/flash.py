@@ -1,0 +1,201 @@
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""The backend of GPUs that leaves many rows to flash kernels, as a prefill has them, and all else to Triton's.
+
+Flash kernels are for 16 bits, and give what they sum up in float32 rounded to the type of the queries. So the partials
+of rounds are off by half a unit in the last place of that type, as the merged row is once the model has it. Their lse
+is float32. Whoever wants partials that are never rounded chooses the backend `triton`.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import reference
+from longleaf.attention.masks import Read, Reads
+from longleaf.attention.partial import Partial
+from longleaf.kernels.backend import check_shapes
+from longleaf.kernels.gpu import constants, rounds, varlen
+from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors, empty_partial
+from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
+from longleaf.kernels.gpu.launch import Launcher, launch
+from longleaf.kernels.gpu.varlen import Launch, Varlen
+from longleaf.runs import ceil_div
+
+PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 300, 2000, 4, 64
+BROKEN, UNSEEN = 1800, 1750
+"""Slots in which something broken lies."""
+SCALE = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class DeviceRounds(NamedTuple):
+    """The rounds of a chunk on the device."""
+
+    launches: Sequence[Launch]
+    pieces: Tensor
+    """[P, 5] int32, see `rounds.Piece`."""
+    members: Tensor
+    """[T] int32, see `rounds.members`."""
+    rest: Reads
+    """What other kernels read."""
+
+
+class FlashKernels(TritonKernels):
+    """Flash kernels for many rows, see `longleaf.kernels.gpu.rounds`, and those written in Triton."""
+
+    name = "flash"
+
+    def __init__(self, num_multiprocessors: int, varlen: Varlen, launcher: Launcher = launch) -> None:
+        super().__init__(num_multiprocessors, launcher)
+        self._num_multiprocessors = num_multiprocessors
+        self._varlen = varlen
+
+    @staticmethod
+    def load() -> "FlashKernels":
+        """The backend of the current GPU, on the first flash kernels that are there and right. Raises RuntimeError,
+        with the reasons, where there are none."""
+        num_multiprocessors = count_multiprocessors()
+        return first_right(num_multiprocessors, torch.device("cuda", torch.cuda.current_device()))
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_KSD: Tensor,
+        v_KSV: Tensor,
+        reads: Sequence[Read],
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        """See `Backend`."""
+        check_shapes(q_THD, k_KSD, v_KSV)
+        found = self._rounds(reads, q_THD, k_KSD, v_KSV) if softcap is None else None
+        if found is None:
+            return super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
+        k_SKD, v_SKD = k_KSD.transpose(0, 1), v_KSV.transpose(0, 1)
+        parts = [self._varlen(q_THD, k_SKD, v_SKD, one, scale) for one in found.launches]
+        for _, lse_HT in parts:
+            if lse_HT.shape != q_THD.shape[1::-1] or not lse_HT.is_contiguous():
+                raise RuntimeError(f"{tuple(lse_HT.shape)} is no lse of queries {tuple(q_THD.shape)}")
+        self._betray(found.pieces, k_KSD, q_THD, parts)
+        rest = super().attend(q_THD, k_KSD, v_KSV, found.rest, scale) if found.rest else None
+        return self._joined(found.members, q_THD, parts, rest)
+
+    def _rounds(self, reads: Sequence[Read], q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> DeviceRounds | None:
+        """What flash kernels do of some reads, made once for all layers that are alike; None if that is nothing."""
+        num_rows, num_heads, _ = q_THD.shape
+        if num_rows < rounds.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV):
+            return None
+        reads = reads if isinstance(reads, Reads) else Reads(reads)
+        key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads)
+        if key not in reads.kept:
+            plan = rounds.plan(reads, num_heads, self._num_multiprocessors)
+            reads.kept[key] = on_device(plan, num_rows, q_THD.device) if plan.rounds else None
+        return reads.kept[key]
+
+    def _betray(self, pieces: Tensor, k_KSD: Tensor, q_THD: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        (num_rows, num_heads, _), (num_kv_heads, _, dim) = q_THD.shape, k_KSD.shape
+        self._launch(
+            betray_keys,
+            (len(pieces), num_kv_heads),
+            *(pieces, k_KSD, *four([lse for _, lse in parts]), num_rows, num_heads // num_kv_heads),
+            *k_KSD.stride()[:2],
+            **constants.betray(dim),
+        )
+
+    def _joined(
+        self, members: Tensor, q_THD: Tensor, parts: Sequence[tuple[Tensor, Tensor]], rest: Partial | None
+    ) -> Partial:
+        num_rows, num_heads, dim = q_THD.shape
+        folded = empty_partial(num_rows, num_heads, dim, q_THD)
+        other = folded if rest is None else rest
+        chosen = constants.fold_rounds(dim, has_rest=rest is not None)
+        self._launch(
+            fold_rounds,
+            (ceil_div(num_rows * num_heads, chosen["TILE_ROWS"]),),
+            *(members, *four([out for out, _ in parts]), *four([lse for _, lse in parts])),
+            *(other.out_THD, other.lse_TH, folded.out_THD, folded.lse_TH),
+            *(num_rows, num_heads, *parts[0][0].stride()[:2]),
+            **chosen,
+        )
+        return folded
+
+
+def four(tensors: list[Tensor]) -> list[Tensor]:
+    """As many as kernels take: the first one stands for those that are not there, and is not looked at there."""
+    return tensors + tensors[:1] * (rounds.MAX_ROUNDS - len(tensors))
+
+
+def on_device(plan: rounds.Plan, num_rows: int, device: torch.device) -> DeviceRounds:
+    """The tables of the kernels, in one copy that nobody waits for."""
+    pieces = [number for piece in rounds.pieces(plan.rounds) for number in piece]
+    sequences = [rounds.sequences(one, num_rows) for one in plan.rounds]
+    lists = [pieces, rounds.members(plan.rounds, num_rows), *(numbers for one in sequences for numbers in one)]
+    # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for an address that is none
+    padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
+    flat = torch.tensor([number for numbers in padded for number in numbers], dtype=torch.int32)
+    there = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    parts = there.split([len(numbers) for numbers in padded])
+    tables = [part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True)]
+    of_rounds = zip(plan.rounds, tables[2::3], tables[3::3], tables[4::3], strict=True)
+    launches = [
+        Launch(bounds, starts, lengths, one.max_rows, one.max_keys, one.is_causal)
+        for one, bounds, starts, lengths in of_rounds
+    ]
+    return DeviceRounds(launches, tables[0].view(-1, 5), tables[1], plan.rest)
+
+
+def first_right(num_multiprocessors: int, device: torch.device, launcher: Launcher = launch) -> FlashKernels:
+    """The backend on the first of `varlen.SOURCES` that can be had on a device and is right there. Raises RuntimeError,
+    with the reasons, if none is."""
+    reasons: list[str] = []
+    for name, source in varlen.SOURCES.items():
+        try:
+            kernels = FlashKernels(num_multiprocessors, source(), launcher)
+            for dtype in varlen.TYPES:
+                if wrong := what_is_wrong(kernels, device, dtype):
+                    raise ArithmeticError(wrong)
+        except Exception as error:  # what is installed may be broken in any way
+            reasons.append(f"{name}: {type(error).__name__}: {error}")
+            continue
+        log.info("flash kernels of prefill: %s%s", name, f" ({'; '.join(reasons)})" if reasons else "")
+        return kernels
+    raise RuntimeError("no flash kernels: " + "; ".join(reasons))
+
+
+def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtype) -> str | None:
+    """How a backend errs over reads that flash kernels take: whole ones, in no order of their keys, a stretch read by
+    two, a diagonal. The last rows see nothing. Of the second key head those of the diagonal see a key of score -inf."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((PROBE_ROWS, PROBE_HEADS), (2, PROBE_KEYS), (2, PROBE_KEYS))
+    q, k, v = (torch.randn(*shape, PROBE_DIM, generator=generator).to(dtype) for shape in shapes)
+    square = Read(64, 264, 1790, 1990, offset=0)
+    reads = Reads([Read(0, 100, 900, 1700), Read(100, 290, 0, 700), Read(0, 64, 0, 700), square])
+    wanted = expected(q, k, v, reads)
+    q, k, v = (tensor.to(device, copy=True) for tensor in (q, k, v))
+    k[:, UNSEEN], v[:, UNSEEN], k[1, BROKEN, 0] = torch.nan, torch.nan, -torch.inf
+    found = kernels.attend(q, k, v, reads, SCALE)
+    out, lse = found.out_THD.cpu(), found.lse_TH.cpu()
+    broken = slice(square.row_start, square.row_end), slice(PROBE_HEADS // 2, PROBE_HEADS)
+    if not (out[broken].isnan().all() and lse[broken].isnan().all()):
+        return "a key that is infinite does not show"
+    wanted.out_THD[broken], wanted.lse_TH[broken] = torch.nan, torch.nan
+    for name, numbers, right, most in (("out", out, wanted.out_THD, 1e-2), ("lse", lse, wanted.lse_TH, 1e-3)):
+        if not torch.allclose(numbers.double(), right, rtol=0, atol=most, equal_nan=True):  # infinite where right is
+            return f"{name} is off by {(numbers - right).nan_to_num(0).abs().max():.1e}"
+    return None
+
+
+def expected(q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: Reads) -> Partial:
+    """The partial in float64."""
+    seen_TS = torch.zeros(PROBE_ROWS, PROBE_KEYS, dtype=torch.bool)
+    for read in reads:
+        rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
+        seen_TS[rows, slots] = True
+        if read.is_causal:
+            seen_TS[rows, slots].tril_()
+    return reference.attend(q_THD, k_KSD.transpose(0, 1), v_KSD.transpose(0, 1), seen_TS, SCALE)

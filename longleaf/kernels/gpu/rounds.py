@@ -1,0 +1,162 @@
+"""Which reads of a chunk flash kernels take, and in which launches.
+
+A launch of such a kernel reads one stretch of keys for each row, whole or as a square diagonal. A round is a launch:
+reads of disjoint rows, all whole or all diagonal. It takes its keys where they lie, in any order. A chunk that lies in
+one piece behind one stretch of keys takes two rounds; one whose rows are those of many ranks takes three.
+
+Rows over many stretches would take as many rounds, or keys that are copied together, or a table of blocks. Copies of a
+long past take room that the pool has, and a block table has pages of 256 slots of which only a row's last one may be
+filled in part, while stretches begin and end anywhere. So the reads with the most work make up to MAX_ROUNDS rounds,
+and all others are left to the kernel over work items, which goes from stretch to stretch in one launch, masks what it
+must, and splits keys where rows are too few to fill the device. Where it would have most of the work it gets all.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from longleaf.attention.masks import Read, Reads
+from longleaf.runs import ceil_div
+
+MAX_ROUNDS = 4
+"""Each costs a launch and a partial in memory, per layer."""
+MIN_ROWS = 64
+"""Rows of a read at least: the kernels' tiles have 64 or 128, and what they lack is computed in vain."""
+MIN_KEYS = 512
+"""Keys of a whole read at least: below it, to write and to fold a partial takes long beside its products."""
+TILE_ROWS = 128
+"""Rows of a program of theirs, of one head."""
+FEW_KEYS = 2048
+"""So many keys a program may read alone while others of the device have nothing to do."""
+PIECE_KEYS = 4096
+"""Keys that one program looks through for numbers that are not finite."""
+
+
+class Round(NamedTuple):
+    """Reads of one launch, in the order of their rows."""
+
+    is_causal: bool
+    reads: Sequence[Read]
+
+    @property
+    def max_rows(self) -> int:
+        return max(read.row_end - read.row_start for read in self.reads)
+
+    @property
+    def max_keys(self) -> int:
+        return max(read.slot_end - read.slot_start for read in self.reads)
+
+
+class Sequences(NamedTuple):
+    """A round as the kernels know it: rows [bounds[i], bounds[i + 1]) see keys [starts[i], starts[i] + lengths[i]).
+
+    Rows without a read are sequences without keys. `starts` has one number more, as cumulative lengths have.
+    """
+
+    bounds: list[int]
+    starts: list[int]
+    lengths: list[int]
+
+
+class Piece(NamedTuple):
+    """Some keys of a read, and who sees them."""
+
+    slot_start: int
+    slot_end: int
+    row_start: int
+    row_end: int
+    round: int
+
+
+class Plan(NamedTuple):
+    """The rounds of a chunk, and the reads that are in none."""
+
+    rounds: Sequence[Round]
+    rest: Reads
+
+
+@dataclass
+class _Open:
+    """A round that is being filled."""
+
+    is_causal: bool
+    reads: list[Read] = field(default_factory=list[Read])
+
+    def takes(self, read: Read) -> bool:
+        """Adds a read, unless it is of another kind or some of its rows are there already."""
+        place = bisect_left(self.reads, read)
+        is_ahead = place == len(self.reads) or read.row_end <= self.reads[place].row_start
+        is_behind = not place or self.reads[place - 1].row_end <= read.row_start
+        if self.is_causal != read.is_causal or not (is_ahead and is_behind):
+            return False
+        insort(self.reads, read)
+        return True
+
+
+def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> Plan:
+    """The rounds of some reads for queries of so many heads on a device."""
+    reads = [read for read in reads if read.row_start < read.row_end and read.slot_start < read.slot_end]
+    opened: list[_Open] = []
+    for read in sorted(filter(fits, reads), key=lambda read: -work_of(read)):
+        if not any(one.takes(read) for one in opened) and len(opened) < MAX_ROUNDS:
+            opened.append(_Open(read.is_causal, [read]))
+    rounds = [Round(one.is_causal, tuple(one.reads)) for one in opened]
+    rounds = [one for one in rounds if fills(one, num_heads, num_multiprocessors)]
+    taken = {read for one in rounds for read in one.reads}
+    rest = [read for read in reads if read not in taken]
+    if sum(map(work_of, taken)) < sum(map(work_of, rest)):
+        return Plan([], Reads(reads))
+    return Plan(rounds, Reads(rest))
+
+
+def fits(read: Read) -> bool:
+    """Whether the kernels can take a read, and it is large enough for them."""
+    num_rows, num_keys = read.row_end - read.row_start, read.slot_end - read.slot_start
+    return num_rows >= MIN_ROWS and (read.is_causal or (read.offset is None and num_keys >= MIN_KEYS))
+
+
+def work_of(read: Read) -> int:
+    """Rows times keys, about."""
+    rectangle = (read.row_end - read.row_start) * (read.slot_end - read.slot_start)
+    return rectangle // 2 if read.is_causal else rectangle
+
+
+def fills(one: Round, num_heads: int, num_multiprocessors: int) -> bool:
+    """Whether a round keeps half of a device busy, or not for long: over sequences of several lengths the kernels do
+    not split keys."""
+    tiles = sum(ceil_div(read.row_end - read.row_start, TILE_ROWS) for read in one.reads)
+    return 2 * tiles * num_heads >= num_multiprocessors or one.max_keys <= FEW_KEYS
+
+
+def sequences(one: Round, num_rows: int) -> Sequences:
+    """A round over queries of so many rows."""
+    bounds, starts, lengths = [0], list[int](), list[int]()
+    for read in (*one.reads, Read(num_rows, num_rows, 0, 0)):
+        if bounds[-1] < read.row_start:
+            bounds.append(read.row_start)
+            starts.append(0)
+            lengths.append(0)
+        if read.row_start < read.row_end:
+            bounds.append(read.row_end)
+            starts.append(read.slot_start)
+            lengths.append(read.slot_end - read.slot_start)
+    return Sequences(bounds, [*starts, 0], lengths)
+
+
+def pieces(rounds: Sequence[Round]) -> Iterator[Piece]:
+    """All keys of all rounds."""
+    for i, one in enumerate(rounds):
+        for read in one.reads:
+            for low in range(read.slot_start, read.slot_end, PIECE_KEYS):
+                yield Piece(low, min(low + PIECE_KEYS, read.slot_end), read.row_start, read.row_end, i)
+
+
+def members(rounds: Sequence[Round], num_rows: int) -> list[int]:
+    """Of each row a number whose bits tell in which rounds it is."""
+    bits = [0] * num_rows
+    for i, one in enumerate(rounds):
+        for read in one.reads:
+            for row in range(read.row_start, read.row_end):
+                bits[row] |= 1 << i
+    return bits

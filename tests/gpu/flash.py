@@ -1,0 +1,77 @@
+"""Flash kernels on a GPU: which are there and right, and what a chunk makes of them."""
+
+import torch
+
+from longleaf.attention.masks import Read, Reads
+from longleaf.kernels.gpu import rounds, varlen
+from longleaf.kernels.gpu.flash import FlashKernels, what_is_wrong
+from tests.gpu.place import TOLERANCES, LeftOut, Place, assert_close, scale_of, wanted
+
+KEY_HEADS, GROUP, NUM_ROWS, NUM_KEYS = 2, 16, 1024, 12_000
+FLASH_TOLERANCES = {dtype: 2 * TOLERANCES[dtype] for dtype in varlen.TYPES}
+"""What flash kernels give is rounded once more."""
+
+
+def torch_has_right_ones(place: Place) -> None:
+    """Torch's own pass the self-test, by both of their names, in both types."""
+    for name in ("torch", "torch's varlen_attn"):
+        is_right(place, name)
+
+
+def flash_attn_is_right(place: Place) -> None:
+    """flash-attn 2 passes it, too, where it is installed."""
+    place.needs_gpu()
+    try:
+        varlen.SOURCES["flash-attn"]()
+    except ImportError as error:
+        raise LeftOut(str(error)) from error
+    is_right(place, "flash-attn")
+
+
+def is_right(place: Place, name: str) -> None:
+    place.needs_gpu()
+    if torch.cuda.get_device_capability(place.device) < (8, 0):
+        raise LeftOut("flash kernels need compute capability 8.0")
+    kernels = FlashKernels(num_multiprocessors(place), varlen.SOURCES[name]())
+    for dtype in varlen.TYPES:
+        complaint = what_is_wrong(kernels, torch.device(place.device), dtype)
+        assert not complaint, f"{name}, {dtype}: {complaint}"
+
+
+def chunks_of_every_dim(place: Place) -> None:
+    """Long stretches, more than there are rounds, a diagonal, a band, short ones; slots that no row sees hold NaN."""
+    place.needs_gpu()
+    kernels, num_own = FlashKernels.load(), NUM_ROWS // 4
+    stretches = [Read(0, NUM_ROWS, low, low + 600 + low // 10) for low in range(0, 7000, 1000)]
+    own = Read(NUM_ROWS - num_own, NUM_ROWS, 8000, 8000 + num_own, offset=0)
+    band, short = Read(100, 900, 9000, 10_000, 500, 300), Read(0, NUM_ROWS, 11_000, 11_050)
+    reads = [*stretches, own, band, short, Read(5, 6, 11_100, 11_900)]
+    assert len(rounds.plan(reads, KEY_HEADS * GROUP, num_multiprocessors(place)).rounds) == rounds.MAX_ROUNDS
+    for dtype, tolerance in FLASH_TOLERANCES.items():
+        for dim in place.dims:
+            q = place.drawn(0, KEY_HEADS * GROUP, NUM_ROWS, dim, dtype=dtype).transpose(0, 1)
+            k, v = (place.drawn(i, KEY_HEADS, NUM_KEYS, dim, dtype=dtype) for i in (1, 2))
+            right = wanted(q, k, v, reads)
+            k[:, 7950:8000], v[:, 7950:8000] = torch.nan, torch.nan
+            assert_close(kernels.attend(q, k, v, Reads(reads), scale_of(q)), right, tolerance)
+
+
+def chunks_have_the_same_bits_each_time(place: Place) -> None:
+    """Whatever has run before, and without a wait for the device."""
+    place.needs_gpu()
+    kernels, reads = FlashKernels.load(), [Read(0, NUM_ROWS, 0, 9000), Read(0, NUM_ROWS, 9000, 9000 + NUM_ROWS, 0)]
+    q = place.drawn(0, NUM_ROWS, KEY_HEADS * GROUP, 128, dtype=torch.bfloat16)
+    k, v = (place.drawn(i, KEY_HEADS, NUM_KEYS, 128, dtype=torch.bfloat16) for i in (1, 2))
+    once = kernels.attend(q, k, v, Reads(reads), scale_of(q))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [kernels.attend(q, k, v, Reads(reads), scale_of(q)) for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for other in again:
+        assert torch.equal(other.out_THD, once.out_THD)
+        assert torch.equal(other.lse_TH, once.lse_TH)
+
+
+def num_multiprocessors(place: Place) -> int:
+    return torch.cuda.get_device_properties(place.device).multi_processor_count
