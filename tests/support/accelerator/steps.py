@@ -18,21 +18,22 @@ from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.ranks import MakeBackend, PretendedRank
 from zoo.checkpoints import make_checkpoint
+from zoo.families import Family, Refused
 
 DECODE_LAUNCHES, PREFILL_LAUNCHES = 12, 24
 """Launches of ours per layer, however long the context, and whoever shares it."""
 CHUNK = 512
 NUM_LAYERS = defaultdict(lambda: 2, {"llama4": 4})
 """As few as there are kinds of them."""
-FolderOf = Callable[[str], Path]
+FolderOf = Callable[[Family | Refused], Path]
 """Gives the checkpoint of a family."""
 
 
 def checkpoints_in(folder: Path) -> FolderOf:
     """Makes the checkpoint of each family that is asked for, once."""
-    made: dict[str, Path] = {}
+    made: dict[Family | Refused, Path] = {}
 
-    def get(family: str) -> Path:
+    def get(family: Family | Refused) -> Path:
         if family not in made:
             made[family] = make_checkpoint(folder / family, family, num_layers=NUM_LAYERS[family])
         return made[family]
@@ -64,7 +65,7 @@ class Lone(Dense):
 class Case(NamedTuple):
     """A context that is there, and prompts of so many tokens over it (`book`) or over nothing."""
 
-    family: str = "llama"
+    family: Family = "llama"
     past: int = 1000
     prompts: tuple[tuple[int, str | None], ...] = ((5, "book"),)
     world_size: int = 1
