@@ -24,6 +24,7 @@ from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.varlen import Launch, Varlen
 from longleaf.runs import ceil_div
+from longleaf.units import human_rounded
 
 PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 300, 2000, 4, 64
 BROKEN, UNSEEN = 1800, 1750
@@ -186,7 +187,8 @@ def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtyp
     wanted.out_THD[broken], wanted.lse_TH[broken] = torch.nan, torch.nan
     for name, numbers, right, most in (("out", out, wanted.out_THD, 1e-2), ("lse", lse, wanted.lse_TH, 1e-3)):
         if not torch.allclose(numbers.double(), right, rtol=0, atol=most, equal_nan=True):  # infinite where right is
-            return f"{name} is off by {(numbers - right).nan_to_num(0).abs().max():.1e}"
+            difference = float((numbers - right).nan_to_num(0).abs().max())
+            return f"{name} is off by {human_rounded(difference, 2)}"
     return None
 
 
