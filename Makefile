@@ -16,7 +16,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-slow durations coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-triton test-gpu test-slow durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -38,6 +38,9 @@ test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 
 test-triton: $(VENV)/.triton ## Run the kernels of GPUs in Triton's interpreter
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/triton $(SPREAD) $(ARGS)
+
+test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs torch and Triton, and nothing is installed
+	@$(PYTHON) -m tests.gpu
 
 test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)

@@ -42,6 +42,7 @@ class TritonKernels:
     def __init__(self, num_multiprocessors: int, launcher: Launcher = launch) -> None:
         self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
         self._launch = launcher
+        self._limits = constants.limits_here()
 
     @staticmethod
     def load() -> "TritonKernels":
@@ -62,8 +63,9 @@ class TritonKernels:
         q_THD = together(q_THD)
         num_kv_heads, value_dim = v_KSV.shape[0], v_KSV.shape[2]
         types, is_latent = (q_THD.dtype, k_KSD.dtype), lies_in(v_KSV, k_KSD)
-        chosen = constants.attend(*types, q_THD.shape[2], value_dim, is_latent=is_latent, has_cap=softcap is not None)
-        most_rows = constants.max_tile_rows(torch.promote_types(*types), is_latent=is_latent)
+        dtype, dim, has_cap = torch.promote_types(*types), q_THD.shape[2], softcap is not None
+        chosen = constants.attend(*types, dim, value_dim, self._limits, is_latent=is_latent, has_cap=has_cap)
+        most_rows = constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
         work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
         parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
         self._launch(
@@ -83,8 +85,8 @@ class TritonKernels:
         check_shapes(q_THD, kept.keys_KSD, kept.values_KSD)
         q_THD = together(q_THD)
         num_kv_heads, num_slots, dim = kept.keys_KSD.shape
-        chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, has_cap=softcap is not None)
-        most_rows = constants.max_tile_rows(q_THD.dtype)
+        chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, self._limits, has_cap=softcap is not None)
+        most_rows = constants.max_tile_rows_int8(q_THD.dtype, dim, self._limits)
         work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(

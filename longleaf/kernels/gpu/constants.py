@@ -5,7 +5,7 @@
 They depend on types and sizes of a model alone, never on the numbers of a step, so a model has few variants.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -26,38 +26,62 @@ MAX_WIDE_TILE_ROWS = 16
 TILE_BYTES = 32 << 10
 """Keys and values that are read at once, about: with the next tile on its way enough bytes are under way to keep the
 memory busy, and two programs fit on a multiprocessor."""
+WIDE_TILE_BYTES = 64 << 10
+"""As above where values fill the registers of eight warps, and a program has a multiprocessor for itself."""
 MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 128
+MAX_NARROW_DIM = 128
+"""Values of at most so many dims leave room for the rest of a program in the registers of four warps."""
 MIN_SIDE = 16
 """Sides of a matrix product have a power of two at least so large."""
 
 
+class Limits(NamedTuple):
+    """Sizes of tiles that fit into the registers, by what the compiler of a device makes of them."""
+
+    max_tile_rows: int = MAX_TILE_ROWS
+    int8_tile_bytes: int = TILE_BYTES
+    """As TILE_BYTES, of keys and values in 8 bits."""
+    latent_warps: int = 4
+
+
+USUAL = Limits()
+BLACKWELL = Limits(MAX_TILE_ROWS // 2, TILE_BYTES // 2)
+"""Of compute capability 10: more would spill."""
+AMD = Limits(latent_warps=8)
+
+
 def attend(
-    query: torch.dtype, kept: torch.dtype, dim: int, value_dim: int, *, is_latent: bool, has_cap: bool
+    query: torch.dtype, kept: torch.dtype, dim: int, value_dim: int, limits: Limits, *, is_latent: bool, has_cap: bool
 ) -> Constants:
     """Of `attend_items`, but for the rows of a tile. Types that differ meet in the one that holds both."""
     dtype = torch.promote_types(query, kept)
     first, rest = (padded(value_dim), padded(dim - value_dim)) if is_latent else (padded(dim), 0)
     width = first + rest if is_latent else first + padded(value_dim)
+    is_float32, is_wide = dtype == torch.float32, first > MAX_NARROW_DIM and not is_latent
+    tile_bytes = WIDE_TILE_BYTES if is_wide and not is_float32 else TILE_BYTES
     return {
         "DIM": dim,
         "DIM_PAD": first,
         "REST_PAD": rest,
         "VALUE_DIM": value_dim,
         "VALUE_PAD": padded(value_dim),
-        "TILE_KEYS": tile_keys(width * kept.itemsize),
+        "TILE_KEYS": tile_keys(width * kept.itemsize, tile_bytes),
         "HAS_CAP": has_cap,
         "TYPE": TYPES[dtype],
         "UPCAST": upcasts(dtype),
-        "num_warps": 8 if dtype == torch.float32 or is_latent else 4,
+        "num_warps": 8 if is_float32 or is_wide else limits.latent_warps if is_latent else 4,
         "num_stages": 2,
     }
 
 
-def attend_int8(query: torch.dtype, dim: int, block_size: int, *, has_cap: bool) -> Constants:
+def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: Limits, *, has_cap: bool) -> Constants:
     """Of `attend_items_int8`, but for the rows of a tile. Weights of float16 are bfloat16: what the scales of values
     make of them may be below what float16 holds."""
     weight = torch.bfloat16 if query == torch.float16 else query
-    most = tile_keys(2 * padded(dim) * query.itemsize)  # so wide they become in the registers
+    is_float32, is_wide = query == torch.float32, padded(dim) > MAX_NARROW_DIM
+    # the numbers that are made of them fill the registers
+    tile_bytes = TILE_BYTES // 4 if is_float32 else TILE_BYTES // 2 if is_wide else limits.int8_tile_bytes
+    most = tile_keys(2 * padded(dim), tile_bytes)
     in_block = block_size & -block_size  # the largest power of two that divides it
     return {
         "DIM": dim,
@@ -68,14 +92,15 @@ def attend_int8(query: torch.dtype, dim: int, block_size: int, *, has_cap: bool)
         "TYPE": TYPES[query],
         "WEIGHT_TYPE": TYPES[weight],
         "UPCAST": upcasts(weight),
-        "num_warps": 8,
+        "num_warps": 4 if is_wide and not is_float32 else 8,
         "num_stages": 2,
     }
 
 
 def with_rows(chosen: Constants, tile_rows: int) -> Constants:
-    """The constants of attention with those that depend on the rows of a tile."""
-    return {**chosen, "TILE_ROWS": tile_rows, "num_warps": 8 if tile_rows > MIN_SIDE else chosen["num_warps"]}
+    """The constants of attention with those that depend on the rows of a tile. More rows leave room for fewer keys."""
+    keys = chosen["TILE_KEYS"] if tile_rows == MIN_SIDE else max(MIN_TILE_KEYS, chosen["TILE_KEYS"] // 2)
+    return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys}
 
 
 def fold_items(value_dim: int) -> Constants:
@@ -98,7 +123,7 @@ def betray(dim: int) -> Constants:
 
 def fold_rounds(dim: int, *, has_rest: bool) -> Constants:
     """Of the fold of what flash kernels made."""
-    return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_ROWS": 16, "HAS_REST": has_rest, "num_warps": 4}
+    return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_ROWS": 8, "HAS_REST": has_rest, "num_warps": 4}
 
 
 def store(dim: int, value_dim: int, *, has_values: bool) -> Constants:
@@ -116,18 +141,37 @@ def store(dim: int, value_dim: int, *, has_values: bool) -> Constants:
 
 def store_int8(dim: int, block_size: int) -> Constants:
     """Of the store in 8 bits."""
-    tiles = {"TILE_TOKENS": 16, "TILE_SLOTS": 32, "TILE_SCAN": 1024}
+    tiles = {"TILE_TOKENS": 8, "TILE_SLOTS": 32, "TILE_SCAN": 1024}
     return {"DIM": dim, "DIM_PAD": padded(dim), "BLOCK": block_size, **tiles, "num_warps": 4}
 
 
-def max_tile_rows(dtype: torch.dtype, *, is_latent: bool = False) -> int:
-    """Rows of a tile at most, by the type of its products."""
-    return MAX_WIDE_TILE_ROWS if dtype == torch.float32 or is_latent else MAX_TILE_ROWS
+def max_tile_rows(dtype: torch.dtype, dim: int, limits: Limits, *, is_latent: bool = False) -> int:
+    """Rows of a tile at most, by the type of its products and the dim of its keys."""
+    if dtype == torch.float32 or is_latent:
+        return MAX_WIDE_TILE_ROWS
+    return limits.max_tile_rows if padded(dim) <= MAX_NARROW_DIM else MAX_TILE_ROWS // 2
 
 
-def tile_keys(slot_bytes: int) -> int:
-    """Keys of a tile, by the bytes of a slot: the power of two around TILE_BYTES."""
-    return min(MAX_TILE_KEYS, power_of_two(ceil_div(TILE_BYTES, slot_bytes), MIN_TILE_KEYS))
+def max_tile_rows_int8(query: torch.dtype, dim: int, limits: Limits) -> int:
+    """As `max_tile_rows`, over keys in 8 bits: to make numbers of these takes registers, too."""
+    return max(MIN_SIDE, max_tile_rows(query, dim, limits) // 2)
+
+
+def limits_here() -> Limits:
+    """The limits of the current GPU."""
+    if torch.version.hip:
+        return AMD
+    return limits_of(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else USUAL
+
+
+def limits_of(capability: int) -> Limits:
+    """The limits of a device of NVIDIA's, by the first number of its compute capability."""
+    return BLACKWELL if capability >= 10 else USUAL
+
+
+def tile_keys(slot_bytes: int, tile_bytes: int) -> int:
+    """Keys of a tile, by the bytes of a slot: the power of two around so many bytes."""
+    return min(MAX_TILE_KEYS, power_of_two(ceil_div(tile_bytes, slot_bytes), MIN_TILE_KEYS))
 
 
 def padded(dim: int) -> int:

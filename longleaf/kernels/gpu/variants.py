@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longleaf.kernels.gpu import constants, varlen
-from longleaf.kernels.gpu.constants import Constants
+from longleaf.kernels.gpu.constants import Constants, Limits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
@@ -54,14 +54,16 @@ class Variant(NamedTuple):
         return [name for name, kind in self.signature.items() if kind.startswith("*") or "stride" in name]
 
 
-def variants() -> Iterator[Variant]:
-    """All of them."""
-    for dtype, dim, has_cap, tile_rows in product(DTYPES, DIMS, (False, True), (16, 64)):
-        if tile_rows <= constants.max_tile_rows(dtype):
-            yield attend(dtype, dim, dim, tile_rows, has_cap=has_cap)
-            yield attend_int8(dtype, dim, tile_rows, has_cap=has_cap)
+def variants(limits: Limits) -> Iterator[Variant]:
+    """All of them for a device of some limits."""
+    for dtype, dim, has_cap, tile_rows in product(DTYPES, DIMS, (False, True), (16, 32, 64)):
+        if tile_rows <= constants.max_tile_rows(dtype, dim, limits):
+            yield attend(dtype, dim, dim, tile_rows, limits, has_cap=has_cap)
+        if tile_rows <= constants.max_tile_rows_int8(dtype, dim, limits):
+            yield attend_int8(dtype, dim, tile_rows, limits, has_cap=has_cap)
     for dtype in DTYPES:
-        yield attend(dtype, *LATENT, constants.max_tile_rows(dtype, is_latent=True))
+        tile_rows = constants.max_tile_rows(dtype, LATENT[0], limits, is_latent=True)
+        yield attend(dtype, *LATENT, tile_rows, limits)
     for dim in (*DIMS, LATENT[1]):
         yield fold(dim)
         for dtype in (torch.float32, torch.bfloat16):
@@ -75,18 +77,20 @@ def variants() -> Iterator[Variant]:
         yield from around_rounds(dtype, dim)
 
 
-def attend(dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, *, has_cap: bool = False) -> Variant:
+def attend(
+    dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, limits: Limits, *, has_cap: bool = False
+) -> Variant:
     """Attention over keys of a type."""
     is_latent = value_dim < dim
-    chosen = constants.attend(dtype, dtype, dim, value_dim, is_latent=is_latent, has_cap=has_cap)
+    chosen = constants.attend(dtype, dtype, dim, value_dim, limits, is_latent=is_latent, has_cap=has_cap)
     types = {"table": torch.int64, "q": dtype, "k": dtype, "v": dtype, "out": torch.float32, "lse": torch.float32}
     name = f"attend {NAMES[dtype]} {dim}{'/' + str(value_dim) if is_latent else ''} rows {tile_rows}{' cap' * has_cap}"
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
 
 
-def attend_int8(dtype: torch.dtype, dim: int, tile_rows: int, *, has_cap: bool = False) -> Variant:
+def attend_int8(dtype: torch.dtype, dim: int, tile_rows: int, limits: Limits, *, has_cap: bool = False) -> Variant:
     """Attention over keys in 8 bits, of queries of a type."""
-    chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, has_cap=has_cap)
+    chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
     types = {"table": torch.int64, "q": dtype, "out": torch.float32, "lse": torch.float32, "scales": torch.float32}
     types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
     name = f"attend int8 {NAMES[dtype]} {dim} rows {tile_rows}{' cap' * has_cap}"

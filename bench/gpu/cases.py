@@ -1,0 +1,112 @@
+"""What is measured. Nothing here needs a GPU, torch or Triton."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KEY_HEADS, GROUP, DIM = 8, 4, 128
+LATENT_GROUP, LATENT, VALUES = 16, 576, 512
+BLOCK_SIZE = 128
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "latent": 2}
+KEYS = (8192, 32768, 131072, 524288, 1048576)
+TARGET, TARGET_FROM = 0.85, 131072
+"""Share of a copy's bandwidth that is aimed at, over so many keys and more, of 8 key heads of 128 in bfloat16."""
+PASTS, CHUNK = (0, 32768, 131072), 4096
+
+
+class Attend(NamedTuple):
+    """Rows that attend to keys: to all of them together, or each to its own share of them."""
+
+    keys: str
+    """The type of what is kept; latents are in bfloat16."""
+    num_keys: int
+    num_rows: int = 1
+    is_shared: bool = True
+
+    @property
+    def name(self) -> str:
+        return "attend"
+
+    @property
+    def num_bytes(self) -> int:
+        """That are read at least."""
+        if self.keys == "latent":
+            return self.num_keys * LATENT * ITEMSIZE["latent"]
+        extra = 4 + DIM / BLOCK_SIZE if self.keys == "int8" else 0  # scales of values, exponents of blocks
+        return int(KEY_HEADS * self.num_keys * (2 * DIM * ITEMSIZE[self.keys] + extra))
+
+    @property
+    def target(self) -> float | None:
+        """The share that is aimed at; None: no such aim."""
+        return TARGET if self.keys == "bfloat16" and self.num_keys >= TARGET_FROM else None
+
+
+class Move(NamedTuple):
+    """A kernel that moves what is there already: stores, packs or folds `num_rows` tokens."""
+
+    name: str
+    """store, store_int8, pack or fold."""
+    num_rows: int
+    num_partials: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """That are read and written at least."""
+        if self.name.startswith("store"):
+            written = KEY_HEADS * (2 * DIM + 4 if self.name == "store_int8" else 4 * DIM)
+            return self.num_rows * (KEY_HEADS * 2 * DIM * ITEMSIZE["bfloat16"] + written)
+        return self.num_rows * KEY_HEADS * GROUP * (DIM + 1) * ITEMSIZE["float32"] * (self.num_partials + 1)
+
+
+class Prefill(NamedTuple):
+    """A chunk that reads a past and itself, in one layer."""
+
+    past: int
+    num_rows: int = CHUNK
+
+    @property
+    def name(self) -> str:
+        return "prefill"
+
+    @property
+    def num_flops(self) -> int:
+        """Of the products that are needed: each token sees the past and half of the chunk."""
+        return int(4 * KEY_HEADS * GROUP * DIM * self.num_rows * (self.past + (self.num_rows + 1) / 2))
+
+
+Case = Attend | Move | Prefill
+
+
+def cases() -> Iterator[Case]:
+    """All of them, what matters most first: a run that has no time left leaves out the last ones."""
+    for num_keys in KEYS:
+        yield Attend("bfloat16", num_keys)
+    yield from map(Prefill, PASTS)
+    for keys in ("int8", "latent", "float16", "float32"):
+        for num_keys in KEYS:
+            yield Attend(keys, num_keys)
+    for num_rows in (8, 64):
+        for is_shared in (True, False):
+            for num_keys in (131072, 1048576):
+                yield Attend("bfloat16", num_keys, num_rows, is_shared)
+    for keys in ("int8", "latent"):
+        for is_shared in (True, False):
+            yield Attend(keys, 131072, 8, is_shared)
+    yield Move("store", CHUNK)
+    yield Move("store_int8", CHUNK)
+    yield Move("pack", CHUNK)
+    yield Move("fold", 64, 8)
+    yield Move("fold", CHUNK, 8)
+
+
+def label(case: Case) -> str:
+    """A case in a line."""
+    match case:
+        case Attend():
+            rows = f"{case.num_rows} row{'s' * (case.num_rows > 1)}"
+            sharing = "" if case.num_rows == 1 else " that share" if case.is_shared else ", each its own,"
+            return f"attend, {rows}{sharing} over {case.num_keys} keys, {case.keys}"
+        case Move():
+            partials = f" from {case.num_partials}" if case.name == "fold" else ""
+            return f"{case.name} of {case.num_rows} rows{partials}"
+        case Prefill():
+            return f"prefill of {case.num_rows} tokens after {case.past}"

@@ -1,0 +1,65 @@
+"""What must be there before anything runs on a GPU, said in one line where it is not.
+
+Imports nothing that may be missing, so that it can say so.
+"""
+
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+PYTHON = (3, 11)
+DEVICE = "cuda:0"
+NO_GPU = "no GPU: nothing was run"
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+def missing() -> str:
+    """What of an interpreter's packages is missing or too old, in one line; empty if all is there."""
+    found = [f"Python {'.'.join(map(str, PYTHON))}"] if sys.version_info < PYTHON else []
+    for name, least in NEEDED.items():
+        have = installed(name)
+        if have is None or numbers(have) < least:
+            found.append(f"{name} >= {'.'.join(map(str, least))}" + (f" (here: {have})" if have else ""))
+    return f"missing: {', '.join(found)}" if found else ""
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None if it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: those of 2.11.0+cu130 are 2 and 11."""
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+
+
+def has_gpu() -> bool:
+    """Whether torch is there and sees a GPU."""
+    if installed("torch") is None:
+        return False
+    return bool(import_module("torch").cuda.is_available())
+
+
+def stand() -> int | None:
+    """Gets ready to run on the GPU. None if it can go on; else the exit status, after a line that says why: 0 where
+    there is only no GPU, 1 where there is one and something else is missing."""
+    if installed("torch") is not None and not has_gpu():
+        print(NO_GPU, file=sys.stderr)
+        return 0
+    if line := missing():
+        print(line, file=sys.stderr)
+        return 1
+    stand_in()
+    return None
+
+
+def stand_in() -> None:
+    """Lets Longleaf's kernels be imported without msgspec, which only messages need."""
+    if find_spec("msgspec") is None and str(STAND_INS) not in sys.path:
+        sys.path.append(str(STAND_INS))

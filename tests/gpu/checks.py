@@ -1,0 +1,25 @@
+"""All checks, the quick ones first."""
+
+from collections.abc import Callable
+
+from tests.gpu import attention, moving, steps, waiting
+from tests.gpu.place import Place
+
+CHECKS: tuple[Callable[[Place], None], ...] = (
+    moving.probes,
+    attention.few_rows,
+    attention.latents,
+    attention.keys_in_8_bits,
+    attention.many_rows,
+    attention.many_rows_by_flash_kernels,
+    moving.tokens_where_they_belong,
+    moving.same_8_bits_as_the_cpu,
+    moving.packed_bits,
+    moving.folds_to_the_same_bits,
+    moving.attends_to_the_same_bits,
+    waiting.no_call_waits,
+    waiting.a_graph_serves_any_mix,
+    steps.a_model_answers_as_on_the_cpu,
+    attention.every_type_and_dim,
+    attention.far_slots,
+)

@@ -1,0 +1,99 @@
+"""The checks of `make test-gpu`, small, in the interpreter: that they run, and can fail."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution
+
+import pytest
+import torch
+
+from longleaf.attention.partial import Partial
+from longleaf.kernels.gpu.backend import TritonKernels
+from tests.gpu.checks import CHECKS
+from tests.gpu.place import LeftOut, Place
+
+INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+ON_GPU = {"probes", "far_slots", "many_rows_by_flash_kernels", "no_call_waits", "a_graph_serves_any_mix"}
+
+
+def small(kernels=None):
+    return Place("cpu", kernels or TritonKernels(4), (64,), 300, 4, 70)
+
+
+@INVALID
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_check_passes_or_says_what_it_needs(check):
+    if check.__name__ in ON_GPU:
+        with pytest.raises(LeftOut):
+            check(small())
+    else:
+        check(small())
+
+
+BARE = """
+from bench.gpu import ground
+ground.stand_in()
+import bench.gpu.machine, bench.gpu.subjects, bench.gpu.timing, longleaf.kernels.gpu.flash
+from tests.gpu.checks import CHECKS
+from tests.gpu.place import LeftOut, Place
+from longleaf.kernels.gpu.backend import TritonKernels
+assert not ground.missing()
+place = Place("cpu", TritonKernels(4), (64,), 90, 3, 40)
+checks = {check.__name__: check for check in CHECKS}
+checks["folds_to_the_same_bits"](place)
+try:
+    checks["a_model_answers_as_on_the_cpu"](place)
+except LeftOut as reason:
+    print(reason)
+"""
+
+
+def what_is_installed_with(*names):
+    """Files and folders of some distributions and of what they need."""
+    found, waiting = {}, list(names)
+    while waiting:
+        name = re.match(r"[\w.-]+", waiting.pop())[0]
+        if name not in found and importlib.util.find_spec(name.replace("-", "_")):
+            parts = distribution(name)
+            found[name] = {parts.locate_file(file.parts[0]) for file in parts.files if file.parts[0] != ".."}
+            waiting += [each for each in parts.requires or () if "extra ==" not in each]
+    return set().union(*found.values())
+
+
+def test_nothing_is_needed_but_torch_and_triton(tmp_path):
+    """In an interpreter that has these and what they need, and numpy, which Triton's interpreter needs."""
+    for path in what_is_installed_with("torch", "triton", "numpy"):
+        (tmp_path / path.name).symlink_to(path)
+    environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{tmp_path}"}
+    command = [sys.executable, "-S", "-c", BARE]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "needs transformers, safetensors, tokenizers, psutil\n"
+
+
+class Wrong(TritonKernels):
+    """Kernels that are a little off."""
+
+    def attend(self, *args, **options):
+        right = super().attend(*args, **options)
+        return Partial(right.out_THD * 1.05, right.lse_TH)
+
+    attend_int8 = attend
+
+    def fold(self, packed_NTHC):
+        right = super().fold(packed_NTHC)
+        return Partial(right.out_THD, right.lse_TH + 1e-4)
+
+    def pack(self, partial, dtype):
+        return super().pack(Partial(partial.out_THD, partial.lse_TH.nextafter(torch.tensor(9.0))), dtype)
+
+
+@INVALID
+@pytest.mark.parametrize("name", ["few_rows", "latents", "many_rows", "folds_to_the_same_bits", "packed_bits"])
+def test_a_check_fails_where_kernels_are_wrong(name):
+    (check,) = (check for check in CHECKS if check.__name__ == name)
+    with pytest.raises(AssertionError):
+        check(small(Wrong(4)))

@@ -1,0 +1,172 @@
+"""What of the measurements on a GPU can be known without one."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as command
+from bench.gpu import ground, timing
+from bench.gpu.cases import CHUNK, TARGET_FROM, Attend, Move, Prefill, cases, label
+from bench.gpu.subjects import Subjects, reads_of
+from bench.gpu.table import page
+from longleaf.kernels.dense import Dense
+
+MACHINE = {
+    "device": "NVIDIA H200",
+    "multiprocessors": 132,
+    "nvidia_smi": {"clocks.sm": "1980"},
+    "versions": {"torch": "2.11.0", "triton": "3.6.0", "flash-attn": None},
+    "date": "2026-11-22",
+}
+SMALL = [
+    Attend("bfloat16", 512),
+    Attend("float32", 512, 8),
+    Attend("float16", 512, 8, is_shared=False),
+    Attend("int8", 512),
+    Attend("latent", 64, 2),
+    Move("store", 5),
+    Move("store_int8", 130),
+    Move("pack", 3),
+    Move("fold", 3, 4),
+    Prefill(0, 40),
+    Prefill(64, 40),
+]
+
+
+@pytest.mark.parametrize("module", ["bench.gpu", "tests.gpu"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_that_is_no_error(module):
+    run = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "no GPU: nothing was run\n")
+
+
+def test_what_is_missing_is_named_in_one_line(monkeypatch):
+    versions = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
+    monkeypatch.setattr(ground, "installed", versions.get)
+    assert ground.missing() == ""
+    versions["torch"] = "2.9.1"
+    assert ground.missing() == "missing: torch >= 2.11 (here: 2.9.1)"
+    del versions["triton"]
+    assert ground.missing() == "missing: torch >= 2.11 (here: 2.9.1), triton >= 3.6"
+    monkeypatch.setattr(sys, "version_info", (3, 10, 1))
+    assert ground.missing().startswith("missing: Python 3.11, torch")
+
+
+def test_where_there_is_a_gpu_and_no_triton_nothing_is_run_and_that_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(ground, "has_gpu", lambda: True)
+    monkeypatch.setattr(ground, "installed", {"torch": "2.11.0"}.get)
+    assert command.main(["--json"]) == 1
+    assert capsys.readouterr().err == "missing: triton >= 3.6\n"
+
+
+def test_no_torch_is_something_missing(monkeypatch, capsys):
+    monkeypatch.setattr(ground, "installed", lambda name: None)
+    assert ground.stand() == 1
+    assert capsys.readouterr().err == "missing: torch >= 2.11, triton >= 3.6\n"
+
+
+STANDING_IN = """
+import sys
+from bench.gpu import ground
+ground.find_spec = lambda name: None
+ground.stand_in()
+sys.path.insert(0, sys.path.pop())
+import msgspec
+assert "stand_ins" in msgspec.__file__, msgspec.__file__
+import workers.rank
+from longleaf.channel.step import Decode, Row, StepPlan, StepResult
+from longleaf.runs import Run
+row = Row(0, (0,), 3, (), (Run(0, 0, 4, (1,)),), 0)
+assert row == Row(0, (0,), 3, (), (Run(0, 0, 4, (1,)),), 0) and row.num_tokens == 1 and len(row.runs[0]) == 4
+assert msgspec.structs.replace(StepPlan(1, 2, Decode((row,))), step=3).step == 3
+one, other = StepResult(1, 2, {}), StepResult(1, 2, {})
+assert one.comparisons == {} and one.comparisons is not other.comparisons
+"""
+
+
+def test_kernels_and_ranks_do_without_msgspec():
+    run = subprocess.run([sys.executable, "-c", STANDING_IN], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_each_case_is_there_once_and_the_aims_first():
+    found = list(cases())
+    assert len({label(case) for case in found}) == len(found)
+    assert {case.keys for case in found if isinstance(case, Attend)} == {
+        "bfloat16",
+        "float16",
+        "float32",
+        "int8",
+        "latent",
+    }
+    assert [case.target for case in found[:5]] == [None, None, 0.85, 0.85, 0.85]
+    assert all(not case.target or case.num_keys >= TARGET_FROM for case in found if isinstance(case, Attend))
+    assert {case.past for case in found if isinstance(case, Prefill)} == {0, 32768, 131072}
+
+
+def test_bytes_and_operations_are_those_that_are_needed():
+    assert Attend("bfloat16", 1000).num_bytes == 2 * 8 * 1000 * 128 * 2
+    assert Attend("float32", 1000, 8).num_bytes == 2 * Attend("float16", 1000).num_bytes
+    assert Attend("int8", 1280).num_bytes == 8 * (1280 * (2 * 128 + 4) + 10 * 128)
+    assert Attend("latent", 1000).num_bytes == 1000 * 576 * 2
+    assert Prefill(0, 3).num_flops == 4 * 32 * 128 * 6  # 1 + 2 + 3 keys are seen
+    assert Prefill(100, 1).num_flops == 4 * 32 * 128 * 101
+    assert Move("fold", 10, 8).num_bytes == 10 * 32 * 129 * 4 * 9
+
+
+def test_rows_share_what_they_read_or_have_each_their_own():
+    (shared,) = reads_of(Attend("bfloat16", 800, 8))
+    assert shared[:4] == (0, 8, 0, 800)
+    own = reads_of(Attend("bfloat16", 800, 8, is_shared=False))
+    assert [read[:4] for read in own[:2]] == [(0, 1, 0, 100), (1, 2, 100, 200)] and own.num_keys == 800
+    assert len(reads_of(Prefill(0))) == 1 and reads_of(Prefill(64))[1].is_causal and CHUNK > 1
+
+
+@pytest.mark.parametrize("case", SMALL, ids=label)
+def test_a_case_can_be_called(monkeypatch, case):
+    monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 2)
+    calls = Subjects(Dense(), "cpu").calls(case)
+    assert len(calls) == 2
+    found = calls[0]()
+    if isinstance(case, (Attend, Prefill)):
+        assert found.out_THD.isfinite().all() and len(found.out_THD) == case.num_rows
+
+
+def test_a_run_becomes_rows_and_rows_a_page(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 1)
+    monkeypatch.setattr(timing, "captured", lambda calls: "graph")
+    monkeypatch.setattr(timing, "seconds", lambda run: 1e-5 if run == "graph" else 2e-5)
+    subjects, head = Subjects(Dense(), "cpu"), {"bench": "gpu", "kernels": "dense", "copy_gb_per_s": 4300.0}
+    rows = [{**head, **command.timed(subjects, case, 4.3e12), "machine": MACHINE} for case in SMALL]
+    assert rows[0]["share"] == round(SMALL[0].num_bytes / 1e-5 / 4.3e12, 4) and rows[0]["called_us"] == 20.0
+    assert rows[-1]["tokens_per_s"] == 4_000_000
+    recorded = tmp_path / "gpu.json"
+    recorded.write_text(json.dumps([rows[0] | {"target": 0.85}, *rows[1:]]))
+    assert command.main(["--table", str(recorded)]) == 0
+    text = capsys.readouterr().out
+    assert "On NVIDIA H200 (132 multiprocessors), torch 2.11.0, triton 3.6.0, 2026-11-22." in text
+    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 10.0 | 20.0 | 210 | 5% | 85%, missed |" in text
+    assert "| prefill of 40 tokens after 64 | dense | 4,000,000 |" in text
+    assert page(rows).count("\n| ") == len(rows) + 4
+
+
+def test_the_list_can_be_asked_for_in_part(capsys):
+    assert command.main(["--list", "--only", "latent"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all("latent" in line for line in lines) and len(lines) < len(list(cases()))
+
+
+def test_when_the_time_is_over_no_further_case_is_begun(monkeypatch, capsys):
+    torch_cuda = {"set_device": lambda device: None}
+    for name, value in torch_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
+    monkeypatch.setattr("bench.gpu.machine.describe", lambda device: MACHINE)
+    monkeypatch.setattr(command, "timed", lambda subjects, case, bandwidth: {"graph_us": 1.0})
+    monkeypatch.setattr(command, "load", lambda: [Dense(), Dense()])
+    clock = iter([0.0, 1.0, 6.0]).__next__
+    assert len(list(command.measured(SMALL, 5.0, clock))) == 1
+    assert "5 s are over: 12 measurements are left out" in capsys.readouterr().err
