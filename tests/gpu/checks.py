@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.gpu import attention, moving, steps, waiting
+from tests.gpu import attention, flash, moving, steps, waiting
 from tests.gpu.place import Place
 
 CHECKS: tuple[Callable[[Place], None], ...] = (
@@ -12,6 +12,10 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     attention.keys_in_8_bits,
     attention.many_rows,
     attention.many_rows_by_flash_kernels,
+    flash.torch_has_right_ones,
+    flash.flash_attn_is_right,
+    flash.chunks_of_every_dim,
+    flash.chunks_have_the_same_bits_each_time,
     moving.tokens_where_they_belong,
     moving.same_8_bits_as_the_cpu,
     moving.packed_bits,

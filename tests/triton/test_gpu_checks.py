@@ -17,6 +17,7 @@ from tests.gpu.place import LeftOut, Place
 
 INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 ON_GPU = {"probes", "far_slots", "many_rows_by_flash_kernels", "no_call_waits", "a_graph_serves_any_mix"}
+ON_GPU |= {"torch_has_right_ones", "flash_attn_is_right", "chunks_of_every_dim", "chunks_have_the_same_bits_each_time"}
 
 
 def small(kernels=None):
