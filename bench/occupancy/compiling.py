@@ -1,7 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
 """A variant of a kernel compiled ahead of time, for a GPU that need not be there."""
 
-import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -10,13 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import triton
+from triton import knobs
 from triton.compiler import ASTSource
 
 from bench.occupancy.sass import busy_cycles, inner_loop, instructions
 from bench.occupancy.targets import Target
 from longleaf.kernels.gpu.variants import Variant
-
-BINARIES = Path(os.path.dirname(triton.__file__)) / "backends/nvidia/bin"
 
 
 class Resources(NamedTuple):
@@ -72,5 +70,5 @@ def _of_nvidia(cubin: bytes, shared: int) -> Resources:
 
 
 def _cuobjdump(option: str, file: Path) -> str:
-    command = [BINARIES / "cuobjdump", option, file]
+    command = [knobs.nvidia.cuobjdump.path, option, str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
