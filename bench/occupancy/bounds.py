@@ -86,7 +86,10 @@ def bytes_per_key(variant: Variant) -> int:
 def products_of(variant: Variant) -> int:
     """Multiplications of a tile."""
     constants = variant.constants
-    width = constants["DIM_PAD"] + constants.get("REST_PAD", 0) + constants.get("VALUE_PAD", constants["DIM_PAD"])
+    if "PAIRS_PAD" in constants:
+        width = 4 * constants["PAIRS_PAD"]
+    else:
+        width = constants["DIM_PAD"] + constants["REST_PAD"] + constants["VALUE_PAD"]
     return constants["TILE_ROWS"] * constants["TILE_KEYS"] * width
 
 

@@ -84,8 +84,8 @@ def keys_in_8_bits(place: Place) -> None:
     slots = torch.arange(num_slots, device=place.device)
     reads = [read._replace(slot_end=min(read.slot_end, num_slots)) for read in mixed(place)]
     for dtype in TOLERANCES:
-        # weights of both 16-bit types are bfloat16
-        tolerance = TOLERANCES[torch.float32 if dtype == torch.float32 else torch.bfloat16]
+        # weights of both 16-bit types are float16
+        tolerance = TOLERANCES[torch.float32 if dtype == torch.float32 else torch.float16]
         for dim in (64, 128):
             q, k, v = tensors(place, dim, dtype)
             kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim, place.device)

@@ -86,13 +86,13 @@ class TritonKernels:
         q_THD = together(q_THD)
         num_kv_heads, num_slots, dim = kept.keys_KSD.shape
         chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, self._limits, has_cap=softcap is not None)
-        most_rows = constants.max_tile_rows_int8(q_THD.dtype, dim, self._limits)
-        work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
+        work = self._work(reads, q_THD, num_kv_heads, constants.INT8_TILE_ROWS, chosen["TILE_KEYS"])
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
             (self._num_programs,),
-            *(work.table, q_THD, *kept[:4], parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
+            *(work.table, q_THD, *(numbers.view(torch.int16) for numbers in kept[:3]), kept.scales_KS),
+            *(parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(q_THD.shape[1] // num_kv_heads, num_kv_heads, num_slots, *q_THD.stride()[:2]),
             **constants.with_rows(chosen, work.tile_rows),
         )

@@ -23,6 +23,8 @@ MAX_TILE_ROWS = 64
 come."""
 MAX_WIDE_TILE_ROWS = 16
 """As above of what has no such products, or fills the registers with its values: float32, and latents."""
+INT8_TILE_ROWS = 16
+"""Rows of a tile over keys in 8 bits: what is made of these fills the registers."""
 TILE_BYTES = 32 << 10
 """Keys and values that are read at once, about: with the next tile on its way enough bytes are under way to keep the
 memory busy, and two programs fit on a multiprocessor."""
@@ -39,15 +41,18 @@ class Limits(NamedTuple):
     """Sizes of tiles that fit into the registers, by what the compiler of a device makes of them."""
 
     max_tile_rows: int = MAX_TILE_ROWS
-    int8_tile_bytes: int = TILE_BYTES
-    """As TILE_BYTES, of keys and values in 8 bits."""
     latent_warps: int = 4
+    int8_warps: int = 4
+    has_ptx: bool = True
+    """Whether kernels may hold NVIDIA's assembly."""
 
 
 USUAL = Limits()
-BLACKWELL = Limits(MAX_TILE_ROWS // 2, TILE_BYTES // 2)
+AMPERE = Limits(int8_warps=8)
+"""Of compute capability 8."""
+BLACKWELL = Limits(MAX_TILE_ROWS // 2)
 """Of compute capability 10: more would spill."""
-AMD = Limits(latent_warps=8)
+AMD = Limits(latent_warps=8, has_ptx=False)
 
 
 def attend(
@@ -75,24 +80,18 @@ def attend(
 
 
 def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: Limits, *, has_cap: bool) -> Constants:
-    """Of `attend_items_int8`, but for the rows of a tile. Weights of float16 are bfloat16: what the scales of values
-    make of them may be below what float16 holds."""
-    weight = torch.bfloat16 if query == torch.float16 else query
-    is_float32, is_wide = query == torch.float32, padded(dim) > MAX_NARROW_DIM
-    # the numbers that are made of them fill the registers
-    tile_bytes = TILE_BYTES // 4 if is_float32 else TILE_BYTES // 2 if is_wide else limits.int8_tile_bytes
-    most = tile_keys(2 * padded(dim), tile_bytes)
-    in_block = block_size & -block_size  # the largest power of two that divides it
+    """Of `attend_items_int8`, but for the rows of a tile."""
+    pairs, is_float32 = padded(ceil_div(dim, 2)), query == torch.float32
+    most = tile_keys(4 * pairs, TILE_BYTES // 2 if is_float32 else TILE_BYTES)
     return {
         "DIM": dim,
-        "DIM_PAD": padded(dim),
+        "PAIRS_PAD": pairs,
         "BLOCK": block_size,
-        "TILE_KEYS": min(most, in_block) if in_block >= MIN_TILE_KEYS else most,
+        "TILE_KEYS": min(most, power_of_two(block_size, MIN_TILE_KEYS)),
         "HAS_CAP": has_cap,
-        "TYPE": TYPES[query],
-        "WEIGHT_TYPE": TYPES[weight],
-        "UPCAST": upcasts(weight),
-        "num_warps": 4 if is_wide and not is_float32 else 8,
+        "TYPE": TYPES[torch.float32 if is_float32 else torch.float16],
+        "HAS_PTX": limits.has_ptx and not knobs.runtime.interpret,
+        "num_warps": 8 if is_float32 or pairs > MAX_NARROW_DIM // 2 else limits.int8_warps,
         "num_stages": 2,
     }
 
@@ -152,11 +151,6 @@ def max_tile_rows(dtype: torch.dtype, dim: int, limits: Limits, *, is_latent: bo
     return limits.max_tile_rows if padded(dim) <= MAX_NARROW_DIM else MAX_TILE_ROWS // 2
 
 
-def max_tile_rows_int8(query: torch.dtype, dim: int, limits: Limits) -> int:
-    """As `max_tile_rows`, over keys in 8 bits: to make numbers of these takes registers, too."""
-    return max(MIN_SIDE, max_tile_rows(query, dim, limits) // 2)
-
-
 def limits_here() -> Limits:
     """The limits of the current GPU."""
     if torch.version.hip:
@@ -166,7 +160,7 @@ def limits_here() -> Limits:
 
 def limits_of(capability: int) -> Limits:
     """The limits of a device of NVIDIA's, by the first number of its compute capability."""
-    return BLACKWELL if capability >= 10 else USUAL
+    return BLACKWELL if capability >= 10 else AMPERE if capability < 9 else USUAL
 
 
 def tile_keys(slot_bytes: int, tile_bytes: int) -> int:

@@ -26,6 +26,7 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -56,11 +57,11 @@ class Variant(NamedTuple):
 
 def variants(limits: Limits) -> Iterator[Variant]:
     """All of them for a device of some limits."""
-    for dtype, dim, has_cap, tile_rows in product(DTYPES, DIMS, (False, True), (16, 32, 64)):
-        if tile_rows <= constants.max_tile_rows(dtype, dim, limits):
-            yield attend(dtype, dim, dim, tile_rows, limits, has_cap=has_cap)
-        if tile_rows <= constants.max_tile_rows_int8(dtype, dim, limits):
-            yield attend_int8(dtype, dim, tile_rows, limits, has_cap=has_cap)
+    for dtype, dim, has_cap in product(DTYPES, DIMS, (False, True)):
+        for tile_rows in (16, 32, 64):
+            if tile_rows <= constants.max_tile_rows(dtype, dim, limits):
+                yield attend(dtype, dim, dim, tile_rows, limits, has_cap=has_cap)
+        yield attend_int8(dtype, dim, limits, has_cap=has_cap)
     for dtype in DTYPES:
         tile_rows = constants.max_tile_rows(dtype, LATENT[0], limits, is_latent=True)
         yield attend(dtype, *LATENT, tile_rows, limits)
@@ -88,11 +89,12 @@ def attend(
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
 
 
-def attend_int8(dtype: torch.dtype, dim: int, tile_rows: int, limits: Limits, *, has_cap: bool = False) -> Variant:
+def attend_int8(dtype: torch.dtype, dim: int, limits: Limits, *, has_cap: bool = False) -> Variant:
     """Attention over keys in 8 bits, of queries of a type."""
     chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
     types = {"table": torch.int64, "q": dtype, "out": torch.float32, "lse": torch.float32, "scales": torch.float32}
-    types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
+    types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
+    tile_rows = constants.INT8_TILE_ROWS
     name = f"attend int8 {NAMES[dtype]} {dim} rows {tile_rows}{' cap' * has_cap}"
     return _variant(name, attend_items_int8, types, constants.with_rows(chosen, tile_rows))
 
