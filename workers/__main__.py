@@ -12,12 +12,14 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
 from workers.control import Computation, serve
+from workers.imports import for_good
 
 
 def main(spec: RankSpec) -> None:
     """Entry of a rank's process. Imports torch only here, when the process's environment is complete."""
     apply_environment(network_environment(interface_of(spec.host)))
-    from workers.rank import Rank
+    with for_good():
+        from workers.rank import Rank
 
     live(spec, Rank)
 

@@ -3,6 +3,7 @@
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
+from workers.imports import for_good
 
 
 class WorkerActor:
@@ -11,7 +12,8 @@ class WorkerActor:
     def run(self, spec: RankSpec) -> int:
         """Lives the life of the rank; returns its exit code. The call is what the fleet watches."""
         apply_environment(network_environment(interface_of(spec.host)))
-        from workers.control import serve
-        from workers.rank import Rank
+        with for_good():
+            from workers.control import serve
+            from workers.rank import Rank
 
         return serve(spec, Rank)
