@@ -1,12 +1,12 @@
 # Every target that needs Python makes .venv by itself; a second call finds it ready.
 # Variables: PYTHON (3.11 or newer), TORCH (which build of torch), TRITON (which Triton), ARGS (passed on to the command),
-# WORKERS (how many processes run tests; 0: this one).
+# WORKERS (how many processes run tests; 0: this one; 3 keep two cores busy, since some tests wait for processes).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

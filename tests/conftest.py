@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests share."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -7,6 +8,16 @@ import pytest
 
 RAY_SLOTS = 3
 pytest.register_assert_rewrite("tests.support")
+
+
+def pytest_sessionstart() -> None:
+    """What tests are collected from stays: nobody needs to look for garbage among it, now or later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,8 +38,15 @@ def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
     raise AssertionError(process.communicate())
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [
+        (signal.SIGINT, "local"),
+        pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.ray),
+        pytest.param(signal.SIGTERM, "local", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+    ],
+)
 def test_a_signal_ends_a_service_that_loads_it(
     endless: Path, started: ExitStack, launcher: str, number: signal.Signals
 ) -> None:

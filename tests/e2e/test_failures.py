@@ -34,7 +34,9 @@ def start_stream(service: Served, started: ExitStack) -> subprocess.Popen:
     return stream
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
+)
 def test_a_killed_rank_ends_the_fleet_and_is_named(checkpoint: Path, started: ExitStack, launcher: str):
     options = ("--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served("--model", str(checkpoint), *options))
@@ -196,7 +198,7 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     assert generated.returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, started: ExitStack, launcher: str):
     options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "80000000")
     service = started.enter_context(Served(*options))
@@ -234,7 +236,9 @@ def check_told(service: Served, stream: subprocess.Popen) -> None:
     assert [line for line in service.process.stdout if not line.endswith("the service is stopping\n")] == []
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
+)
 def test_a_service_that_is_killed_leaves_nothing_behind(checkpoint: Path, started: ExitStack, launcher: str):
     options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options))

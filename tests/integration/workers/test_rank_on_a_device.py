@@ -33,7 +33,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_layers=2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"window_keys": "replicated"}, {"kv_dtype": "int8"}])
+SETTINGS = ({}, {"window_keys": "replicated"}, {"kv_dtype": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings"),
+    [
+        pytest.param(family, settings, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, family in enumerate(FAMILIES)
+        for j, settings in enumerate(SETTINGS)
+    ],
+    indirect=["folder"],
+)
 def test_everything_of_a_rank_lies_on_its_device(folder, settings):
     if folder.name.startswith("deepseek") and "kv_dtype" in settings:
         with pytest.raises(ModelRefused, match="int8"):  # latents are not rounded

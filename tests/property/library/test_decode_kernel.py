@@ -83,7 +83,10 @@ ARCHITECTURES = {
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 processors")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, marks=pytest.mark.slow if a in ("x86-64-v2", "x86-64-v3") else ()) for a in ARCHITECTURES],
+)
 def test_the_kernels_are_right_on_processors_of_any_age(architecture, tmp_path, monkeypatch):
     if missing := ARCHITECTURES[architecture] - set(native._processor_features()):
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -407,7 +408,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not list(self.scheduler.segments.holdings)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def runs(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    settings = runs(200)
+
+
+@pytest.mark.slow
+class TestSchedulerMachineAtLength(SchedulerMachine.TestCase):
+    settings = runs(2000)

@@ -35,6 +35,7 @@ class Deadly(ceiling.Load):
         os._exit(7)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_told():
     with pytest.raises(RuntimeError, match="process 0 ended with exit code 7"):
         ceiling.gain(Deadly(1, 1), 2)

@@ -74,8 +74,14 @@ def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
     assert windows.bytes_per_token == -(-per_block // BLOCK)
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 512])
-@pytest.mark.parametrize("replicate_below", [0, 200])
+@pytest.mark.parametrize(
+    ("block_size", "replicate_below"),
+    [
+        (64, 0),
+        (512, 200),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 0), (16, 200), (64, 200), (512, 0))),
+    ],
+)
 def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, replicate_below):
     """Whatever their lengths, and with --max-sequences 1 without being told."""
     settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}

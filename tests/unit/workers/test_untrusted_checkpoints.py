@@ -93,7 +93,13 @@ def refusals(folder: Path) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize(("said", "options"), [("y\n" * 9, []), ("", ["--load"])], ids=["yes", "nothing"])
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        pytest.param("y\n" * 9, [], id="yes"),
+        pytest.param("", ["--load"], id="nothing", marks=pytest.mark.slow),
+    ],
+)
 def test_models_check_refuses_code_without_asking(tmp_path: Path, said: str, options: list[str]) -> None:
     stranger = Stranger(tmp_path).make()
     stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
