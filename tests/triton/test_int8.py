@@ -169,7 +169,6 @@ def test_a_token_that_was_not_finite_shows_to_those_that_see_it():
     k, v = tokens(0, 60)
     k[0, 30, 3] = torch.inf
     int8.write(kept, slots, k.clamp(-9, torch.inf), v)
-    found = KERNELS.attend_int8(
-        torch.randn(3, HEADS, 16), kept, Reads([Read(0, 2, 0, 30), Read(1, 3, 30, 60)]), SCALE, None
-    )
-    assert found.out_THD.isfinite().all(dim=2).tolist() == [[True, True], [False, True], [False, True]]
+    reads = [Read(0, 2, 0, 30), Read(1, 3, 30, 60), Read(3, 4, 31, 60)]
+    found = KERNELS.attend_int8(torch.randn(4, HEADS, 16), kept, Reads(reads), SCALE, None)
+    assert found.out_THD.isfinite().all(dim=2).tolist() == [[True, True], [False, True], [False, True], [True, True]]

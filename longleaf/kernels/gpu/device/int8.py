@@ -120,11 +120,11 @@ def attend_items_int8(
                 score_RS = tl.dot(q_even_RC, tl.trans(k_even_SC), input_precision="ieee")
                 score_RS = tl.dot(q_odd_RC, tl.trans(k_odd_SC), score_RS, input_precision="ieee")
                 score_RS = score_RS * (_power(top) * scale * unit_R)[:, None]
-                is_seen_RS = visible(token_R, first, start, end, ahead, window, TILE_KEYS)
-                score_RS = masked(score_RS, is_seen_RS & (start + offset_S >= low)[None, :], cap, HAS_CAP)
+                is_key_S = (offset_S >= (low - start).to(tl.int32)) & (offset_S < (end - start).to(tl.int32))
+                is_seen_RS = is_key_S[None, :] & visible(token_R, first, start, end, ahead, window, TILE_KEYS)
+                score_RS = masked(score_RS, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
-                is_read_S = offset_S < (end - start).to(tl.int32)
-                scale_S = tl.load(scales + head * num_slots + start + offset_S, mask=is_read_S, other=0.0)
+                scale_S = tl.load(scales + head * num_slots + start + offset_S, mask=is_key_S, other=0.0)
                 before, largest = largest, tl.maximum(largest, tl.max(scale_S, 0))
                 fade_R *= before / largest
                 weight_RS = (weight_RS * (scale_S / largest * 32768)[None, :]).to(TYPE)
