@@ -13,8 +13,8 @@ CAPACITY = 4096
 """Of contexts: what is scaled by its length is scaled as `generate` scales a whole prompt."""
 
 
-async def answer(engine: Engine, prompt: Ids, context: str | None = None) -> Ids:
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+async def answer(engine: Engine, prompt: Ids, context: str | None = None, num_new: int = NEW_TOKENS) -> Ids:
+    sampling = Sampling(max_tokens=num_new, ignore_end_token=True)
     stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
     return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
 

@@ -36,9 +36,9 @@ def make_golden(folder: Path, family: Family | Refused) -> Golden:
     """The first weights whose text would tell of an error."""
     for seed in range(1, 9):
         make_checkpoint(folder, family, seed=seed)
-        golden, least_gap = ask_plain(folder)
+        golden, least_gap = ask_plain(folder, draw_ids(PROMPT_TOKENS), NEW_TOKENS)
         is_lively = len(set(golden.tokens)) > NEW_TOKENS // 3 and least_gap > 1e-3
-        if is_lively and tokens_with_hidden_keys(golden) != golden.tokens:
+        if is_lively and tokens_with_hidden_keys(golden, HIDDEN) != golden.tokens:
             return golden
     raise AssertionError(f"{family}: all weights repeat themselves, come close to ties, or overlook hidden keys")
 
@@ -49,24 +49,30 @@ def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
     return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype)
 
 
-def ask_plain(folder: Path) -> tuple[Golden, float]:
+def draw_ids(count: int, seed: int = 7) -> tuple[int, ...]:
+    """Random ids, none of them special."""
+    return tuple(torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def ask_plain(folder: Path, prompt: tuple[int, ...], num_new: int) -> tuple[Golden, float]:
     """What `generate` answers, and the least distance by which a token was chosen."""
-    prompt = torch.randint(3, 512, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7))
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
     model: Any = load_plain(folder)
-    found = model.generate(prompt, max_new_tokens=NEW_TOKENS, output_scores=True, **options)
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, output_scores=True, **options)
     scores_TV = torch.stack(found.scores)[:, 0]
     top_T2 = scores_TV.topk(2, dim=-1).values
-    tokens = tuple(found.sequences[0, PROMPT_TOKENS:].tolist())
-    return Golden(folder, tuple(prompt[0].tolist()), tokens, scores_TV), float((top_T2[:, 0] - top_T2[:, 1]).min())
+    tokens = tuple(found.sequences[0, len(prompt) :].tolist())
+    return Golden(folder, prompt, tokens, scores_TV), float((top_T2[:, 0] - top_T2[:, 1]).min())
 
 
 @torch.inference_mode()
-def tokens_with_hidden_keys(golden: Golden) -> tuple[int, ...]:
-    """The greedy choice after each beginning of the text when nobody sees a few keys of the prompt."""
+def tokens_with_hidden_keys(golden: Golden, count: int) -> tuple[int, ...]:
+    """The greedy choice after each beginning of the text when nobody sees so many keys of the prompt, before as many
+    others."""
+    end, num_new = len(golden.prompt), len(golden.tokens)
     ids = torch.tensor([golden.prompt + golden.tokens[:-1]])
     mask = torch.ones_like(ids)
-    mask[:, PROMPT_TOKENS - 2 * HIDDEN : PROMPT_TOKENS - HIDDEN] = 0
+    mask[:, end - 2 * count : end - count] = 0
     positions = torch.arange(ids.shape[1])[None]
-    found = load_plain(golden.folder)(ids, attention_mask=mask, position_ids=positions, logits_to_keep=NEW_TOKENS)
+    found = load_plain(golden.folder)(ids, attention_mask=mask, position_ids=positions, logits_to_keep=num_new)
     return tuple(found.logits[0].argmax(dim=-1).tolist())

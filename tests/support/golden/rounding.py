@@ -1,6 +1,7 @@
 """How far logits in half precision are from those in float32, and what rounding does to the plain model."""
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +13,27 @@ from tests.support.golden.plain import Golden, load_plain
 from tests.support.golden.states import running
 from tests.support.threads import config_for
 
-PROMPT, STEPS = 700, 24
+
+class Length(NamedTuple):
+    """Tokens of a prompt, and of what is said after it: both are the beginning of a golden prompt."""
+
+    prompt: int
+    steps: int
+
+
+USUAL = Length(700, 24)
 ALLOWED = 2.0
 """By how many times what the plain model is off the service may be off."""
 
 
 @torch.inference_mode()
-def plain_logits(golden: Golden, dtype: str = "float32") -> Tensor:
-    """Logits [STEPS, V] of the plain model after the prompt and each further token that the service is led to take."""
-    ids = torch.tensor([golden.prompt[: PROMPT + STEPS - 1]])
-    return load_plain(golden.folder, getattr(torch, dtype))(ids, logits_to_keep=STEPS).logits[0].float()
+def plain_logits(golden: Golden, dtype: str = "float32", length: Length = USUAL) -> Tensor:
+    """Logits [T, V] of the plain model after the prompt and each further token that the service is led to take."""
+    ids = torch.tensor([golden.prompt[: length.prompt + length.steps - 1]])
+    return load_plain(golden.folder, getattr(torch, dtype))(ids, logits_to_keep=length.steps).logits[0].float()
 
 
-async def served_logits(golden: Golden, held=(), **settings) -> Tensor:
+async def served_logits(golden: Golden, held=(), length: Length = USUAL, **settings) -> Tensor:
     """The same of the service: a prompt, then decode steps that are told which token to take.
 
     With `held` the prompt goes on from a fork of a context, in the middle of the last of the parts that end there.
@@ -34,19 +43,19 @@ async def served_logits(golden: Golden, held=(), **settings) -> Tensor:
     def lead(_, rank):
         def choose(rows, logits_RV):
             seen.append(logits_RV[0].float())
-            return [Token(golden.prompt[PROMPT + len(seen) - 1])]
+            return [Token(golden.prompt[length.prompt + len(seen) - 1])]
 
         rank.sampler.choose = choose
 
-    sampling = Sampling(max_tokens=STEPS, ignore_end_token=True)
-    async with running(config_for(golden.folder, chunk_size=320, **settings), lead) as engine:
+    sampling = Sampling(max_tokens=length.steps, ignore_end_token=True)
+    async with running(config_for(golden.folder, **{"chunk_size": 320, **settings}), lead) as engine:
         for start, end in itertools.pairwise((0, *held)):
             await ingest(engine, "book", golden.prompt[start:end])
         fork = "fork" if held else None
         num_held = engine.fork_context("book", "fork", held[-1] - 10).tokens if fork else 0
-        prompt = Prompt(context=fork, token_ids=golden.prompt[num_held:PROMPT], sampling=sampling)
+        prompt = Prompt(context=fork, token_ids=golden.prompt[num_held : length.prompt], sampling=sampling)
         _ = [event async for event in engine.submit(prompt)]
-    return torch.stack(seen[:STEPS])
+    return torch.stack(seen[: length.steps])
 
 
 def ratio(golden: Golden, found: Tensor, plain: Tensor, exact: Tensor) -> float:

@@ -1,0 +1,139 @@
+"""Short texts and small models, for kernels that take milliseconds per row: what `generate` says, and states of a
+prompt."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from coordinator.engine.engine import Engine
+from longleaf.channel.step import Row
+from longleaf.sampling import Token
+from tests.support.golden.asking import Ids, answer, ingest
+from tests.support.golden.plain import Golden, ask_plain, draw_ids, tokens_with_hidden_keys
+from workers.rank import Rank
+from zoo.checkpoints import make_checkpoint
+from zoo.families import Family
+
+DOCUMENT, QUESTION, NEW = 12, 3, 3
+HIDDEN = 2
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 32}
+HEADS: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+"""Of all families but Llama, which has two key heads of two queries each."""
+SHORTER = {"sliding_window": 5, "attention_chunk_size": 6}
+"""Windows and sections that these texts pass twice."""
+SETTINGS: dict[str, Any] = {"chunk_size": 8, "block_size": 4, "replicate_below": QUESTION + 1, "kv_bytes": 1 << 20}
+"""Two chunks of a document, the first of two blocks; a question is read as replicated rows."""
+SEEDS = range(1, 20)
+
+
+class Short(NamedTuple):
+    """What follows a document and each of two questions."""
+
+    goldens: tuple[Golden, Golden]
+
+    @property
+    def folder(self) -> Path:
+        return self.goldens[0].folder
+
+    @property
+    def document(self) -> Ids:
+        return self.goldens[0].prompt[:DOCUMENT]
+
+    def question(self, number: int) -> Ids:
+        return self.goldens[number].prompt[DOCUMENT:]
+
+
+def make_short(folder: Path, family: Family) -> Short:
+    """The first weights whose text would tell of an error."""
+    heads = {} if family == "llama" else HEADS
+    prompts = [draw_ids(DOCUMENT) + draw_ids(QUESTION, seed) for seed in (8, 9)]
+    for seed in SEEDS:
+        make_checkpoint(folder, family, seed=seed, **SIZES, **heads)
+        shorten(folder / "config.json")
+        (one, gap), (other, other_gap) = (ask_plain(folder, prompt, NEW) for prompt in prompts)
+        differ = one.tokens != other.tokens and len({*one.tokens, *other.tokens}) > NEW
+        if differ and min(gap, other_gap) > 1e-3 and tokens_with_hidden_keys(one, HIDDEN) != one.tokens:
+            return Short((one, other))
+    raise AssertionError(f"{family}: all weights repeat themselves, come close to ties, or overlook hidden keys")
+
+
+def shorten(path: Path) -> None:
+    """Rewrites the config of a checkpoint, whose weights do not depend on it. Of two layers with sections one becomes
+    one without."""
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {})):
+        part |= {name: length for name, length in SHORTER.items() if part.get(name)}
+        if "no_rope_layers" in part and part.get("attention_chunk_size"):
+            part |= {"no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"]}
+    path.write_text(json.dumps(config))
+
+
+Said = list[tuple[Golden, Ids]]
+"""Answers in the order in which they were asked for, and what each must be."""
+State = Callable[[Engine, Short], Awaitable[Said]]
+
+
+async def say(engine: Engine, golden: Golden, held: int = 0, context: str | None = None) -> tuple[Golden, Ids]:
+    """Asks what follows the tokens that a context holds."""
+    return golden, await answer(engine, golden.prompt[held:], context, NEW)
+
+
+async def fresh(engine: Engine, short: Short) -> Said:
+    return [await say(engine, short.goldens[0])]
+
+
+async def kept(engine: Engine, short: Short) -> Said:
+    """Read in two parts, then asked two questions at once."""
+    await ingest(engine, "book", short.document[:7])
+    await ingest(engine, "book", short.document[7:])
+    return await asyncio.gather(*(say(engine, golden, DOCUMENT, "book") for golden in short.goldens))
+
+
+async def forked(engine: Engine, short: Short) -> Said:
+    """Inside of a segment whose end is wrong, and whose other owner goes away."""
+    await ingest(engine, "trunk", short.document[:9] + short.document[:3])
+    engine.fork_context("trunk", "twig", 9)
+    engine.delete_context("trunk")
+    await ingest(engine, "twig", short.document[9:])
+    return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
+
+
+async def parted(engine: Engine, short: Short) -> Said:
+    """As `forked`, at the end of a segment: elsewhere the keys of windows are gone."""
+    await ingest(engine, "trunk", short.document[:9])
+    await ingest(engine, "trunk", short.document[:3])
+    engine.fork_context("trunk", "twig", 9)
+    engine.delete_context("trunk")
+    await ingest(engine, "twig", short.document[9:])
+    return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
+
+
+STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, forked)}
+
+
+class Sampled:
+    """Notes what rank 0 samples from, and how many rows it samples for at once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[torch.Tensor]] = {}
+        self.most_rows = 0
+
+    def watch(self, number: int, rank: Rank) -> None:
+        """Hand this to `running`."""
+        choose = rank.sampler.choose
+
+        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> list[Token]:
+            self.most_rows = max(self.most_rows, len(rows))
+            for row, logits_V in zip(rows, logits_RV, strict=True):
+                self._found.setdefault(row.sequence, []).append(logits_V.float())
+            return choose(rows, logits_RV)
+
+        rank.sampler.choose = watched
+
+    def answers(self) -> list[torch.Tensor]:
+        """[T, V] of each answer, in the order in which they were asked for."""
+        return [torch.stack(self._found[sequence][:NEW]) for sequence in sorted(self._found)]

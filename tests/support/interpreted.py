@@ -1,0 +1,35 @@
+"""Ranks whose kernels are those of GPUs, on CPU tensors: for Triton's interpreter."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from unittest.mock import patch
+
+from longleaf.kernels import table
+from longleaf.kernels.backend import Backend
+from longleaf.kernels.gpu.launch import launch
+
+_interpreter = Lock()
+"""There is one interpreter in a process, and ranks are threads."""
+
+
+class Launches:
+    """A launcher that notes what it launches."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        with _interpreter:
+            self.names.add(kernel.fn.__name__)
+            launch(kernel, grid, *args, **constants)
+
+
+@contextmanager
+def served_by(make: Callable[[Launches], Backend]) -> Generator[Launches, None, None]:
+    """Ranks that load within the block have such backends. These are not probed: it would take a minute each, and the
+    interpreter cuts off what a GPU rounds to bfloat16."""
+    launches = Launches()
+    with patch.object(table, "choose", lambda *_: make(launches)):
+        yield launches
