@@ -70,7 +70,7 @@ class Rank:
         self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, transport=transport)
         self.world = ProcessGroupComm(dist.group.WORLD)
         found = self._owner.groups
-        plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology)
+        plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology, timeout=TIMEOUT)
         self.groups: dict[str, Groups] = {self.world.transport: plain, found.node.transport: found}
         """By the fastest transport that they use."""
         self._counts = placement.namespace(rank) not in map(placement.namespace, range(rank))

@@ -114,7 +114,7 @@ class ProcessGroups:
         if transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
             self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
-        self.groups = make_groups(rank, topology, self._shared)
+        self.groups = make_groups(rank, topology, self._shared, timeout=timeout)
 
     def close(self) -> None:
         """Leaves the groups."""
@@ -123,22 +123,23 @@ class ProcessGroups:
         dist.destroy_process_group()
 
 
-def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None) -> Groups:
+def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None, *, timeout: float) -> Groups:
     """World, node and rail groups of a rank, inside the process group that was initialised.
 
     All ranks must call it at the same time. `shared` is how the ranks of this machine meet; None leaves it to torch.
+    `timeout` in seconds bounds the operations in nodes and on rails.
     """
     world = ProcessGroupComm(dist.group.WORLD)
     if len(topology.node_groups) == 1:
         return Groups(topology, shared or world, shared or world, None)
-    node: Comm | None = shared or _own(rank, topology.node_groups)
+    node: Comm | None = shared or _own(rank, topology.node_groups, timeout)
     assert node is not None, "every rank has a machine"
-    return Groups(topology, world, node, _own(rank, topology.full_rails))
+    return Groups(topology, world, node, _own(rank, topology.full_rails, timeout))
 
 
-def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
+def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessGroupComm | None:
     """Makes process groups of these ranks; the one that `rank` belongs to."""
-    made = [dist.new_group(list(group)) for group in groups]
+    made = [dist.new_group(list(group), timeout=timedelta(seconds=timeout)) for group in groups]
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 
