@@ -15,7 +15,14 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
+from longleaf.comm.process_group import (
+    ProcessGroups,
+    Store,
+    agree_on_carrier,
+    connect_store,
+    epoch_store,
+    open_store,
+)
 from longleaf.errors import StartError
 from longleaf.kernels import table
 from longleaf.sampling import Token
@@ -119,13 +126,11 @@ class Rank:
             return self._ready
         store = self._store or connect_store(join.host, join.port)
         self._store = store
+        rank, longest = self._spec.rank, self._config.longest_wait
+        place = epoch_store(store, join.epoch)
+        carrier = agree_on_carrier(rank, self._config.world_size, place, self._device, timeout=longest)
         self._process_groups = ProcessGroups(
-            self._spec.rank,
-            Topology(join.nodes),
-            store,
-            epoch=join.epoch,
-            timeout=self._config.longest_wait,
-            transport=fastest_transport(self._device),
+            rank, Topology(join.nodes), store, epoch=join.epoch, timeout=longest, carrier=carrier
         )
         return self.connect(self._process_groups.groups)
 
@@ -171,9 +176,9 @@ class Rank:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the group. Ranks are told to leave when one of them was lost, too, so that nobody is waited for."""
         if self._process_groups is not None:
-            self._process_groups.close()
+            self._process_groups.abort()
 
     def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
         inputs = self._inputs.prefill(work)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed
 
 from longleaf.comm import process_group
-from longleaf.comm.process_group import connect_store, open_store
+from longleaf.comm.process_group import Carrier, connect_store, open_store
 from longleaf.comm.shared_memory import Word
 from tests.support.processes import TIMEOUT, run_ranks
 
@@ -65,4 +65,4 @@ def limits(rank, owner):
 
 def test_operations_in_nodes_and_on_rails_take_no_longer_than_others() -> None:
     """Left to itself torch gives groups that are made later half an hour."""
-    assert run_ranks("aabb", limits, transport="gloo") == [[timedelta(seconds=TIMEOUT)] * 3] * 4
+    assert run_ranks("aabb", limits, carrier=Carrier("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4
