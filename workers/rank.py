@@ -25,6 +25,7 @@ from longleaf.comm.process_group import (
 )
 from longleaf.errors import StartError
 from longleaf.kernels import table
+from longleaf.runs import ceil_div
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
@@ -61,7 +62,9 @@ class Rank:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._config = spec.config
-        self._device = choose_device(self._config.device, spec.gpu, count_gpus(), spec.num_ranks_here)
+        num_gpus, num_ranks = count_gpus(), spec.num_ranks_seeing
+        self._device = choose_device(self._config.device, spec.gpu, num_gpus, num_ranks)
+        self._ranks_per_gpu = 1 if self._device == "cpu" else ceil_div(num_ranks, max(1, num_gpus))
         self.peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
@@ -86,9 +89,9 @@ class Rank:
         else:  # before anything else is on a GPU: kernels of Triton are launched on the current one, which is the first
             torch.cuda.set_device(self._device)
         config, num_ranks_here = self._config, self._spec.num_ranks_here
-        check_kv_bytes(config, self._device, num_ranks_here)
+        check_kv_bytes(config, self._device, num_ranks_here, self._ranks_per_gpu)
         self.model = models.load(config.model, config.dtype, self._device)
-        self.pool, windows = make_pool(self.model, config, num_ranks_here)
+        self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
         self._ledger = Ledger(self._spec.rank, config.block_size)
         self.backend = table.choose(config.kernels, self._device, self.model.dtype)
         self._wire = Wire(self.backend, getattr(torch, config.partials))
@@ -248,16 +251,17 @@ def highest_are_finite(logits_RV: Tensor) -> list[bool]:
     return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
-def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks_here: int) -> str:
-    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it sees. Raises
-    StartError when GPUs were asked for and there is none, or when ranks would share one."""
+def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:
+    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it and others of the
+    `num_ranks` see. Raises StartError when GPUs were asked for and there is none, or when ranks would share one and
+    that was not asked for."""
     if wanted == "cuda" and not num_gpus:
         raise StartError("device: cuda was asked for, and torch sees no GPU")
     if wanted == "cpu" or gpu is None or not num_gpus:
         return "cpu"
-    if gpu >= num_gpus:
-        raise too_few_gpus(num_ranks_here, "this machine", num_gpus)
-    return f"cuda:{gpu}"
+    if gpu >= num_gpus and wanted != "cuda":
+        raise too_few_gpus(num_ranks, "this machine", num_gpus)
+    return f"cuda:{gpu % num_gpus}"
 
 
 def count_gpus() -> int:
