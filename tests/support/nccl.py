@@ -26,14 +26,16 @@ class Fleet:
         """What `work(rank, groups)` returns for each rank in the last epoch. All leave the first ones in order, and
         give up the last one. Raises what the first to fail raised, and RanksDisagree for calls that some missed."""
 
-        def live(rank: int) -> T:
-            for epoch in range(1, num_epochs + 1):
-                place = epoch_store(self.calls.store, epoch)
-                carrier = agree_on_carrier(rank, self.topology.world_size, place, DEVICE, timeout=60)
-                owner = ProcessGroups(rank, self.topology, self.calls.store, epoch=epoch, timeout=60, carrier=carrier)
-                found = work(rank, owner.groups)
-                owner.close() if epoch < num_epochs else owner.abort()
+        def one_epoch(rank: int, epoch: int) -> T:
+            store, size = self.calls.store, self.topology.world_size
+            carrier = agree_on_carrier(rank, size, epoch_store(store, epoch), DEVICE, timeout=60)
+            owner = ProcessGroups(rank, self.topology, store, epoch=epoch, timeout=60, carrier=carrier)
+            found = work(rank, owner.groups)
+            owner.close() if epoch < num_epochs else owner.abort()
             return found
+
+        def live(rank: int) -> T:
+            return [one_epoch(rank, epoch) for epoch in range(1, num_epochs + 1)][-1]
 
         with (
             patch.object(process_group, "dist", self.calls),
