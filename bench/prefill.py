@@ -31,7 +31,7 @@ from coordinator.placement.blocks import Placer
 from longleaf.channel.step import Prefill
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
-from longleaf.comm.process_group import ProcessGroups, connect_store, open_store
+from longleaf.comm.process_group import Carrier, ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
 from longleaf.kernels import table
@@ -139,7 +139,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
     store = connect_store(HOST, port)
     rows: list[Row] = []
     for epoch, transport in enumerate(options.transport, 1):
-        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, transport=transport)
+        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, carrier=Carrier(transport))
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
                 tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")

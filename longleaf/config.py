@@ -71,7 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Part of kv_bytes that replicated keys of windowed layers take; None: enough for max_sequences generations and as
     many contexts, but no more than half."""
     device: DeviceName = "auto"
-    """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs."""
+    """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs; cuda: on GPUs, which plain
+    processes may share, and Ray's may not."""
     kernels: KernelsChoice = "auto"
     """What computes attention on a rank's device; auto takes the fastest that can be had there."""
     threads_per_rank: int = 1

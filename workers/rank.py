@@ -15,9 +15,17 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroups, Store, connect_store, fastest_transport, open_store
+from longleaf.comm.process_group import (
+    ProcessGroups,
+    Store,
+    agree_on_carrier,
+    connect_store,
+    epoch_store,
+    open_store,
+)
 from longleaf.errors import StartError
 from longleaf.kernels import table
+from longleaf.runs import ceil_div
 from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
@@ -54,7 +62,9 @@ class Rank:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._config = spec.config
-        self._device = choose_device(self._config.device, spec.gpu, count_gpus(), spec.num_ranks_here)
+        num_gpus, num_ranks = count_gpus(), spec.num_ranks_seeing
+        self._device = choose_device(self._config.device, spec.gpu, num_gpus, num_ranks)
+        self._ranks_per_gpu = 1 if self._device == "cpu" else ceil_div(num_ranks, max(1, num_gpus))
         self.peers: Peers | None = None
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
@@ -79,9 +89,9 @@ class Rank:
         else:  # before anything else is on a GPU: kernels of Triton are launched on the current one, which is the first
             torch.cuda.set_device(self._device)
         config, num_ranks_here = self._config, self._spec.num_ranks_here
-        check_kv_bytes(config, self._device, num_ranks_here)
+        check_kv_bytes(config, self._device, num_ranks_here, self._ranks_per_gpu)
         self.model = models.load(config.model, config.dtype, self._device)
-        self.pool, windows = make_pool(self.model, config, num_ranks_here)
+        self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
         self._ledger = Ledger(self._spec.rank, config.block_size)
         self.backend = table.choose(config.kernels, self._device, self.model.dtype)
         self._wire = Wire(self.backend, getattr(torch, config.partials))
@@ -119,13 +129,11 @@ class Rank:
             return self._ready
         store = self._store or connect_store(join.host, join.port)
         self._store = store
+        rank, longest = self._spec.rank, self._config.longest_wait
+        place = epoch_store(store, join.epoch)
+        carrier = agree_on_carrier(rank, self._config.world_size, place, self._device, timeout=longest)
         self._process_groups = ProcessGroups(
-            self._spec.rank,
-            Topology(join.nodes),
-            store,
-            epoch=join.epoch,
-            timeout=self._config.longest_wait,
-            transport=fastest_transport(self._device),
+            rank, Topology(join.nodes), store, epoch=join.epoch, timeout=longest, carrier=carrier
         )
         return self.connect(self._process_groups.groups)
 
@@ -171,9 +179,9 @@ class Rank:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the group. Ranks are told to leave when one of them was lost, too, so that nobody is waited for."""
         if self._process_groups is not None:
-            self._process_groups.close()
+            self._process_groups.abort()
 
     def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
         inputs = self._inputs.prefill(work)
@@ -243,16 +251,17 @@ def highest_are_finite(logits_RV: Tensor) -> list[bool]:
     return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
-def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks_here: int) -> str:
-    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it sees. Raises
-    StartError when GPUs were asked for and there is none, or when ranks would share one."""
+def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:
+    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it and others of the
+    `num_ranks` see. Raises StartError when GPUs were asked for and there is none, or when ranks would share one and
+    that was not asked for."""
     if wanted == "cuda" and not num_gpus:
         raise StartError("device: cuda was asked for, and torch sees no GPU")
     if wanted == "cpu" or gpu is None or not num_gpus:
         return "cpu"
-    if gpu >= num_gpus:
-        raise too_few_gpus(num_ranks_here, "this machine", num_gpus)
-    return f"cuda:{gpu}"
+    if gpu >= num_gpus and wanted != "cuda":
+        raise too_few_gpus(num_ranks, "this machine", num_gpus)
+    return f"cuda:{gpu % num_gpus}"
 
 
 def count_gpus() -> int:

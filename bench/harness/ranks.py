@@ -21,7 +21,7 @@ import torch.multiprocessing
 from bench.harness.hosts import Network, enter
 from bench.harness.interfaces import sent_bytes
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, fastest_transport, make_groups
+from longleaf.comm.process_group import Carrier, ProcessGroupComm, ProcessGroups, make_groups
 from longleaf.config import apply_environment, rank_environment
 from longleaf.topology import Topology
 
@@ -66,11 +66,11 @@ class Rank:
         self.placement = placement
         self.device = f"cuda:{rank}" if placement.device == "cuda" else "cpu"
         topology = placement.topology
-        transport = fastest_transport(self.device)
-        self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, transport=transport)
+        carrier = Carrier("shared_memory" if self.device == "cpu" else "nccl", self.device)
+        self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, carrier=carrier)
         self.world = ProcessGroupComm(dist.group.WORLD)
         found = self._owner.groups
-        plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology)
+        plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology, timeout=TIMEOUT)
         self.groups: dict[str, Groups] = {self.world.transport: plain, found.node.transport: found}
         """By the fastest transport that they use."""
         self._counts = placement.namespace(rank) not in map(placement.namespace, range(rank))

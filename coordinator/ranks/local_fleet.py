@@ -74,6 +74,7 @@ class LocalFleet:
                 node=node,
                 num_ranks_here=config.world_size,
                 gpu=rank,
+                num_ranks_seeing=config.world_size,
             )
             process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
             with _interrupts_blocked():

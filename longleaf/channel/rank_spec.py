@@ -49,4 +49,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks_here: int
     """Ranks of this machine, which share its memory."""
     gpu: int | None
-    """Which of the GPUs that it sees is this rank's own, from 0; None: none of them."""
+    """Which of the GPUs that it sees is this rank's own, from 0; None: none of them. The numbers go on where more ranks
+    see them than there are."""
+    num_ranks_seeing: int = 1
+    """Ranks that see the same GPUs."""

@@ -1,12 +1,14 @@
 """Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code.
 
-CPU ranks of one machine meet in shared memory instead, where all ranks of the world can.
+CPU ranks of one machine meet in shared memory instead, where all ranks of the world can. Ranks that share a GPU, which
+NCCL refuses, meet over gloo, and their tensors travel through the memory of the host.
 """
 
+import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,13 +17,18 @@ from torch import Tensor
 
 from longleaf.comm.base import Comm, Groups, ReduceOp, Transfer, Transport
 from longleaf.comm.shared_memory import SharedMemoryComm, Word, share_memory
+from longleaf.comm.staged import staged
+from longleaf.errors import StartError
 from longleaf.topology import Topology
 
 dist: Any = torch.distributed  # torch annotates these functions only in part
+cuda: Any = torch.cuda
 Store = Any  # torch.distributed.Store
 ProcessGroup = Any  # torch.distributed.ProcessGroup
 
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+
+log = logging.getLogger(__name__)
 
 
 class ProcessGroupComm:
@@ -39,7 +46,7 @@ class ProcessGroupComm:
             # measured on two cores with four ranks: gloo's all-to-all of copies is 3 times faster than its all-gather
             return self.all_to_all(tensor[None].expand(self.world_size, *tensor.shape))
         out = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather_into_tensor(out, tensor, group=self._group)
+        dist.all_gather_single(out, tensor, group=self._group)
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -79,9 +86,44 @@ class ProcessGroupComm:
         return Transfer(works)
 
 
-def fastest_transport(device: str) -> Transport:
-    """What carries tensors of a device between processes best."""
-    return "nccl" if device.startswith("cuda") else "shared_memory"
+class Carrier(NamedTuple):
+    """What carries tensors between the ranks, and where those of this rank lie."""
+
+    transport: Transport
+    """The same on every rank."""
+    device: str = "cpu"
+
+
+def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, timeout: float) -> Carrier:
+    """What carries tensors best between the ranks, each of which tells in the store where it computes.
+
+    All ranks of an epoch must call it, with the epoch's store; it waits for them. Raises torch's DistStoreError after
+    `timeout` seconds.
+    """
+    store.set(f"place-{rank}", place_of(device))
+    keys = [f"place-{other}" for other in range(world_size)]
+    store.wait(keys, timedelta(seconds=timeout))
+    transport = fastest_transport([place.decode() for place in store.multi_get(keys)])
+    if transport == "gloo" and rank == 0:
+        log.warning("ranks share a GPU or have none, so tensors travel through the host's memory, over gloo (slower)")
+    return Carrier(transport, device)
+
+
+def place_of(device: str) -> str:
+    """What no two ranks say that have GPUs of their own: the GPU's identifier, on whatever machine. `cpu` for CPUs."""
+    return str(cuda.get_device_properties(device).uuid) if device.startswith("cuda") else "cpu"
+
+
+def fastest_transport(places: Sequence[str]) -> Transport:
+    """What carries tensors best between ranks at these places: NCCL where each has a GPU of its own."""
+    if set(places) == {"cpu"}:
+        return "shared_memory"
+    return "nccl" if "cpu" not in places and len(set(places)) == len(places) else "gloo"
+
+
+def epoch_store(store: Store, epoch: int) -> Store:
+    """The part of rank 0's store that belongs to an epoch."""
+    return dist.PrefixStore(f"epoch-{epoch}", store)
 
 
 class ProcessGroups:
@@ -95,50 +137,85 @@ class ProcessGroups:
         *,
         epoch: int,
         timeout: float,
-        transport: Transport,
+        carrier: Carrier,
     ) -> None:
         """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation.
 
-        `transport` must be the same on every rank. By `shared_memory` the ranks of one machine meet there if all can,
-        and the others over gloo.
+        By `shared_memory` the ranks of one machine meet there if all can, and the others over gloo. For NCCL the
+        carrier's device must be the current one.
         """
+        self._is_nccl = carrier.transport == "nccl"
         dist.init_process_group(
-            "nccl" if transport == "nccl" else "gloo",
-            store=dist.PrefixStore(f"epoch-{epoch}", store),
+            "nccl" if self._is_nccl else "gloo",
+            store=epoch_store(store, epoch),
             rank=rank,
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout),
+            # with it the communicator is made now, and those of nodes and rails are split off it as they are made
+            device_id=torch.device(carrier.device) if self._is_nccl else None,
         )
         self._shared: SharedMemoryComm | None = None
         nodes = topology.node_groups
-        if transport == "shared_memory" and len(nodes) < topology.world_size:
+        if carrier.transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
             self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
-        self.groups = make_groups(rank, topology, self._shared)
+        self.groups = make_groups(rank, topology, self._shared, timeout=timeout)
+        if self._is_nccl:
+            connect(self.groups, carrier.device)
+        elif carrier.device != "cpu":
+            self.groups = staged(self.groups)
 
     def close(self) -> None:
-        """Leaves the groups."""
+        """Leaves the groups in order, as all ranks must at the same time: NCCL waits for what is under way."""
+        self._leave(dist.destroy_process_group)
+
+    def abort(self) -> None:
+        """Leaves the groups though others may be gone: NCCL gives up what is under way, of all groups at once, and
+        waits for nobody. Gloo and shared memory never do."""
+        # torch has no public name for it: to abort one group after the other may wait for what hangs in the next one
+        self._leave(dist.distributed_c10d._abort_process_group if self._is_nccl else dist.destroy_process_group)
+
+    def _leave(self, leave: Callable[[], None]) -> None:
         if self._shared is not None:
             self._shared.close()
-        dist.destroy_process_group()
+        leave()
 
 
-def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None) -> Groups:
+def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None, *, timeout: float) -> Groups:
     """World, node and rail groups of a rank, inside the process group that was initialised.
 
     All ranks must call it at the same time. `shared` is how the ranks of this machine meet; None leaves it to torch.
+    `timeout` in seconds bounds the operations in nodes and on rails.
     """
     world = ProcessGroupComm(dist.group.WORLD)
     if len(topology.node_groups) == 1:
         return Groups(topology, shared or world, shared or world, None)
-    node: Comm | None = shared or _own(rank, topology.node_groups)
+    node: Comm | None = shared or _own(rank, topology.node_groups, timeout)
     assert node is not None, "every rank has a machine"
-    return Groups(topology, world, node, _own(rank, topology.full_rails))
+    return Groups(topology, world, node, _own(rank, topology.full_rails, timeout))
 
 
-def _own(rank: int, groups: Sequence[Sequence[int]]) -> ProcessGroupComm | None:
+def connect(groups: Groups, device: str) -> None:
+    """Has the ranks of each group exchange a number, the groups in one order on every rank. Raises StartError where
+    another one comes back.
+
+    The first sends in a group must be joined by all of its ranks (see torch.distributed.batch_isend_irecv), and in a
+    merge some have nothing to send: here each sends to the next. What cannot be connected shows now, not in a step.
+    """
+    comms = [comm for comm in (groups.world, groups.node, groups.rail) if comm is not None]
+    for comm in dict.fromkeys(comms):
+        rank, size = comm.rank, comm.world_size
+        if size == 1:
+            continue
+        number = torch.tensor([rank], device=device)
+        received = comm.permute(number, (rank + 1) % size, (rank - 1) % size)
+        if (total := int(comm.all_reduce(received, "sum"))) != sum(range(size)):
+            raise StartError(f"device: between the GPUs of {size} ranks numbers get lost: their sum is {total}")
+
+
+def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessGroupComm | None:
     """Makes process groups of these ranks; the one that `rank` belongs to."""
-    made = [dist.new_group(list(group)) for group in groups]
+    made = [dist.new_group(list(group), timeout=timedelta(seconds=timeout)) for group in groups]
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 

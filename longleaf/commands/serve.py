@@ -56,7 +56,12 @@ class ServeFlags:
         str | None, option(RANKS, "A running Ray cluster to join, such as auto.", default="start one here")
     ] = None
     device: Annotated[
-        DeviceName, option(RANKS, "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs.")
+        DeviceName,
+        option(
+            RANKS,
+            "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs; cuda: on GPUs, "
+            "which those of the local launcher may share.",
+        ),
     ] = _DEFAULTS.device
     kernels: Annotated[
         KernelsChoice, option(RANKS, "What computes attention there; auto: the fastest that can be had.")

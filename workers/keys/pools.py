@@ -22,6 +22,8 @@ log = logging.getLogger("longleaf.pools")  # what the library logs while a rank 
 
 FREE_MEMORY_SHARE = 0.4
 """Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+CONTEXT = 1 << 29
+"""Bytes that CUDA takes of a GPU for each process, which torch does not count: some hundred MiB, at the upper end."""
 
 
 def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
@@ -38,12 +40,13 @@ def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, Layer
 
 
 def make_pool(
-    model: models.Model, config: EngineConfig, num_ranks_here: int
+    model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int = 1
 ) -> tuple[Pool | QuantizedPool, Windows | None]:
     """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
-    size was asked for, the ranks of this machine share what is free. Raises StartError when there is no block, or no
-    room for windows, and ModelRefused when they cannot be kept as asked."""
-    num_blocks, windows = share_out(model, config, config.kv_bytes or default_kv_bytes(model, config, num_ranks_here))
+    size was asked for, the ranks of this machine, or of this GPU, share what is free. Raises StartError when there is
+    no block, or no room for windows, and ModelRefused when they cannot be kept as asked."""
+    kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)
+    num_blocks, windows = share_out(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
     kind = QuantizedPool if config.kv_dtype == "int8" else Pool
     size, dtype, device = config.block_size, model.dtype, model.device
@@ -116,11 +119,11 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int) -> None:
+def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> None:
     """Raises StartError when the pools that were asked for are larger than all the memory that there is for them."""
     if config.kv_bytes is None:
         return
-    memory, num_sharing = memory_of(device), sharing(device, num_ranks_here)
+    memory, num_sharing = memory_of(device), sharing(device, num_ranks_here, ranks_per_gpu)
     if config.kv_bytes * num_sharing > memory.total:
         where = "this machine" if device == "cpu" else device
         there = f"the {memory.total:,} bytes of memory that {where} has for them"
@@ -129,19 +132,26 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int) -> No
         )
 
 
-def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int) -> int:
+def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int) -> int:
     """Bytes for keys and values when none were asked for: of what is free beside the weights now."""
-    return kv_bytes_within(memory_of(model.device), model.device, model, config, num_ranks_here)
+    memory = memory_of(model.device) if ranks_per_gpu == 1 else share_of(model.device, ranks_per_gpu)
+    return kv_bytes_within(memory, model.device, model, config, num_ranks_here, is_shared=ranks_per_gpu > 1)
 
 
 def kv_bytes_within(
-    memory: machine.Memory, device: str, model: models.Model, config: EngineConfig, num_ranks_here: int
+    memory: machine.Memory,
+    device: str,
+    model: models.Model,
+    config: EngineConfig,
+    num_ranks_here: int,
+    *,
+    is_shared: bool = False,
 ) -> int:
     """Bytes for keys and values of each rank: a share of what a machine has free, for others use it too; of a GPU all
     but what steps need."""
     if device == "cpu":
         return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
-    needed = workspace(model, config, num_ranks_here, memory.total)
+    needed = workspace(model, config, num_ranks_here, memory.total, uses_nccl=not is_shared)
     found = max(0, memory.free - needed.total)
     of = f"{human_bytes(found)} of {human_bytes(memory.free)} that {device} has free beside the weights"
     log.info("kv_bytes: %s; the others are %s", of, needed)
@@ -156,6 +166,13 @@ def memory_of(device: str) -> machine.Memory:
     return machine.Memory(total, free)
 
 
-def sharing(device: str, num_ranks_here: int) -> int:
-    """How many ranks share that: those of the machine; a GPU has one rank only."""
-    return num_ranks_here if device == "cpu" else 1
+def share_of(device: str, num_ranks: int) -> machine.Memory:
+    """What there is for one of the ranks that share a GPU, whatever the others have taken of theirs by now."""
+    memory = memory_of(device)
+    share = memory.total // num_ranks
+    return machine.Memory(share, min(memory.free, share - CONTEXT - torch.cuda.memory_reserved(device)))
+
+
+def sharing(device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> int:
+    """How many ranks share that: those of the machine, or of the GPU."""
+    return num_ranks_here if device == "cpu" else ranks_per_gpu

@@ -56,8 +56,11 @@ class Workspace:
         return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
 
 
-def workspace(model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int) -> Workspace:
-    """What the steps of a rank need on a GPU of so many bytes, beside weights, keys and values."""
+def workspace(
+    model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int, *, uses_nccl: bool = True
+) -> Workspace:
+    """What the steps of a rank need on a GPU of so many bytes, beside weights, keys and values. Without NCCL, what
+    ranks exchange is copied to and from the host."""
     text = model.module.config.get_text_config()
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
     num_rows = max(min(longest, config.chunk_size), config.max_sequences)
@@ -67,7 +70,7 @@ def workspace(model: Model, config: EngineConfig, num_ranks_here: int, total_byt
         chunk=in_model + num_logits * torch.float32.itemsize,
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
-        exchange=_exchange(config.world_size, num_ranks_here),
+        exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
         fragments=int(total_bytes * FRAGMENTS),
     )
 

@@ -1,15 +1,16 @@
 """Where ranks meet: who can reach it, and what they tell one another there."""
 
 import socket
+from datetime import timedelta
 
 import psutil
 import pytest
 import torch.distributed
 
 from longleaf.comm import process_group
-from longleaf.comm.process_group import connect_store, open_store
+from longleaf.comm.process_group import Carrier, connect_store, open_store
 from longleaf.comm.shared_memory import Word
-from tests.support.processes import run_ranks
+from tests.support.processes import TIMEOUT, run_ranks
 
 
 def listening() -> set[tuple[str, int]]:
@@ -54,3 +55,14 @@ def tell(rank, owner):
 def test_every_rank_hears_the_words_of_all() -> None:
     words = [Word("/a/path", "why " * rank) for rank in range(3)]
     assert run_ranks("abc", tell) == [words] * 3
+
+
+def limits(rank, owner):
+    """How long operations in each group may take."""
+    groups = [comm._group for comm in (owner.groups.world, owner.groups.node, owner.groups.rail)]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_operations_in_nodes_and_on_rails_take_no_longer_than_others() -> None:
+    """Left to itself torch gives groups that are made later half an hour."""
+    assert run_ranks("aabb", limits, carrier=Carrier("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4

@@ -17,6 +17,7 @@ from longleaf.attention import merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
 from longleaf.comm.leftovers import FOLDER, Maker, started_at
+from longleaf.comm.process_group import Carrier
 from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.kernels.cpu.compiled import Compiled
@@ -447,7 +448,8 @@ def count_bytes(rank, owner):
 def test_what_merges_send_is_counted(shared):
     out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
     half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
-    (counted, first), (same, second) = run_ranks("aa", count_bytes, transport="shared_memory" if shared else "gloo")
+    carrier = Carrier("shared_memory" if shared else "gloo")
+    (counted, first), (same, second) = run_ranks("aa", count_bytes, carrier=carrier)
     packed = {
         "gather": (1, out + lse),
         "butterfly": (1, out + lse),

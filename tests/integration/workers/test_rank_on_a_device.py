@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from longleaf.comm.staged import StagedComm
 from longleaf.config import rank_environment
 from longleaf.errors import ModelRefused, StartError
+from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.driver import FREE
-from tests.support.accelerator.ranks import PretendedRank
+from tests.support.accelerator.ranks import PretendedComm, PretendedRank
 from workers.model import model as models
 from workers.model.weights import going_to
 from zoo import families as zoo
@@ -133,6 +135,20 @@ def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
 def test_a_pool_beyond_the_device_is_refused(llama):
     with pytest.raises(StartError, match=f"bytes of memory that {DEVICE} has"):
         PretendedRank(llama, kv_bytes=81 << 30)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "permute"])
+def test_what_ranks_that_share_a_device_exchange_is_copied_to_the_host_and_back(name):
+    accelerator = Accelerator()
+    with accelerator.running():
+        tensor = torch.ones(2, 3, device=DEVICE)
+        accelerator.log.take()
+        comm = StagedComm(PretendedComm(accelerator.log, 2))
+        found = getattr(comm, name)(tensor, *((1, 1) if name == "permute" else ()))
+        log = accelerator.log.take()
+    assert str(found.device) == DEVICE
+    told = [(event.kind, event.num_bytes) for event in log.of("to host", "exchange", "to device")]
+    assert told == [("to host", tensor.nbytes), ("exchange", found.nbytes), ("to device", found.nbytes)]
 
 
 MEASURE = """

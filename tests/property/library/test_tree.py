@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
+from longleaf.comm.process_group import Carrier
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.topology import Topology
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
@@ -207,12 +208,26 @@ def merged_bits(rank, owner):
 
 @pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
 def test_merges_over_gloo_processes(machines):
-    results = run_ranks(machines, merge_over_gloo, transport="gloo")
+    results = run_ranks(machines, merge_over_gloo, carrier=Carrier("gloo"))
     assert [first for first, _ in results] == [40] * len(machines)
     assert all(bits == results[0][1] for _, bits in results)
 
 
 @pytest.mark.parametrize("machines", ["aaa", "aaab"])
 def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
-    shared, plain = (run_ranks(machines, merged_bits, transport=way) for way in ("shared_memory", "gloo"))
+    shared, plain = (run_ranks(machines, merged_bits, carrier=Carrier(way)) for way in ("shared_memory", "gloo"))
     assert all(bits == plain[0] for bits in (*shared, *plain))
+
+
+def merged_in_stages(rank, owner):
+    """What `merged_bits` gives, how its tensors travelled, and what was merged by each way there is."""
+    groups = owner.groups
+    merge_over_gloo(rank, owner)
+    return {type(comm).__name__ for comm in (groups.world, groups.node)}, merged_bits(rank, owner)
+
+
+def test_ranks_get_the_same_bits_through_copies_on_the_host() -> None:
+    """As tensors of a GPU travel that ranks share; here they lie on the CPU, under another name."""
+    staged = run_ranks("aaab", merged_in_stages, carrier=Carrier("gloo", "cpu:0"))
+    [plain, *_] = run_ranks("aaab", merged_bits, carrier=Carrier("gloo"))
+    assert staged == [({"StagedComm"}, plain)] * 4

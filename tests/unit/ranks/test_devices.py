@@ -3,6 +3,7 @@
 import pytest
 
 from coordinator.ranks.ray_fleet import bundle_for
+from longleaf.comm.process_group import fastest_transport
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from workers.rank import choose_device
@@ -52,17 +53,30 @@ def test_gpus_that_are_asked_for_must_be_there():
     ],
 )
 def test_a_rank_computes_on_the_gpu_that_it_was_given(wanted, gpu, num_gpus, device):
-    assert choose_device(wanted, gpu, num_gpus, num_ranks_here=2) == device
+    assert choose_device(wanted, gpu, num_gpus, num_ranks=2) == device
 
 
-@pytest.mark.parametrize("wanted", ["auto", "cuda"])
 @pytest.mark.parametrize(("gpu", "num_gpus"), [(1, 1), (3, 2)])
-def test_ranks_that_would_share_a_gpu_are_refused(wanted, gpu, num_gpus):
-    reason = rf"^device: 4 ranks, .* this machine has {num_gpus} GPUs?: .*--world-size {num_gpus} .*--device cpu"
-    with pytest.raises(StartError, match=reason):
-        choose_device(wanted, gpu, num_gpus, num_ranks_here=4)
+def test_ranks_that_would_share_a_gpu_are_refused_unless_gpus_were_asked_for(gpu, num_gpus):
+    ways = rf"--world-size {num_gpus} .*--launcher local --device cuda.*--device cpu"
+    with pytest.raises(StartError, match=rf"^device: 4 ranks, .* this machine has {num_gpus} GPUs?: .*{ways}"):
+        choose_device("auto", gpu, num_gpus, num_ranks=4)
+    assert choose_device("cuda", gpu, num_gpus, num_ranks=4) == f"cuda:{gpu % num_gpus}"
 
 
 def test_a_gpu_that_is_asked_for_must_be_there():
     with pytest.raises(StartError, match="torch sees no GPU"):
-        choose_device("cuda", 0, 0, num_ranks_here=1)
+        choose_device("cuda", 0, 0, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("places", "transport"),
+    [
+        (["cpu", "cpu"], "shared_memory"),
+        (["GPU-a", "GPU-b"], "nccl"),
+        (["GPU-a", "GPU-b", "GPU-a"], "gloo"),
+        (["GPU-a", "cpu"], "gloo"),
+    ],
+)
+def test_gpus_that_are_shared_and_mixed_places_meet_over_gloo(places, transport):
+    assert fastest_transport(places) == transport

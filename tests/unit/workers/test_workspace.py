@@ -1,13 +1,16 @@
 """What a rank on a GPU leaves free for its steps: what each number of a model and of a fleet adds to it."""
 
+from dataclasses import replace
+
 import pytest
 
 from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.units import human_bytes
 from workers.check import kv_bytes_beside, outline
+from workers.keys import pools
 from workers.keys import workspace as workspaces
-from workers.keys.pools import kv_bytes_within
+from workers.keys.pools import CONTEXT, default_kv_bytes, kv_bytes_within
 from workers.keys.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
 from zoo.checkpoints import make_checkpoint
 
@@ -96,6 +99,19 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
     told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
     assert caplog.messages == [begin + told]
     assert kv_bytes_within(machine.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
+
+
+def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, monkeypatch):
+    """Whatever the others have taken by now. They do not meet over NCCL."""
+    model, config = replace(model_of(), device="cuda:0"), EngineConfig(model="", world_size=2)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 3 * GIB)
+    found = []
+    for free in (60 * GIB, 20 * GIB):
+        monkeypatch.setattr(pools, "memory_of", lambda device, free=free: machine.Memory(TOTAL, free))
+        found.append(default_kv_bytes(model, config, 2, 2))
+    needed = workspace(model, config, 2, TOTAL // 2, uses_nccl=False)
+    assert needed.exchange == 0
+    assert found == [TOTAL // 2 - 3 * GIB - CONTEXT - needed.total, 20 * GIB - needed.total]
 
 
 def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):

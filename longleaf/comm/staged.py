@@ -1,0 +1,51 @@
+"""Tensors of devices that travel through the memory of their hosts: for ranks that share a GPU, which NCCL refuses.
+
+Gloo alone would not do: it sends and receives from the memory of the host only.
+"""
+
+import torch
+from torch import Tensor
+
+from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
+
+
+class StagedComm:
+    """Copies each tensor to the host, gives it to another Comm, and copies the result to where the tensor lies.
+
+    Each operation waits for the device. Results have memory of their own.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.transport: Transport = comm.transport
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self._comm = comm
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._comm.all_gather(on_host(tensor)).to(tensor.device)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self._comm.all_to_all(on_host(tensor)).to(tensor.device)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        return self._comm.all_reduce(on_host(tensor), op).to(tensor.device)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._comm.broadcast(on_host(tensor)).to(tensor.device)
+
+    def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
+        received = self._comm.permute(on_host(tensor), to, source)
+        return tensor if source == self.rank else received.to(tensor.device)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, pinned where the tensor lies on a GPU: it is not copied once more on its way. Torch
+    keeps such memory, so that only the first copy of a size has to ask for it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def staged(groups: Groups) -> Groups:
+    """The groups, for tensors of a device."""
+    world = StagedComm(groups.world)
+    node = world if groups.node is groups.world else StagedComm(groups.node)
+    return Groups(groups.topology, world, node, StagedComm(groups.rail) if groups.rail is not None else None)

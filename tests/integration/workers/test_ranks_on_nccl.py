@@ -1,0 +1,84 @@
+"""Whole ranks, as threads, that join, execute plans and leave over a pretended NCCL: the same calls on each of them."""
+
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from longleaf.channel.lives import Join
+from longleaf.channel.step import Decode, Prefill
+from longleaf.comm import process_group
+from longleaf.comm.fakes import FakeDistributed
+from longleaf.errors import RanksDisagree
+from tests.support.scheduling import Bench
+from tests.support.threads import config_for, make_spec
+from workers.rank import Rank
+from zoo.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, num_layers=2)
+
+
+class Fleet:
+    """Ranks that are loaded, on the machines of `machines`, a letter per rank; they execute what a scheduler plans."""
+
+    def __init__(self, folder: Path, machines: str, **settings: object) -> None:
+        size = len(machines)
+        self.calls, self._nodes = FakeDistributed(size), tuple(machines)
+        config = config_for(folder, world_size=size, chunk_size=32, block_size=4, replicate_below=8, **settings)
+        self.ranks = [Rank(make_spec(rank, config)) for rank in range(size)]
+        for rank in self.ranks:
+            rank.load()
+            rank._store = self.calls.store
+        ready = self.ranks[0]._ready
+        same = ("chunk_size", "block_size", "replicate_below", "window_keys", "max_sequences")
+        options = {name: getattr(config, name) for name in same}
+        self.bench = Bench(blocks=(ready.num_blocks,) * size, windows=ready.windows, world_size=size, **options)
+
+    def live(self, *, forgetful: int | None = None) -> Counter[type]:
+        """Joins, reads a document and two prompts, answers, leaves; kinds of work that were done. The rank `forgetful`
+        leaves out the last plan."""
+        self.bench.ingest("book", 90)
+        plans = self.bench.run()
+        self.bench.ask(40, 3, "book")
+        self.bench.ask(5, 3, None)
+        plans += self.bench.run()
+
+        def work(number: int) -> str:
+            rank = self.ranks[number]
+            ready = rank.join(Join(1, "", 0, self._nodes))
+            for plan in plans[:-1] if number == forgetful else plans:
+                rank.execute(plan)
+            rank.close()
+            return ready.transport
+
+        with (
+            patch.object(process_group, "dist", self.calls),
+            patch.object(process_group, "place_of", lambda _: f"GPU-{self.calls.own_rank}"),
+        ):
+            assert set(self.calls.run(work)) == {"nccl"}
+        self.calls.check()
+        return Counter(type(plan.work) for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("machines", "settings"),
+    [
+        ("aaa", {"merge": "butterfly", "prefill": "queries"}),
+        ("aab", {"merge": "hierarchy", "prefill": "keys", "window_keys": "replicated"}),
+    ],
+)
+def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machines, settings):
+    fleet = Fleet(folder, machines, **settings)
+    done = fleet.live()
+    assert done[Prefill] > 2
+    assert done[Decode] > 2
+    assert Counter(fleet.calls.ended) == Counter((rank, "aborted") for rank in range(3))
+
+
+def test_a_rank_that_leaves_out_a_step_is_found(folder):
+    with pytest.raises(RanksDisagree, match="rank 1 waits"):
+        Fleet(folder, "aaa", merge="gather").live(forgetful=2)
