@@ -22,6 +22,7 @@ from longleaf.errors import ModelRefused
 from longleaf.geometry import Reach, Rotary
 from longleaf.kernels.backend import lies_in
 from workers.model import hook, latent
+from workers.model.heap import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
 from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 
@@ -139,7 +140,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     try:
         check_weights(Path(folder), config)
         loader: Any = auto_class(config)  # its annotations do not know output_loading_info
-        with going_to(device):
+        with large_blocks_apart(), going_to(device):
             module, report = loader.from_pretrained(
                 folder,
                 config=config,
