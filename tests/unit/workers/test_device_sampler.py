@@ -8,7 +8,7 @@ import torch
 
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
-from workers.sampling import device_sampler
+from workers.sampling import device_sampler, distribution
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.fixed_shape import Parameters
 from workers.sampling.history import Histories
@@ -128,6 +128,23 @@ def told(tokens):
         else None
         for token in tokens
     ]
+
+
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}]
+)
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
+def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, drawn, monkeypatch):
+    """The least of top-p, the most of min-p, and a number as rounding may make it, beyond the last token."""
+    monkeypatch.setattr(device_sampler, "uniforms", lambda seed, index, count: [drawn] * count)
+    sampling = Sampling(temperature=1.0, **cut)
+    for step in range(1, 40):
+        logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
+        logits_RV[:, -9:] = -torch.inf
+        found = DeviceSampler("cpu").start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
+        assert [token and token.id for token in found] == [
+            distribution.draw(logits_V, sampling, drawn) for logits_V in logits_RV.double()
+        ]
 
 
 def test_all_settings_are_mixed():
