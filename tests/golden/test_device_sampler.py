@@ -20,14 +20,16 @@ SAMPLINGS = (
 
 
 async def answers(golden, world_size, watch):
-    """The tokens of prompts that are answered at the same time, and what ended each."""
+    """Ids and numbers of logprobs of prompts that are answered at the same time, and what ended each. The logprobs
+    themselves depend on which rows a step had, in the last bits."""
     config = config_for(golden.folder, world_size=world_size, chunk_size=300)
 
     async def ask(sampling):
         tokens = []
         try:
             async for event in engine.submit(Prompt(token_ids=golden.prompt[-200:], sampling=sampling, context=None)):
-                tokens += event.tokens if isinstance(event, Tokens) else []
+                found = event.tokens if isinstance(event, Tokens) else ()
+                tokens += [(token.id, token.logprobs and len(token.logprobs.top)) for token in found]
         except NotFinite as error:
             return tokens, error.tokens
         return tokens, ""
