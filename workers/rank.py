@@ -1,7 +1,6 @@
 """One rank: a model, its share of the keys and values, and its place in the group."""
 
 import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +39,15 @@ from workers.keys.pools import (
     windowed_layers,
 )
 from workers.model import model as models
-from workers.sampling.sampler import Sampler
+from workers.sampling.device_sampler import make_sampler
+from workers.sampling.sampler import NO_TOKEN
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs
 from workers.step.layers import RowLayer
 from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
+from workers.transfers import ToHost, to_device
 from workers.verification import Verifier
-
-NO_TOKEN = Token(0)
-"""Told of a sequence whose logits are not finite, or were not before: ranks go on with it until that is released."""
 
 
 class Rank:
@@ -70,9 +68,7 @@ class Rank:
         self._store: Store | None = None
         self._sequences = Sequences(self._config.block_size)
         self._last_ids: dict[int, int] = {}
-        self.sampler = Sampler()
-        self._broken: set[int] = set()
-        """Sequences whose logits were not finite: no token is chosen for them any more."""
+        self.sampler = make_sampler(self._device)
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -165,7 +161,6 @@ class Rank:
         self._ledger.release(plan.release_segments)
         for sequence in plan.release_sequences:
             self._last_ids.pop(sequence, None)
-        self._broken.difference_update(plan.release_sequences)
         self.sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
@@ -198,43 +193,44 @@ class Rank:
         inputs = self._inputs.decode(work, self._last_ids)
         step = DecodeStep(inputs, self.pool, self.backend, self.peers)
         rows = [row for row in work.rows if row.token_index >= 0]
-        ids = torch.zeros(len(rows), dtype=torch.long, device=self._device)
-        tokens: dict[int, Token] = {}
-        if self._spec.rank == 0:
-            tokens = self._choose(rows, self._logits(inputs, step))
-            chosen = [tokens.get(row.sequence, NO_TOKEN).id for row in rows]
-            ids = torch.tensor(chosen, dtype=torch.long, device=self._device)
-        else:
-            self._forward(self.model.decoder, inputs, step)
-        if self.peers and rows:
-            ids = self.peers.comm.broadcast(ids)
-        self._last_ids.update(zip([row.sequence for row in rows], ids.tolist(), strict=True))
         if self._spec.rank != 0:
+            self._forward(self.model.decoder, inputs, step)
+            self._note(rows, self._receive(len(rows)))
             return result
+        logits_RV = self._logits(inputs, step)
+        tokens = self._choose(rows, logits_RV) if rows else []
+        self._note(rows, [(token or NO_TOKEN).id for token in tokens])
+        self._verifier.take(rows, tokens, logits_RV)
+        broken = self.sampler.broken
         return msgspec.structs.replace(
             result,
-            tokens=tokens,
+            tokens={row.sequence: token for row, token in zip(rows, tokens, strict=True) if token is not None},
             kv_bytes_read=step.kv_bytes_read,
-            not_finite=tuple(row.sequence for row in rows if row.sequence in self._broken),
-            comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in self._broken),
+            not_finite=tuple(row.sequence for row in rows if row.sequence in broken),
+            comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
         )
 
-    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> dict[int, Token]:
-        """A token for each row, by sequence; none where logits are not finite, or were not before."""
-        pairs = zip(rows, highest_are_finite(logits_RV), strict=True)
-        self._broken.update(row.sequence for row, is_finite in pairs if not is_finite)
-        kept = [i for i, row in enumerate(rows) if row.sequence not in self._broken]
-        if not kept:
-            return {}
-        if len(kept) < len(rows):
-            rows, logits_RV = [rows[i] for i in kept], logits_RV[kept]
-        tokens = self.sampler.choose(rows, logits_RV)
-        self._verifier.take(rows, tokens, logits_RV)
-        return {row.sequence: token for row, token in zip(rows, tokens, strict=True)}
+    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token | None]:
+        """The tokens of rows, which the other ranks are told. None where there can be none."""
+        choice = self.sampler.start(rows, logits_RV)
+        if self.peers:
+            self.peers.comm.broadcast(choice.ids())
+        return choice.tokens()
+
+    def _receive(self, num_rows: int) -> list[int]:
+        """The ids that rank 0 has chosen."""
+        if not self.peers or not num_rows:
+            return []
+        ids_R = self.peers.comm.broadcast(torch.zeros(num_rows, dtype=torch.long, device=self._device))
+        return ToHost(ids_R).wait().tolist()
+
+    def _note(self, rows: Sequence[Row], ids: Sequence[int]) -> None:
+        """Remembers the last token of each sequence, for the next step."""
+        self._last_ids.update(zip([row.sequence for row in rows], ids, strict=True))
 
     def _logits(self, inputs: Inputs[RowLayer], step: DecodeStep) -> Tensor:
         """Logits [R, V] of the R rows to sample from."""
-        keep = torch.tensor(inputs.sample_rows, dtype=torch.long, device=self._device)
+        keep = to_device(torch.tensor(inputs.sample_rows, dtype=torch.long), self._device)
         return self._forward(self.model.module, inputs, step, logits_to_keep=keep)[0][0]
 
     def _forward(
@@ -243,12 +239,6 @@ class Rank:
         self.model.ropes.rows = inputs.ropes
         arguments = self.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
-
-
-def highest_are_finite(logits_RV: Tensor) -> list[bool]:
-    """Whether a token can be chosen from each row: there is no NaN in it, and its highest logit is finite. A logit of
-    -inf is a token that the model rules out."""
-    return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:

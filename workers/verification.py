@@ -62,13 +62,15 @@ class Verifier:
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, Compared] = {}
 
-    def take(self, rows: Sequence[Row], tokens: Sequence[Token], logits_RV: Tensor) -> None:
+    def take(self, rows: Sequence[Row], tokens: Sequence[Token | None], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
-        for i, row in enumerate(rows):
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if token is None:
+                continue
             if row.terms is not None and row.terms.reference_ids:
                 self._answers[row.sequence] = Compared(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
-                answer.add(row, tokens[i].id, logits_RV[i])
+                answer.add(row, token.id, logits_RV[i])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
         """Compares answers that rows completed, by sequence. What plain attention cannot do is told, not raised."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
@@ -52,11 +54,12 @@ class Bench:
         ends: tuple[int, ...] = (),
         priority: int = 0,
         num_samples: int = 1,
+        sampling: Sampling | None = None,
     ) -> int:
         prompt = Prompt(
             context=context,
             token_ids=tuple(range(count)),
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
             claim=Claim(priority=priority),
             num_samples=num_samples,

@@ -12,8 +12,10 @@ from transformers import PreTrainedConfig
 
 from longleaf.config import EngineConfig
 from longleaf.runs import ceil_div
+from longleaf.sampling import MAX_BIASES
 from longleaf.units import human_bytes
 from workers.model.model import LayerSpec, Model
+from workers.sampling.device_sampler import MAX_LOGITS
 
 MAX_GATHERED = 1 << 16
 """Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
@@ -24,6 +26,12 @@ WIDE_TENSORS = 6
 becomes of one of them, and their product, beside the residual."""
 PARTIALS = 4
 """Times that the partials of a chunk are there: as computed, packed, received, and while they are folded."""
+CHOOSING = 8 * 8
+"""Bytes for each logit that is computed on: as float64, sorted, where it was, and as much again while it is sorted."""
+HISTORY, BIAS = 5, 16
+"""Bytes of each token of the vocabulary, and of each bias, of a sequence that has penalties or biases."""
+GROWTH = 3
+"""Times that they are there while there is made room for twice as many."""
 KERNELS = 1 << 29
 """Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
 COMMUNICATOR = 1 << 30
@@ -40,6 +48,8 @@ class Workspace:
 
     chunk: int
     """What the model makes of the rows of a step, its logits included."""
+    sampling: int
+    """What tokens are chosen with, and what is remembered for their penalties."""
     partials: int
     """Queries and partials of all ranks' rows, or the keys that are gathered instead."""
     kernels: int
@@ -52,7 +62,7 @@ class Workspace:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        names = ("chunks", "partials", "kernels", "NCCL", "fragments")
+        names = ("chunks", "sampling", "partials", "kernels", "NCCL", "fragments")
         return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
 
 
@@ -64,10 +74,11 @@ def workspace(
     text = model.module.config.get_text_config()
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
     num_rows = max(min(longest, config.chunk_size), config.max_sequences)
-    num_logits = 2 * config.max_sequences * text.vocab_size  # as they come, and wide
+    num_logits = config.max_sequences * text.vocab_size
     in_model = num_rows * num_copies(text) * WIDE_TENSORS * widest(model) * model.dtype.itemsize
     return Workspace(
         chunk=in_model + num_logits * torch.float32.itemsize,
+        sampling=_sampling(config.max_sequences, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
         exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
@@ -94,6 +105,11 @@ def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int
     queries = num_rows * config.world_size * spec.num_heads * per_head
     is_gathering = config.prefill == "keys" and config.world_size > 1
     return max(queries, 2 * MAX_GATHERED * spec.num_stored * size if is_gathering else 0)
+
+
+def _sampling(max_sequences: int, vocabulary_size: int) -> int:
+    num_together = max(vocabulary_size, min(MAX_LOGITS, max_sequences * vocabulary_size))
+    return num_together * CHOOSING + GROWTH * max_sequences * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:

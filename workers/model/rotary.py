@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longleaf.errors import ModelRefused
 from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from workers.transfers import to_device
 
 LENGTH_DEPENDENT = {"longrope": False, "dynamic": True}
 """Scalings that depend on the number of positions, and whether each number has one of its own."""
@@ -52,7 +53,7 @@ def row_ropes(ropes: Iterable[Rope], device: str) -> Rows:
     kinds = list(dict.fromkeys(listed))
     if len(kinds) == 1:
         return {kinds[0]: None}
-    return {kind: torch.tensor([rope == kind for rope in listed], device=device) for kind in kinds}
+    return {kind: to_device(torch.tensor([rope == kind for rope in listed]), device) for kind in kinds}
 
 
 class LongRotary(nn.Module):

@@ -1,4 +1,4 @@
-"""Draws the tokens of many rows at once, each as `distribution.py` defines it, or not at all.
+"""Draws the tokens of many rows at once on a CPU, each as `distribution.py` defines it, or not at all.
 
 Both compute in float64 from the same scores, but in another order, so that sums differ in their last bits. That matters
 only where a sum comes as close to a limit as rounding may take it: to where top-p cuts, or to the number that is drawn.
@@ -106,13 +106,13 @@ def cut_top_p(shares_V: Tensor, scores_V: Tensor, top_p: float, margin: float) -
 def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) -> bool:
     """As `cut_top_p`, of the N tokens that need a look."""
     levels_N = levels(scores_N)
-    reached_L = shares_N.new_zeros(LEVELS).scatter_add_(0, levels_N, shares_N).cumsum(0).cpu().numpy()
+    reached_L = shares_N.new_zeros(LEVELS).scatter_add_(0, levels_N, shares_N).cumsum(0).numpy()
     level = min(int(np.searchsorted(reached_L, top_p)), LEVELS - 1)
     ids = places(levels_N, operator.eq, level)
     if not len(ids):  # all shares together, rounded, stay below top-p
         return False
-    order = np.argsort(scores_N[ids].cpu().numpy(), kind="stable")[::-1]  # of equal ones that of larger id first
-    shares = shares_N[ids].cpu().numpy()[order]
+    order = np.argsort(scores_N[ids].numpy(), kind="stable")[::-1]  # of equal ones that of larger id first
+    shares = shares_N[ids].numpy()[order]
     limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()  # before the first of them too, if any is
     reached = limits[-len(ids) :]
     num_kept = min(1 + int((reached < top_p).sum()), len(ids))
@@ -130,10 +130,8 @@ def levels(scores_N: Tensor) -> Tensor:
 
 
 def places(values_N: Tensor, compare: Callable[[Any, float], Any], limit: float) -> Tensor:
-    """Where a comparison is true. On CPUs numpy compares and finds in a fraction of the time that torch takes."""
-    if values_N.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(compare(values_N.numpy(), limit)))
-    return compare(values_N, limit).nonzero()[:, 0]
+    """Where a comparison is true. Numpy compares and finds in a fraction of the time that torch takes."""
+    return torch.from_numpy(np.flatnonzero(compare(values_N.numpy(), limit)))
 
 
 def cut_min_p(shares_RV: Tensor, min_p_R1: Tensor) -> Tensor:

@@ -66,19 +66,18 @@ class Penalties:
         The bias is what transformers' SequenceBiasLogitsProcessor does to single ids, the repetition penalty what its
         RepetitionPenaltyLogitsProcessor does; presence and frequency penalties are those of the OpenAI API.
         """
-        device = logits_V.device
         if len(self._biased_ids):
-            logits_V.index_add_(0, self._biased_ids.to(device), self._biases.to(device))
+            logits_V.index_add_(0, self._biased_ids, self._biases)
         if self._history is None:
             return
         sampling = self._sampling
         if sampling.repetition_penalty != 1.0:
-            ids = self._history.seen_ids.to(device)
+            ids = self._history.seen_ids
             found = logits_V[ids]
             factor = sampling.repetition_penalty
             logits_V[ids] = torch.where(found < 0, found * factor, found / factor)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            ids, counts = self._history.answer_ids.to(device), self._history.counts.to(device)
+            ids, counts = self._history.answer_ids, self._history.counts
             logits_V[ids] = logits_V[ids] - sampling.presence_penalty - counts * sampling.frequency_penalty
 
 

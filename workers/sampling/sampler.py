@@ -1,19 +1,50 @@
-"""Chooses tokens from logits. Random numbers depend on (seed, token index) alone, never on the batch."""
+"""Chooses tokens from logits on a CPU. Random numbers depend on (seed, token index) alone, never on the batch."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longleaf.channel.step import Row, Terms
-from longleaf.sampling import Logprobs, Token, TokenLogprob
+from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
+from workers.sampling.logprobs import logprobs
 from workers.sampling.penalties import Penalties
+from workers.sampling.uniforms import uniform
+
+NO_TOKEN = Token(0)
+"""Told of a sequence whose logits are not finite, or were not before: ranks go on with it until that is released."""
 
 MAX_LOGITS = 1 << 19
 """Logits that are computed on together, unless one row alone has more: in float64 4 MiB, which an allocator hands out
 again instead of asking the system for pages each time."""
+
+
+class Choice(Protocol):
+    """The next tokens of rows."""
+
+    def ids(self) -> Tensor:
+        """For the other ranks: [R], int64, where the logits are."""
+        ...
+
+    def tokens(self) -> list[Token | None]:
+        """None where the logits are not finite, or were not before."""
+        ...
+
+
+class Chosen:
+    """Tokens that are on the host. Implements Choice."""
+
+    def __init__(self, tokens: list[Token | None]) -> None:
+        self._tokens = tokens
+
+    def ids(self) -> Tensor:
+        return torch.tensor([(token or NO_TOKEN).id for token in self._tokens], dtype=torch.long)
+
+    def tokens(self) -> list[Token | None]:
+        return self._tokens
 
 
 class Chooser:
@@ -27,10 +58,25 @@ class Chooser:
 
 
 class Sampler:
-    """Chooses the tokens of all sequences. Remembers the terms of each, which its first row tells."""
+    """Chooses the tokens of all sequences on a CPU. Remembers the terms of each, which its first row tells."""
 
     def __init__(self) -> None:
+        self.broken: set[int] = set()
+        """Sequences whose logits were not finite: no token is chosen for them any more."""
         self._choosers: dict[int, Chooser] = {}
+
+    def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
+        """The next token of each row that can have one."""
+        pairs = zip(rows, highest_are_finite(logits_RV), strict=True)
+        self.broken.update(row.sequence for row, is_finite in pairs if not is_finite)
+        kept = [i for i, row in enumerate(rows) if row.sequence not in self.broken]
+        tokens: list[Token | None] = [None] * len(rows)
+        if len(kept) == len(rows):
+            tokens[:] = self.choose(rows, logits_RV)
+        elif kept:
+            for i, token in zip(kept, self.choose([rows[i] for i in kept], logits_RV[kept]), strict=True):
+                tokens[i] = token
+        return Chosen(tokens)
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row, from its logits [V]."""
@@ -59,6 +105,7 @@ class Sampler:
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops what was told of sequences that have ended."""
         for sequence in sequences:
+            self.broken.discard(sequence)
             self._choosers.pop(sequence, None)
 
 
@@ -79,7 +126,7 @@ def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequen
         return argmax(scores_RV)
 
     def draw_alone(i: int) -> int:
-        [scores_V] = adjusted(logits_RV[i, None], [choosers[i]]).cpu()
+        [scores_V] = adjusted(logits_RV[i, None], [choosers[i]])
         return distribution.draw(scores_V, samplings[i], uniforms[i])
 
     samplings = [chooser.sampling for chooser in choosers]
@@ -96,31 +143,16 @@ def adjusted(logits_RV: Tensor, choosers: Sequence[Chooser]) -> Tensor:
     return scores_RV
 
 
-def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """How likely each row's token was by the logits [V] as the model gave them, and the `num_top` likeliest tokens."""
-    logits_RV = logits_RV.double()
-    # of the likeliest token, minus the logarithm of the sum: torch makes it in less time so than by log_softmax
-    logprob_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True).log()
-    ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
-    chosen_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
-    below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
-    return [
-        Logprobs(first, tuple(map(TokenLogprob, ids, values)))
-        for ids, (first, *values) in zip(ids_RN.tolist(), (below_RN + logprob_R1).tolist(), strict=True)
-    ]
-
-
 def argmax(logits_RV: Tensor) -> list[int]:
-    """The first of the highest logits of each row. On CPUs numpy finds it in a tenth of the time that torch takes."""
-    if logits_RV.device.type != "cpu":
-        return logits_RV.argmax(dim=-1).tolist()
+    """The first of the highest logits of each row. Numpy finds it in a tenth of the time that torch takes."""
     is_half = logits_RV.dtype in (torch.bfloat16, torch.float16)
     return (logits_RV.float() if is_half else logits_RV).numpy().argmax(axis=-1).tolist()
 
 
-def uniform(seed: int, token_index: int) -> float:
-    """A number in [0, 1) from a counter-based generator: key `seed`, counter `token_index`."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=token_index)).random())
+def highest_are_finite(logits_RV: Tensor) -> list[bool]:
+    """Whether a token can be chosen from each row: there is no NaN in it, and its highest logit is finite. A logit of
+    -inf is a token that the model rules out."""
+    return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
 def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:

@@ -26,6 +26,7 @@ from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.past import PastBuilder
 from workers.step.rows import Query, order, row_reads
 from workers.step.windows import WindowBuilder
+from workers.transfers import to_device
 
 LayerT = TypeVar("LayerT", bound=ChunkLayer | RowLayer)
 
@@ -164,4 +165,4 @@ class InputBuilder:
         return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._pool.device)
+        return to_device(torch.tensor(values, dtype=torch.long), self._pool.device)

@@ -23,6 +23,7 @@ from workers.keys.ledger import Ledger, slots_of
 from workers.model.model import LayerSpec
 from workers.step.layers import Replicating
 from workers.step.past import before_pieces, num_tokens, past_reads
+from workers.transfers import to_device
 
 
 class WindowBuilder:
@@ -94,7 +95,7 @@ class WindowBuilder:
         return [Extent(low, high, low - start) for low, high, start in cut if low < high]
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.long), self._device)
 
 
 def positions_of(extents: list[Extent]) -> list[int]:

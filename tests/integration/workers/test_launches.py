@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.ranks import dense
 from tests.support.accelerator.steps import (
@@ -22,6 +23,7 @@ from tests.support.accelerator.steps import (
     decoded,
     prefilled,
 )
+from workers.sampling import fixed_shape
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +73,79 @@ def by_file(log: Log, *kinds) -> Counter[tuple[str, str]]:
     return Counter((event.site.rpartition(":")[0], event.name) for event in log.of(*kinds))
 
 
-@pytest.mark.parametrize(("past", "prompts"), [(1000, ((5, "book"),)), (5000, SHARED * 4)])
-def test_a_decode_step_copies_and_waits_as_often_whatever_its_rows(past, prompts, folder_of):
-    """Today: ids, positions and slots go there, which rows are sampled, and what was sampled; back come the highest
-    logits, the ids of rank 0, and those that all ranks agreed on. No layer waits."""
-    log = decoded(Case(past=past, prompts=prompts), folder_of, dense)
-    there = {("workers/step/inputs.py", "copy"): 3, ("workers/rank.py", "copy"): 2}
-    back = {("workers/rank.py", "copy"): 2, ("workers/sampling/sampler.py", "copy"): 1}
-    assert by_file(log, "to device") == there
-    assert by_file(log, "to host") == back
-    assert len(log.of("wait")) == 8
+MIXED = (
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.9, num_logprobs=20),
+    Sampling(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
+    Sampling(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
+)
+GREEDY = (Sampling(), Sampling(num_logprobs=20))
+FROM_HERE = {("workers/step/inputs.py", "copy"): 3, ("workers/rank.py", "copy"): 1}
+"""Today: ids, positions and slots, and which rows are sampled."""
+PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
+TOLD = {("workers/sampling/device_sampler.py", "copy"): 1}
+"""Tokens, which rows are not finite, and logprobs."""
+
+
+def check_waits(log: Log) -> None:
+    """A step waits once, at its end."""
+    assert len(log.of("wait")) == 1, f"waits:\n{log.told('wait')}"
+    assert log.of("wait")[0].name == "event"
+    assert len(log.of("to host")) == 1
+
+
+@pytest.mark.parametrize(("past", "prompts"), [(1000, ((5, "book"),) * 2), (5000, SHARED * 3)])
+@pytest.mark.parametrize(("samplings", "parameters"), [(MIXED, PARAMETERS), (GREEDY, {})])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_decode_step_waits_once_whatever_its_rows(past, prompts, samplings, parameters, world_size, folder_of):
+    """Parameters of rows that are greedy went there with the first step."""
+    log = decoded(Case(past=past, prompts=prompts, samplings=samplings, world_size=world_size), folder_of, Lone)
+    check_waits(log)
+    assert by_file(log, "to device") == FROM_HERE | parameters
+    assert by_file(log, "to host") == TOLD
     assert not log.per_layer("wait", "to device", "to host")
+
+
+def test_the_other_ranks_wait_once_for_the_ids(folder_of):
+    log = decoded(Case(prompts=SHARED, samplings=MIXED, world_size=4, rank=3), folder_of, Lone)
+    check_waits(log)
+    assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 3}
+    assert by_file(log, "to host") == {("workers/rank.py", "copy"): 1}
+
+
+def test_a_wait_while_tokens_are_chosen_is_found(folder_of, monkeypatch):
+    draw = fixed_shape.draw
+
+    def waiting(scores_RV, *arguments):
+        if bool(scores_RV.isfinite().all()):
+            return draw(scores_RV, *arguments)
+        raise AssertionError("numbers of the device are ones")
+
+    monkeypatch.setattr(fixed_shape, "draw", waiting)
+    with pytest.raises(AssertionError, match="waits"):
+        check_waits(decoded(Case(prompts=SHARED, samplings=MIXED), folder_of, Lone))
+
+
+def test_to_choose_tokens_takes_as_many_launches_whatever_the_rows(folder_of):
+    """And few where they are greedy: the highest logit, whether it is finite, whose it is, and what is told of it."""
+
+    def launches(samplings, prompts):
+        found = by_file(decoded(Case(prompts=prompts, samplings=samplings), folder_of, Lone), "launch")
+        return sum(count for (file, _), count in found.items() if file.startswith("workers/sampling/"))
+
+    few, many = SHARED, SHARED * 2
+    assert launches(MIXED, few) == launches(MIXED, many) < 100
+    assert launches((Sampling(),), few) == launches((Sampling(),), many) < 10
 
 
 def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
     """And then for whether its keys are finite, which is there by then."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 3}
-    waits = {("workers/rank.py", "synchronize"): 1, ("workers/rank.py", "_local_scalar_dense"): 1}
-    assert by_file(log, "wait") == {("workers/step/inputs.py", "to device"): 3} | waits
+    assert by_file(log, "wait") == {
+        ("workers/rank.py", "synchronize"): 1,
+        ("workers/rank.py", "_local_scalar_dense"): 1,
+    }
 
 
 def test_int8_waits_in_every_layer_to_count_its_blocks(folder_of):

@@ -8,7 +8,9 @@ from bench.sampling.one_by_one import History, adjusted
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution
-from workers.sampling.sampler import Sampler, uniform
+from workers.sampling.device_sampler import DeviceSampler
+from workers.sampling.sampler import Sampler
+from workers.sampling.uniforms import uniform
 
 V = 20
 ids = st.integers(0, V - 1)
@@ -55,7 +57,12 @@ def test_rows_drawn_together_are_those_of_the_definition(
         for i, (sampling, _, told) in enumerate(asked)
     ]
     logits_RV = torch.tensor([values for _, values, _ in asked]).to(dtype)
-    found = Sampler().choose(rows, logits_RV)
-    assert [token.id for token in found] == [
+    wanted = [
         defined(logits_V, sampling, told, index) for logits_V, (sampling, _, told) in zip(logits_RV, asked, strict=True)
+    ]
+    assert [token.id for token in Sampler().choose(rows, logits_RV)] == wanted
+    is_finite = logits_RV.amax(dim=-1).isfinite().tolist()
+    found = DeviceSampler("cpu").start(rows, logits_RV).tokens()
+    assert [token and token.id for token in found] == [
+        token_id if is_right else None for token_id, is_right in zip(wanted, is_finite, strict=True)
     ]

@@ -22,7 +22,10 @@ class Driver:
     def patched(self) -> AbstractContextManager[object]:
         """Puts it in torch.cuda's place."""
         names = ("set_device", "mem_get_info", "synchronize")
-        return patch.multiple(torch.cuda, **{name: getattr(self, name) for name in names})
+        return patch.multiple(torch.cuda, Event=self.event, **{name: getattr(self, name) for name in names})
+
+    def event(self) -> "Event":
+        return Event(self._log)
 
     def set_device(self, device: object) -> None:
         self._note("set_device", device)
@@ -38,3 +41,18 @@ class Driver:
     def _note(self, name: str, device: object) -> None:
         assert is_there(device), f"{name} of {device}"
         self.calls.append((name, str(device)))
+
+
+class Event:
+    """Stands for torch.cuda.Event."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._is_recorded = False
+
+    def record(self) -> None:
+        self._is_recorded = True
+
+    def synchronize(self) -> None:
+        if self._is_recorded:  # who waits for what never began does not wait
+            self._log.add("wait", "event")

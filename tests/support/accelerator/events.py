@@ -15,6 +15,8 @@ Kind = Literal["launch", "exchange", "to device", "to host", "wait", "allocation
 ROOT = Path(__file__).parents[3]
 HERE = str(Path(__file__).parent)
 NAMED = {str(Path(transformers.__file__).parent): "transformers"}
+PASSING_ON = str(ROOT / "workers" / "transfers.py")
+"""Copies for others: those are the ones who ask."""
 NAMED |= {str(ROOT / name): name for name in ("longleaf", "workers", "tests")}
 
 
@@ -94,6 +96,6 @@ def site() -> str:
 @lru_cache
 def name_of(path: str) -> str | None:
     """What a file is called here; None for those that nobody looks for."""
-    if path.startswith(HERE):
+    if path.startswith((HERE, PASSING_ON)):
         return None
     return next((name + path[len(folder) :] for folder, name in NAMED.items() if path.startswith(folder + "/")), None)

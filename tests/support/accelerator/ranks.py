@@ -49,9 +49,9 @@ class PretendedComm:
     """Implements longleaf.comm.Comm: what the other ranks send has the right shape, and no numbers."""
 
     transport: Transport = "nccl"
-    rank = 0
 
-    def __init__(self, log: Log, world_size: int) -> None:
+    def __init__(self, log: Log, rank: int, world_size: int) -> None:
+        self.rank = rank
         self.world_size = world_size
         self._log = log
 
@@ -76,11 +76,11 @@ class PretendedComm:
 
 
 class PretendedRank:
-    """Rank 0 of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
+    """A rank of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
     kernels are launched with; they are not probed, for there are no numbers."""
 
     def __init__(
-        self, folder: Path, world_size: int = 1, make_backend: MakeBackend = dense, **settings: object
+        self, folder: Path, world_size: int = 1, make_backend: MakeBackend = dense, rank: int = 0, **settings: object
     ) -> None:
         self.accelerator = Accelerator()
         defaults = {"kv_bytes": KV_BYTES, "merge": "exchange", "block_size": 128}
@@ -90,9 +90,9 @@ class PretendedRank:
             patch.object(ranks, "choose_device", lambda *_: DEVICE),
             patch.object(table, "choose", lambda *_: make_backend(self.accelerator.launcher)),
         ):
-            self.rank = Rank(make_spec(0, self.config))
+            self.rank = Rank(make_spec(rank, self.config))
             self.rank.load()
-            comm: Comm = PretendedComm(self.accelerator.log, world_size)
+            comm: Comm = PretendedComm(self.accelerator.log, rank, world_size)
             groups = Groups(Topology(("here",) * world_size), comm, comm, None)
             ready = self.rank.connect(groups) if world_size > 1 else self.rank.join(Join(1, "", 0, ("here",)))
         self.loading = self.accelerator.log.take()

@@ -6,6 +6,7 @@ goes back into it: storing keys, attention, merging. Those of transformers are c
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from longleaf.attention import Partial
 from longleaf.channel.step import Prefill
 from longleaf.kernels.dense import Dense
+from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.ranks import MakeBackend, PretendedRank
@@ -70,6 +72,9 @@ class Case(NamedTuple):
     prompts: tuple[tuple[int, str | None], ...] = ((5, "book"),)
     world_size: int = 1
     settings: tuple[tuple[str, object], ...] = ()
+    samplings: tuple[Sampling, ...] = (Sampling(),)
+    """Of the prompts in turn."""
+    rank: int = 0
 
 
 SHARED = ((5, "book"), (7, "book"), (9, "book"), (20, "book"))
@@ -115,7 +120,7 @@ CHUNKS = {
 
 def rank_of(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> PretendedRank:
     settings = {"dtype": "bfloat16", "chunk_size": CHUNK, **dict(case.settings)}
-    made = PretendedRank(folder_of(case.family), case.world_size, make_backend, **settings)
+    made = PretendedRank(folder_of(case.family), case.world_size, make_backend, case.rank, **settings)
     if case.past:
         made.read(case.past)
     return made
@@ -124,8 +129,8 @@ def rank_of(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Prete
 def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
     """A decode step with a row of each prompt. What comes before it is done with fewer launches."""
     made = rank_of(case, folder_of, make_backend)
-    for count, context in case.prompts:
-        made.bench.ask(count, 8, context)
+    for (count, context), sampling in zip(case.prompts, cycle(case.samplings), strict=False):
+        made.bench.ask(count, 8, context, sampling=sampling)
     measured, made.rank.backend = made.rank.backend, Lone(made.accelerator.launcher)
     steps = made.steps(computes_chunks=False)
     while next(steps).plan.num_tokens != len(case.prompts):

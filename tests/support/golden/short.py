@@ -11,10 +11,10 @@ import torch
 
 from coordinator.engine.engine import Engine
 from longleaf.channel.step import Row
-from longleaf.sampling import Token
 from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.golden.plain import Golden, ask_plain, draw_ids, tokens_with_hidden_keys
 from workers.rank import Rank
+from workers.sampling.sampler import Choice
 from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
 
@@ -124,15 +124,15 @@ class Sampled:
 
     def watch(self, number: int, rank: Rank) -> None:
         """Hand this to `running`."""
-        choose = rank.sampler.choose
+        start = rank.sampler.start
 
-        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> list[Token]:
+        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> Choice:
             self.most_rows = max(self.most_rows, len(rows))
             for row, logits_V in zip(rows, logits_RV, strict=True):
                 self._found.setdefault(row.sequence, []).append(logits_V.float())
-            return choose(rows, logits_RV)
+            return start(rows, logits_RV)
 
-        rank.sampler.choose = watched
+        rank.sampler.start = watched
 
     def answers(self) -> list[torch.Tensor]:
         """[T, V] of each answer, in the order in which they were asked for."""

@@ -8,11 +8,11 @@ import torch
 from coordinator.engine.engine import Engine
 from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
-from longleaf.sampling import Token
 from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.running import running as run
 from tests.support.threads import Spoil, ThreadRanks
 from workers.rank import Rank
+from workers.sampling.sampler import Choice
 
 State = Callable[[Engine, Ids], Awaitable[list[Ids]]]
 """Brings a prompt into its state and asks it; each of the answers must be the golden one."""
@@ -36,13 +36,13 @@ class Logits:
 
     def watch(self, number: int, rank: Rank) -> None:
         """Hand this to `running`."""
-        choose = rank.sampler.choose
+        start = rank.sampler.start
 
-        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> list[Token]:
+        def watched(rows: Sequence[Row], logits_RV: torch.Tensor) -> Choice:
             self._found.append(logits_RV[0].float())
-            return choose(rows, logits_RV)
+            return start(rows, logits_RV)
 
-        rank.sampler.choose = watched
+        rank.sampler.start = watched
 
     def first(self, count: int) -> torch.Tensor:
         """[T, V] of the first steps, which belong to the first answer."""

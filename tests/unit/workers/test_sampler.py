@@ -20,8 +20,10 @@ from transformers import (
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import MAX_LOGPROBS, Sampling
 from workers.sampling.distribution import distribution
+from workers.sampling.logprobs import logprobs
 from workers.sampling.penalties import Penalties
-from workers.sampling.sampler import Sampler, logprobs, uniform
+from workers.sampling.sampler import Sampler
+from workers.sampling.uniforms import uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
 V = len(LOGITS)

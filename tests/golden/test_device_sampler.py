@@ -1,0 +1,65 @@
+"""A service whose rank 0 chooses tokens as on a GPU answers as one that chooses as on a CPU."""
+
+import asyncio
+
+import pytest
+
+from coordinator.events import Prompt, Tokens
+from longleaf.errors import NotFinite
+from longleaf.sampling import Sampling
+from tests.support.golden.states import running
+from tests.support.threads import config_for
+from workers.sampling.device_sampler import DeviceSampler
+
+SAMPLINGS = (
+    Sampling(max_tokens=12, ignore_end_token=True),
+    Sampling(max_tokens=20, ignore_end_token=True, temperature=0.8, top_p=0.9, seed=1, num_logprobs=3),
+    Sampling(max_tokens=7, ignore_end_token=True, temperature=1.5, top_k=50, min_p=0.02, seed=2),
+    Sampling(max_tokens=15, ignore_end_token=True, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={3: 4.0}),
+)
+
+
+async def answers(golden, world_size, watch):
+    """Ids and numbers of logprobs of prompts that are answered at the same time, and what ended each. The logprobs
+    themselves depend on which rows a step had, in the last bits."""
+    config = config_for(golden.folder, world_size=world_size, chunk_size=300)
+
+    async def ask(sampling):
+        tokens = []
+        try:
+            async for event in engine.submit(Prompt(token_ids=golden.prompt[-200:], sampling=sampling, context=None)):
+                found = event.tokens if isinstance(event, Tokens) else ()
+                tokens += [(token.id, token.logprobs and len(token.logprobs.top)) for token in found]
+        except NotFinite as error:
+            return tokens, error.tokens
+        return tokens, ""
+
+    async with running(config, watch) as engine:
+        return await asyncio.gather(*map(ask, SAMPLINGS * 2))
+
+
+def spoil(rank):
+    """One token of one sequence is chosen from logits that are NaN."""
+    start = rank.sampler.start
+
+    def spoilt(rows, logits_RV):
+        logits_RV = logits_RV.clone()
+        for i, row in enumerate(rows):
+            if (row.sequence, row.token_index) == (2, 3):
+                logits_RV[i, 5] = float("nan")
+        return start(rows, logits_RV)
+
+    rank.sampler.start = spoilt
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_answers_are_those_of_the_sampler_of_cpus(world_size, goldens):
+    def on_device(index, rank):
+        rank.sampler = DeviceSampler("cpu")
+        spoil(rank)
+
+    golden = goldens("llama")
+    wanted = await answers(golden, world_size, lambda index, rank: spoil(rank))
+    assert await answers(golden, world_size, on_device) == wanted
+    assert [len(tokens) for tokens, _ in wanted] == [12, 20, 3, 15, 12, 20, 7, 15]
+    assert [error for _, error in wanted if error] == ["token 3 of the answer"]

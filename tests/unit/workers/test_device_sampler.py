@@ -1,0 +1,231 @@
+"""The sampler of devices, run on a CPU: the tokens are those of the sampler of CPUs, and of the definition."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from longleaf.channel.step import Row, Seen, Terms
+from longleaf.sampling import Sampling
+from workers.sampling import device_sampler, distribution
+from workers.sampling.device_sampler import DeviceSampler, make_sampler
+from workers.sampling.fixed_shape import Parameters
+from workers.sampling.history import Histories
+from workers.sampling.sampler import Sampler
+from workers.sampling.uniforms import uniform, uniforms
+
+NUM_ROWS = 48
+
+
+def settings() -> list[Sampling]:
+    """Of all kinds and in all combinations: 4 x 8 x 3 x 5."""
+    temperatures = [0.0, 0.3, 1.0, 30.0]
+    cuts = [
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.3, "min_p": 0.01},
+        {"top_k": 20},
+        {"top_k": 1 << 30, "top_p": 0.5},
+        {"top_k": 40, "top_p": 0.8, "min_p": 0.02},
+        {"min_p": 0.05},
+        {"top_k": 1},
+    ]
+    told = [{}, {"num_logprobs": 0}, {"num_logprobs": 20}]
+    extra = [
+        {},
+        {"logit_bias": {3: 5.0, 70: -9.0, 1 << 20: 1.0}},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.5, "presence_penalty": -0.5},
+        {"logit_bias": {0: 2.0}, "repetition_penalty": 0.8, "presence_penalty": 1.0},
+    ]
+    parts = itertools.product(temperatures, cuts, told, extra)
+    return [Sampling(temperature=t, **cut, **say, **more) for t, cut, say, more in parts]
+
+
+class Service:
+    """Sequences that begin and end in no order, and steps with some of them, for two samplers."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self._random = random.Random(seed)
+        self._size = size
+        self._kinds = itertools.cycle(self._random.sample(settings(), len(settings())))
+        self._numbers = itertools.count()
+        self._live: dict[int, int] = {}
+        """By sequence, the index of its next token."""
+        self._drawing: set[int] = set()
+
+    def count_drawn(self, rows: list[Row]) -> int:
+        """Rows that are not greedy."""
+        self._drawing |= {row.sequence for row in rows if row.terms and not row.terms.sampling.is_greedy}
+        return sum(row.sequence in self._drawing for row in rows)
+
+    def step(self) -> tuple[list[Row], list[int]]:
+        """Rows, and the sequences that ended before."""
+        ended = [sequence for sequence in self._live if self._random.random() < 0.02]
+        for sequence in ended:
+            del self._live[sequence]
+        rows = [self._row(sequence) for sequence in self._live if self._random.random() < 0.95]
+        while len(self._live) < NUM_ROWS:
+            rows.append(self._begin(next(self._numbers)))
+        return rows, ended
+
+    def _row(self, sequence: int) -> Row:
+        index = self._live[sequence]
+        self._live[sequence] += 1
+        return Row(sequence, (0,), index, (), (), index)
+
+    def _begin(self, sequence: int) -> Row:
+        sampling, first = next(self._kinds), self._random.choice([0, 0, 5])
+        drawn = [self._random.randrange(self._size + 9) for _ in range(30)]  # some have no logit
+        seen = Seen(tuple({*drawn[:20]}), tuple(i % self._size for i in drawn[: 2 * first]))
+        # few seeds: where they are equal, so are the numbers
+        terms = Terms(sampling.of_sample(sequence % 7), seen if sampling.has_penalties else None)
+        self._live[sequence] = first + 1
+        return Row(sequence, (0,), first, (), (), first, terms)
+
+
+def logits(num_rows: int, size: int, step: int) -> torch.Tensor:
+    """Flat, peaked, with many equal ones, with tokens that are ruled out, or not finite."""
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randn(num_rows, size, generator=generator) * [0.5, 2.0, 4.0, 8.0][step % 4]
+    if step % 5 == 0:
+        found = found.round()
+    if step % 7 == 0:
+        found[:, : size // 3] = -torch.inf
+    if step % 11 == 3:
+        found[step % num_rows, step % size] = [torch.nan, torch.inf][step % 2]
+    return found.to(torch.bfloat16) if step % 3 == 0 else found
+
+
+QUICK = pytest.param(200, 90, 2900, id="2,900 draws")
+SLOW = [
+    pytest.param(size, 1020, 33_400, marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id=f"33,400 draws of {size}")
+    for size in (61, 500, 3000)
+]
+
+
+@pytest.mark.parametrize(("size", "num_steps", "least"), [QUICK, *SLOW])
+def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
+    found, wanted, service, num_draws = DeviceSampler("cpu"), Sampler(), Service(size, size), 0
+    for step in range(num_steps):
+        rows, ended = service.step()
+        logits_RV = logits(len(rows), size, step)
+        for sampler in (found, wanted):
+            sampler.forget(ended)
+        tokens = found.start(rows, logits_RV).tokens()
+        assert told(tokens) == told(wanted.start(rows, logits_RV).tokens()), f"step {step}"
+        assert found.broken == wanted.broken
+        num_draws += service.count_drawn(rows)
+    assert num_draws > least
+
+
+def told(tokens):
+    """Of tokens equally likely it is open which ones are told."""
+    return [
+        (token.id, token.logprobs and (token.logprobs.logprob, [top.logprob for top in token.logprobs.top]))
+        if token
+        else None
+        for token in tokens
+    ]
+
+
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}]
+)
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
+def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, drawn, monkeypatch):
+    """The least of top-p, the most of min-p, and a number as rounding may make it, beyond the last token."""
+    monkeypatch.setattr(device_sampler, "uniforms", lambda seed, index, count: [drawn] * count)
+    sampling = Sampling(temperature=1.0, **cut)
+    for step in range(1, 40):
+        logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
+        logits_RV[:, -9:] = -torch.inf
+        found = DeviceSampler("cpu").start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
+        assert [token and token.id for token in found] == [
+            distribution.draw(logits_V, sampling, drawn) for logits_V in logits_RV.double()
+        ]
+
+
+def test_all_settings_are_mixed():
+    kinds = settings()
+    assert len(set(map(str, kinds))) == len(kinds) == 480
+
+
+def row(sequence: int, index: int, terms: Terms | None = None) -> Row:
+    return Row(sequence, (0,), index, (), (), index, terms)
+
+
+def test_ids_for_the_other_ranks_are_ids_wherever_there_is_no_token():
+    sampler = DeviceSampler("cpu")
+    logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
+    for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
+        choice = sampler.start([row(i, index, Terms(sampling)) for i in range(3)], logits_RV)
+        assert [token and token.id for token in choice.tokens()] == [1, None, None]
+        assert choice.ids().tolist() == [1, 0, 0]
+        assert choice.ids().dtype == torch.long
+
+
+def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten():
+    sampler, sampling = DeviceSampler("cpu"), Sampling()
+    assert sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [None]
+    assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [None]
+    sampler.forget([4])
+    [token] = sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[1.0, 0.0]])).tokens()
+    assert token is not None
+
+
+def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
+    copies = []
+    monkeypatch.setattr(device_sampler, "to_device", lambda host, device: copies.append(host.shape) or host)
+    sampler, logits_RV = DeviceSampler("cpu"), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    greedy = [Sampling(), Sampling(logit_bias={3: 1.0}), Sampling(num_logprobs=3)]
+    for index in range(4):
+        sampler.start([row(i, index, None if index else Terms(s)) for i, s in enumerate(greedy)], logits_RV)
+    assert len(copies) == 1
+    sampler.start([row(i, 4) for i in (2, 0)], logits_RV[:2])
+    assert copies == [(len(Parameters._fields), 3), (len(Parameters._fields), 2)]
+    for index in range(5):  # a random number for each token
+        sampler.start([row(7, index, None if index else Terms(Sampling(temperature=1.0)))], logits_RV[:1])
+    assert len(copies) == 7
+
+
+def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(monkeypatch):
+    asked = [row(i, 0, Terms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
+    logits_RV = logits(10, 300, 1)
+    together = DeviceSampler("cpu").start(asked, logits_RV).tokens()
+    monkeypatch.setattr(device_sampler, "MAX_LOGITS", 950)
+    assert DeviceSampler("cpu").start(asked, logits_RV).tokens() == together
+
+
+def test_places_are_given_back_and_begun_anew():
+    histories = Histories(10, "cpu")
+    terms = Terms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), Seen((1, 30), (4, 4)))
+    assert histories.begin(Terms(Sampling(temperature=1.0))) == 0
+    first, second = histories.begin(terms), histories.begin(terms)
+    assert first != second
+    assert histories.is_seen_PV[second].nonzero().flatten().tolist() == [1, 4]
+    assert histories.counts_PV[second].tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0, 0]
+    histories.add(torch.tensor([second, 0]), torch.tensor([9, 9]))
+    assert histories.counts_PV[second, 9] == 1
+    histories.end(second)
+    histories.end(0)
+    assert histories.begin(Terms(Sampling(logit_bias={5: 2.0}))) == second
+    assert not histories.is_seen_PV[second].any()
+    assert not histories.counts_PV[second].any()
+    assert histories.bias_ids_PB[second].nonzero().flatten().tolist() == [0]
+    assert histories.biases_PB[second].sum() == 2.0
+    for _ in range(9):
+        histories.begin(terms)
+    assert histories.is_seen_PV[first].nonzero().flatten().tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
+@pytest.mark.parametrize("first", [0, 5, 1 << 20])
+def test_random_numbers_that_are_made_ahead_are_those_of_each_token(seed, first):
+    assert uniforms(seed, first, 70) == [uniform(seed, index) for index in range(first, first + 70)]
+
+
+def test_cpus_keep_the_sampler_that_is_faster_there():
+    assert isinstance(make_sampler("cpu"), Sampler)
+    assert isinstance(make_sampler("cuda:1"), DeviceSampler)

@@ -1,0 +1,133 @@
+"""Chooses the tokens of all rows by operations whose shapes depend on no number, so that the host waits for none.
+
+Each row gets what `distribution.py` defines, by the same float64 operations on the same numbers in the same places: on
+CPUs the same bits. Other devices add up in another order and have an exponential of their own, so that sums differ in
+their last bits there, and a token may be another one where a sum comes as close to a limit: the number that is drawn to
+the edge of a token's stretch, a sum of shares to what top-p keeps, a share to what min-p keeps. Sums of V shares that
+are added one after the other are off by some sqrt(V) / 8 of an eps, 1e-14 for 152,000 tokens, by 8 V eps at most. If N
+tokens are about equally likely, one draw in 1 / (2e-14 N) is as near to an edge: in 3e8 of all, in 5e11 of a hundred.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.sampling.history import Histories
+from workers.sampling.logprobs import top_logprobs
+
+COLUMNS = (slice(None), None)
+
+
+class Needs(NamedTuple):
+    """Which operations the rows of a step need: as many rows of equal needs take the same ones."""
+
+    has_bias: bool
+    has_repetition: bool
+    has_counts: bool
+    """Presence or frequency penalties."""
+    draws: bool
+    cuts: bool
+    """By top-k or top-p."""
+    has_min_p: bool
+    num_top: int
+    """How many logprobs are told beside that of the token; -1 where not even that is."""
+
+    @property
+    def is_adjusted(self) -> bool:
+        return self.has_bias or self.has_repetition or self.has_counts
+
+
+class Parameters(NamedTuple):
+    """Sampling parameters [R] of the rows of a step; floats are float64."""
+
+    temperature: Tensor
+    """1 where it is greedy."""
+    dropped_share: Tensor
+    """1 - top_p; -1 drops nothing."""
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    uniform: Tensor
+    """A number in [0, 1)."""
+    top_k: Tensor
+    """From 1 to V."""
+    is_greedy: Tensor
+    place: Tensor
+    """In the histories."""
+
+    def of(self, rows: slice | tuple[slice, None]) -> "Parameters":
+        """Those of some rows, or as columns."""
+        return Parameters(*(values_R[rows] for values_R in self))
+
+
+def choose(logits_RV: Tensor, parameters: Parameters, histories: Histories, needs: Needs) -> Tensor:
+    """The id of the next token of each row, from its logits [V], or -1 where they are not finite: [R, 1], int64. With
+    logprobs [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these."""
+    is_finite_R = logits_RV.amax(dim=-1).isfinite()  # NaN shows in it, and -inf alone is a token that is ruled out
+    if needs.is_adjusted or needs.draws:
+        ids_R = choose_adjusted(logits_RV, parameters.of(COLUMNS), histories, needs)
+    else:
+        ids_R = logits_RV.argmax(dim=-1)
+    if needs.has_repetition or needs.has_counts:
+        histories.add(parameters.place, ids_R)
+    told_R1 = torch.where(is_finite_R, ids_R, -1)[:, None]
+    if needs.num_top < 0:
+        return told_R1
+    ids_RN, logprobs_RN = top_logprobs(logits_RV, ids_R[:, None], needs.num_top)
+    return torch.cat((told_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
+
+
+def choose_adjusted(logits_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs) -> Tensor:
+    """Ids [R] after bias and penalties, greedy or drawn."""
+    scores_RV = logits_RV.to(torch.float64, copy=True)
+    if needs.is_adjusted:
+        adjust(scores_RV, parameters_R1, histories, needs)
+    if not needs.draws:
+        return scores_RV.argmax(dim=-1)
+    greedy_R = scores_RV.argmax(dim=-1)
+    return torch.where(parameters_R1.is_greedy[:, 0] > 0, greedy_R, draw(scores_RV, parameters_R1, needs))
+
+
+def adjust(scores_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs) -> None:
+    """Adds biases and penalties in place, as `penalties.py` does; those that a row does not have leave its bits."""
+    places_R = parameters_R1.place[:, 0]
+    if needs.has_bias:
+        scores_RV.scatter_add_(1, histories.bias_ids_PB[places_R], histories.biases_PB[places_R])
+    if needs.has_repetition:
+        factor_R1 = parameters_R1.repetition_penalty
+        penalized_RV = torch.where(scores_RV < 0, scores_RV * factor_R1, scores_RV / factor_R1)
+        torch.where(histories.is_seen_PV[places_R], penalized_RV, scores_RV, out=scores_RV)
+    if needs.has_counts:
+        counts_RV = histories.counts_PV[places_R]
+        scores_RV -= parameters_R1.presence_penalty * (counts_RV > 0)
+        scores_RV -= counts_RV * parameters_R1.frequency_penalty
+
+
+def draw(scores_RV: Tensor, parameters_R1: Parameters, needs: Needs) -> Tensor:
+    """Ids [R] drawn from scores [V] after bias and penalties. The scores are overwritten."""
+    scores_RV /= parameters_R1.temperature
+    if needs.cuts:
+        cut(scores_RV, parameters_R1)
+    shares_RV = torch.softmax(scores_RV, dim=-1)
+    if needs.has_min_p:
+        least_R1 = parameters_R1.min_p * shares_RV.amax(dim=-1, keepdim=True)
+        shares_RV = torch.softmax(scores_RV.masked_fill_(shares_RV < least_R1, -torch.inf), dim=-1)
+    cumulative_RV = shares_RV.cumsum(dim=-1)
+    drawn_R1 = parameters_R1.uniform * cumulative_RV[:, -1:]
+    found_R1 = torch.searchsorted(cumulative_RV, drawn_R1, right=True)
+    ids_V = torch.arange(scores_RV.shape[-1], device=scores_RV.device)
+    # the last token up to there that can be drawn at all: rounding may lead beyond the last one, or between two
+    return torch.where((shares_RV != 0) & (ids_V <= found_R1), ids_V, 0).amax(dim=-1)
+
+
+def cut(scores_RV: Tensor, parameters_R1: Parameters) -> None:
+    """Sets the scores to -inf that top-k or top-p drops, of the latter tokens of equal scores those of smaller ids
+    first."""
+    sorted_RV, order_RV = scores_RV.sort(dim=-1, stable=True)
+    last_R1 = sorted_RV.gather(1, scores_RV.shape[-1] - parameters_R1.top_k)
+    sorted_RV.masked_fill_(sorted_RV < last_R1, -torch.inf)
+    is_dropped_RV = torch.softmax(sorted_RV, dim=-1).cumsum(dim=-1) <= parameters_R1.dropped_share
+    is_dropped_RV[:, -1:].zero_()
+    scores_RV.scatter_(1, order_RV, sorted_RV.masked_fill_(is_dropped_RV, -torch.inf))

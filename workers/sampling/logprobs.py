@@ -1,0 +1,32 @@
+"""How likely tokens were by the logits as the model gave them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longleaf.sampling import Logprobs, TokenLogprob
+from workers.sampling import draws
+
+
+def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
+    """How likely each row's token was by the logits [V], and the `num_top` likeliest tokens."""
+    ids_RN, logprobs_RN = top_logprobs(logits_RV, torch.tensor(token_ids, device=logits_RV.device)[:, None], num_top)
+    return list(map(told, ids_RN.tolist(), logprobs_RN.tolist()))
+
+
+def told(ids_N: Sequence[int], logprobs_N: Sequence[float]) -> Logprobs:
+    """What is told of a token: the logprobs are its own and those of the likeliest tokens, whose ids are given."""
+    first, *values = logprobs_N
+    return Logprobs(first, tuple(map(TokenLogprob, ids_N, values)))
+
+
+def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """The ids [R, N] of the `num_top` likeliest tokens of each row, or of all V, by the logits [V]; and the logprobs
+    [R, 1 + N], float64, of the chosen token and of those."""
+    logits_RV = logits_RV.double()
+    # of the likeliest token, minus the logarithm of the sum: torch makes it in less time so than by log_softmax
+    logprob_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True).log()
+    ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
+    below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
+    return ids_RN, below_RN + logprob_R1
