@@ -42,7 +42,7 @@ def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
     ("number", "launcher"),
     [
         (signal.SIGINT, "local"),
-        pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.ray),
+        pytest.param(signal.SIGTERM, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
         pytest.param(signal.SIGTERM, "local", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
     ],

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.gpu import attention, flash, moving, steps, waiting
+from tests.gpu import attention, flash, moving, sampling, steps, waiting
 from tests.gpu.place import Place
 
 CHECKS: tuple[Callable[[Place], None], ...] = (
@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     moving.attends_to_the_same_bits,
     waiting.no_call_waits,
     waiting.a_graph_serves_any_mix,
+    sampling.tokens_of_the_cpu,
     steps.a_model_answers_as_on_the_cpu,
     attention.every_type_and_dim,
     attention.far_slots,

@@ -1,5 +1,7 @@
 """Where checks run, and how much they take."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +40,20 @@ class Place:
     @property
     def is_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
+
+    @contextmanager
+    def waiting_for_nobody(self) -> Generator[None]:
+        """On a GPU it is an error to wait for it in here."""
+        if not self.is_gpu:
+            yield
+            return
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def needs_gpu(self) -> None:
         if not self.is_gpu:

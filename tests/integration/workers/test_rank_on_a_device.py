@@ -143,7 +143,7 @@ def test_what_ranks_that_share_a_device_exchange_is_copied_to_the_host_and_back(
     with accelerator.running():
         tensor = torch.ones(2, 3, device=DEVICE)
         accelerator.log.take()
-        comm = StagedComm(PretendedComm(accelerator.log, 2))
+        comm = StagedComm(PretendedComm(accelerator.log, 0, 2))
         found = getattr(comm, name)(tensor, *((1, 1) if name == "permute" else ()))
         log = accelerator.log.take()
     assert str(found.device) == DEVICE

@@ -206,14 +206,14 @@ def merged_bits(rank, owner):
     return bits
 
 
-@pytest.mark.parametrize("machines", ["aa", "aaa", "aabb", "aaab"])
+@pytest.mark.parametrize("machines", [pytest.param("aa", marks=pytest.mark.slow), "aaa", "aabb", "aaab"])
 def test_merges_over_gloo_processes(machines):
     results = run_ranks(machines, merge_over_gloo, carrier=Carrier("gloo"))
     assert [first for first, _ in results] == [40] * len(machines)
     assert all(bits == results[0][1] for _, bits in results)
 
 
-@pytest.mark.parametrize("machines", ["aaa", "aaab"])
+@pytest.mark.parametrize("machines", [pytest.param("aaa", marks=pytest.mark.slow), "aaab"])
 def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
     shared, plain = (run_ranks(machines, merged_bits, carrier=Carrier(way)) for way in ("shared_memory", "gloo"))
     assert all(bits == plain[0] for bits in (*shared, *plain))

@@ -14,6 +14,7 @@ from embedded_phase import Phase
 from longleaf.demo.facts import HELD_OUT_WORDS, TEMPLATES, Fact
 from longleaf.demo.haystack import canonical
 
+pytestmark = pytest.mark.slow
 PHASE = Phase(length=512, batch=4, questions=3, most_facts=4, repeats=0.25, easy=False, log_copies=5.0)
 
 
