@@ -11,11 +11,11 @@ from longleaf.kernels.gpu.flash import FlashKernels
 from longleaf.kernels.gpu.items import MIN_PIECE
 from tests.support.attention.varlen import PretendedFlash
 from tests.support.golden.asking import ingest
+from tests.support.golden.interpreted import Launches, served_by
 from tests.support.golden.plain import LOGIT_TOLERANCE, ask_plain, draw_ids
 from tests.support.golden.rounding import ALLOWED, Length, plain_logits, ratio, served_logits
 from tests.support.golden.short import DOCUMENT, NEW, QUESTION, SETTINGS, STATES, Sampled, make_short, parted, say
 from tests.support.golden.states import running
-from tests.support.interpreted import Launches, served_by
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 from zoo.families import FAMILIES

@@ -7,6 +7,7 @@ import pytest
 from coordinator.events import Prompt, Tokens
 from longleaf.errors import NotFinite
 from longleaf.sampling import Sampling
+from tests.support.golden.plain import make_golden
 from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.sampling.device_sampler import DeviceSampler
@@ -53,12 +54,12 @@ def spoil(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-async def test_answers_are_those_of_the_sampler_of_cpus(world_size, goldens):
+async def test_answers_are_those_of_the_sampler_of_cpus(world_size, tmp_path):
     def on_device(index, rank):
         rank.sampler = DeviceSampler("cpu")
         spoil(rank)
 
-    golden = goldens("llama")
+    golden = make_golden(tmp_path, "llama")
     wanted = await answers(golden, world_size, lambda index, rank: spoil(rank))
     assert await answers(golden, world_size, on_device) == wanted
     assert [len(tokens) for tokens, _ in wanted] == [12, 20, 3, 15, 12, 20, 7, 15]
