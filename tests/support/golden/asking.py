@@ -19,10 +19,10 @@ async def answer(engine: Engine, prompt: Ids, context: str | None = None, num_ne
     return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
 
 
-async def ingest(engine: Engine, context: str, token_ids: Ids) -> None:
+async def ingest(engine: Engine, context: str, token_ids: Ids, capacity: int = CAPACITY) -> None:
     """Into a new context that may become long, or on the end of one."""
     is_new = context not in [view.id for view in engine.list_contexts()]
-    settings = ContextSettings(capacity=CAPACITY) if is_new else ContextSettings()
+    settings = ContextSettings(capacity=capacity) if is_new else ContextSettings()
     _ = [
         event
         async for event in engine.ingest(

@@ -20,6 +20,8 @@ from zoo.families import Family
 
 DOCUMENT, QUESTION, NEW = 12, 3, 3
 HIDDEN = 2
+LONGEST = 100
+"""Tokens of a context at most."""
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 32}
 HEADS: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
 """Of all families but Llama, which has two key heads of two queries each."""
@@ -86,29 +88,34 @@ async def fresh(engine: Engine, short: Short) -> Said:
     return [await say(engine, short.goldens[0])]
 
 
+async def read(engine: Engine, context: str, token_ids: Ids) -> None:
+    """Into a context that stays so short that it is rotated as these texts are."""
+    await ingest(engine, context, token_ids, LONGEST)
+
+
 async def kept(engine: Engine, short: Short) -> Said:
     """Read in two parts, then asked two questions at once."""
-    await ingest(engine, "book", short.document[:7])
-    await ingest(engine, "book", short.document[7:])
+    await read(engine, "book", short.document[:7])
+    await read(engine, "book", short.document[7:])
     return await asyncio.gather(*(say(engine, golden, DOCUMENT, "book") for golden in short.goldens))
 
 
 async def forked(engine: Engine, short: Short) -> Said:
     """Inside of a segment whose end is wrong, and whose other owner goes away."""
-    await ingest(engine, "trunk", short.document[:9] + short.document[:3])
+    await read(engine, "trunk", short.document[:9] + short.document[:3])
     engine.fork_context("trunk", "twig", 9)
     engine.delete_context("trunk")
-    await ingest(engine, "twig", short.document[9:])
+    await read(engine, "twig", short.document[9:])
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 
 
 async def parted(engine: Engine, short: Short) -> Said:
     """As `forked`, at the end of a segment: elsewhere the keys of windows are gone."""
-    await ingest(engine, "trunk", short.document[:9])
-    await ingest(engine, "trunk", short.document[:3])
+    await read(engine, "trunk", short.document[:9])
+    await read(engine, "trunk", short.document[:3])
     engine.fork_context("trunk", "twig", 9)
     engine.delete_context("trunk")
-    await ingest(engine, "twig", short.document[9:])
+    await read(engine, "twig", short.document[9:])
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 
 
