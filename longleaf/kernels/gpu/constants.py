@@ -74,7 +74,7 @@ def attend(
         "HAS_CAP": has_cap,
         "TYPE": TYPES[dtype],
         "UPCAST": upcasts(dtype),
-        "num_warps": 8 if is_float32 or is_wide else limits.latent_warps if is_latent else 4,
+        "num_warps": 8 if is_wide or (is_float32 and is_latent) else limits.latent_warps if is_latent else 4,
         "num_stages": 2,
     }
 
