@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longleaf.comm.staged import StagedComm
-from longleaf.config import rank_environment
+from longleaf.config import loading_environment, rank_environment
 from longleaf.errors import ModelRefused, StartError
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
@@ -111,15 +111,18 @@ def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
 
 
 def test_nothing_is_read_ahead(llama, monkeypatch):
-    """Threads that read weights would fill the host's memory with what waits for its turn."""
+    """Threads that read weights would fill the host's memory with what waits for its turn. What a rank loaded before in
+    this process has told transformers does not count."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a thread reads weights")
 
     monkeypatch.setattr("transformers.core_model_loading.ThreadPoolExecutor", refuse)
-    for name, value in rank_environment(1).items():
-        monkeypatch.setenv(name, value)
-    models.load(str(llama), "bfloat16", "cpu")
+    for name, value in {**rank_environment(1), **dict.fromkeys(loading_environment(), "0")}.items():
+        monkeypatch.setenv(name, value)  # and as it was again afterwards
+    for name in loading_environment():
+        monkeypatch.delenv(name)
+    PretendedRank(llama, dtype="bfloat16")
 
 
 def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
