@@ -113,7 +113,7 @@ def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """The logits of some of the rows, in rising order; without a copy where they follow one another."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits_RV[rows[0] : rows[-1] + 1]
-    return logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
+    return logits_RV.index_select(0, torch.tensor(rows))
 
 
 def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequence[int]) -> list[int]:

@@ -8,10 +8,13 @@ PER_COUNT = 4
 
 def uniform(seed: int, token_index: int) -> float:
     """The number of one token."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=token_index)).random())
+    return float(_from(seed, token_index).random())
 
 
 def uniforms(seed: int, token_index: int, num_tokens: int) -> list[float]:
     """The numbers of so many tokens from one on, in little more time than that of one."""
-    generator = np.random.Generator(np.random.Philox(key=seed, counter=token_index))
-    return generator.random(PER_COUNT * num_tokens)[::PER_COUNT].tolist()
+    return _from(seed, token_index).random(PER_COUNT * num_tokens)[::PER_COUNT].tolist()
+
+
+def _from(seed: int, token_index: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=seed, counter=token_index))
