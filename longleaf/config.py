@@ -21,6 +21,7 @@ KvDtypeName = Literal["auto", "int8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["compiled", "torch", "flash", "triton", "dense"]
 KernelsChoice = Literal["auto", KernelsName]
+GraphsChoice = Literal["auto", "off"]
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
@@ -75,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     processes may share, and Ray's may not."""
     kernels: KernelsChoice = "auto"
     """What computes attention on a rank's device; auto takes the fastest that can be had there."""
+    graphs: GraphsChoice = "auto"
+    """Whether decode steps on GPUs are captured once and replayed; auto: where that can be done."""
     threads_per_rank: int = 1
     """CPU threads of each rank."""
     step_timeout: float = 60.0

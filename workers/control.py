@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -15,12 +15,15 @@ import zmq
 from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
 from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat, Hello, Join, Ready, Stop
 from longleaf.channel.rank_spec import Invitation, RankSpec
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf.channel.step import StepPlan
 from longleaf.errors import StartError, WorkerLost
+from workers.pending import Pending
 
 LINGER_MILLISECONDS = 2000
 CLOSE_SECONDS = 5.0
 """How long a rank may take to close; then its process ends as it is. Longer than fleets wait before they kill."""
+LOOK_SECONDS = 5e-5
+"""Between two looks whether a device is done, or the next step is there."""
 MAX_REASON_CHARACTERS = 8192
 """Characters of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
 log = logging.getLogger(__name__)
@@ -41,8 +44,8 @@ class Computation(Protocol):
         """Joins the process groups of an epoch."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Runs one step. Only rank 0's result is sent."""
+    def start(self, plan: StepPlan) -> Pending:
+        """Begins a step. Only rank 0's result is sent."""
         ...
 
     def close(self) -> None:
@@ -62,6 +65,10 @@ class Channel:
     def receive(self) -> ToRank:
         """Waits for the next message."""
         return decode_to_rank(self._socket.recv())
+
+    @property
+    def has_message(self) -> bool:
+        return bool(self._socket.poll(0))
 
     def close(self) -> None:
         self._socket.close()
@@ -199,6 +206,13 @@ def _reason(error: Exception) -> str:
     return reason[:MAX_REASON_CHARACTERS]
 
 
+class Begun(NamedTuple):
+    """A step that is not answered yet, and when it was begun, by the monotonic clock."""
+
+    pending: Pending
+    began: float
+
+
 class Life:
     """What a rank does between its birth and its end: it says hello, loads, and then does what it is told. Whatever is
     raised ends it."""
@@ -209,6 +223,8 @@ class Life:
         self._channel = channel
         self._epoch: int | None = None
         """The epoch that the rank has joined; None before the first."""
+        self._begun: Begun | None = None
+        self._answered = 0.0
 
     def run(self) -> None:
         """Returns when the rank is to leave. Raises TypeError when a message is out of place."""
@@ -217,15 +233,25 @@ class Life:
         with taking_notes() as notes:
             self._rank.load()
         while True:
-            match self._channel.receive():
+            match self._next():
                 case StepPlan() as plan if plan.epoch == self._epoch:
-                    self._execute(plan)
+                    self._start(plan)
                 case Join() as join if self._epoch is None:
                     self._join(join, notes)
                 case Stop():
                     return
                 case message:
                     raise TypeError(f"out of place in epoch {self._epoch}: {message}")
+
+    def _next(self) -> ToRank:
+        """The next message. A step that was begun is answered as soon as its device is done with it, unless the message
+        has come before."""
+        while self._begun is not None and not self._channel.has_message:
+            if self._begun.pending.is_done:
+                self._answer()
+            else:
+                time.sleep(LOOK_SECONDS)
+        return self._channel.receive()
 
     def _join(self, join: Join, notes: Sequence[str]) -> None:
         """Reports what `notes` say and what is logged meanwhile."""
@@ -234,8 +260,25 @@ class Life:
         self._epoch = join.epoch
         self._channel.send(msgspec.structs.replace(ready, notes=(*notes, *more)))
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _start(self, plan: StepPlan) -> None:
+        """Begins a step, and answers the one before it: first, unless both may be under way at once."""
+        if not plan.may_overlap:
+            self._answer()
         began = time.monotonic()
-        result = self._rank.execute(plan)
+        pending = self._rank.start(plan)
+        self._answer()
+        self._begun = Begun(pending, began)
+        if pending.is_done:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Answers the step that was begun, if there is one, and waits for its end. It takes from when it was begun, or
+        the one before it was answered, whatever came later."""
+        if self._begun is None:
+            return
+        (pending, began), self._begun = self._begun, None
+        result = pending.result()
+        now = time.monotonic()
         if self._spec.rank == 0 and result is not None:
-            self._channel.send(msgspec.structs.replace(result, seconds=time.monotonic() - began))
+            self._channel.send(msgspec.structs.replace(result, seconds=now - max(began, self._answered)))
+        self._answered = now

@@ -19,6 +19,7 @@ from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
+from workers.pending import Pending, done
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
@@ -141,10 +142,10 @@ class EchoRank:
         assert join.nodes.count(self._spec.node) == self._spec.num_ranks_here
         return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
+    def start(self, plan: StepPlan) -> Pending:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        return StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan)))
+        return done(StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan))))
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:

@@ -1,6 +1,7 @@
 """One rank: a model, its share of the keys and values, and its place in the group."""
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +24,17 @@ from longleaf.comm.process_group import (
     open_store,
 )
 from longleaf.errors import StartError
+from longleaf.geometry import FLOAT32_POSITIONS
 from longleaf.kernels import table
+from longleaf.kernels.backend import FixedBackend
 from longleaf.runs import ceil_div
-from longleaf.sampling import Token
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
+from workers.buckets import bucket_sizes
+from workers.decode.bucket import Bucket
+from workers.decode.choosing import Choosing, Listening
+from workers.decode.graphs import Graphs, cuda_graphs
+from workers.decode.steps import FixedSteps, Launched, try_out
 from workers.keys.ledger import Ledger
 from workers.keys.pools import (
     check_kv_bytes,
@@ -38,23 +45,28 @@ from workers.keys.pools import (
     sharded_layers,
     windowed_layers,
 )
+from workers.keys.workspace import room_for_graphs
 from workers.model import model as models
-from workers.sampling.device_sampler import make_sampler
-from workers.sampling.sampler import NO_TOKEN
+from workers.pending import Pending
+from workers.sampling.device_sampler import DeviceChoice, DeviceSampler, make_sampler
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
-from workers.step.inputs import InputBuilder, Inputs
+from workers.step.inputs import InputBuilder, Inputs, RowNumbers
+from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.step.layers import RowLayer
 from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
-from workers.transfers import ToHost, to_device
+from workers.transfers import Moment, ToHost
 from workers.verification import Verifier
+
+log = logging.getLogger("longleaf.rank")  # what the library logs while a rank starts, people are told
 
 
 class Rank:
     """Executes step plans. Life: open_store (rank 0), load, join, execute ..., close.
 
-    What computes has names of its own: `model`, `pool` and `backend` once it is loaded, `peers` once it has joined, and
-    `sampler`. Whoever wants to see that an error shows, or what passes through, puts something else in their place.
+    What computes has names of its own: `model`, `pool`, `backend` and `graphs` once it is loaded, `peers` once it has
+    joined, `sampler` and `last_ids`. Whoever wants to see that an error shows, or what passes through, puts something
+    else in their place.
     """
 
     def __init__(self, spec: RankSpec) -> None:
@@ -67,8 +79,11 @@ class Rank:
         self._process_groups: ProcessGroups | None = None
         self._store: Store | None = None
         self._sequences = Sequences(self._config.block_size)
-        self._last_ids: dict[int, int] = {}
-        self.sampler = make_sampler(self._device)
+        num_sequences = self._config.max_sequences
+        self.sampler = make_sampler(self._device, num_sequences)
+        self.last_ids: LastIds = HostIds() if self._device == "cpu" else DeviceIds(num_sequences, self._device)
+        self.graphs: Graphs | None = None
+        self._fixed: FixedSteps | None = None
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -86,12 +101,19 @@ class Rank:
             torch.cuda.set_device(self._device)
         config, num_ranks_here = self._config, self._spec.num_ranks_here
         check_kv_bytes(config, self._device, num_ranks_here, self._ranks_per_gpu)
-        self.model = models.load(config.model, config.dtype, self._device)
+        self.lay_out(models.load(config.model, config.dtype, self._device))
+
+    def lay_out(self, model: models.Model) -> None:
+        """Lays out the pool of a model that is there. Raises ModelRefused or StartError."""
+        config, num_ranks_here = self._config, self._spec.num_ranks_here
+        self.model = model
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
         self._ledger = Ledger(self._spec.rank, config.block_size)
         self.backend = table.choose(config.kernels, self._device, self.model.dtype)
         self._wire = Wire(self.backend, getattr(torch, config.partials))
         self._inputs = self._make_inputs()
+        if self._device.startswith("cuda") and config.graphs == "auto":
+            self.graphs = cuda_graphs(self._device, room_for_graphs(self.model, config))
         self._verifier = Verifier(self.model, self._ledger, config)
         self._ready = Ready(
             rank=self._spec.rank,
@@ -122,6 +144,7 @@ class Rank:
     def join(self, join: Join) -> Ready:
         """Enters the process groups of an epoch; nothing to do at world size 1."""
         if self._config.world_size == 1:
+            self._prepare()
             return self._ready
         store = self._store or connect_store(join.host, join.port)
         self._store = store
@@ -152,86 +175,116 @@ class Rank:
             counts = groups.world.all_gather(torch.tensor([ready.windows.num_blocks], device=self._device))
             windows = msgspec.structs.replace(ready.windows, num_blocks=int(counts.min()))
             ready = msgspec.structs.replace(ready, windows=windows)
+        if self.graphs is not None and groups.world.transport == "gloo":
+            log.info("graphs: none, for tensors travel through the host's memory")
+            self.graphs = None
+        self._prepare()
         return ready
 
     @torch.inference_mode()
+    def _prepare(self) -> None:
+        """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
+        time."""
+        backend, sampler, last_ids = self.backend, self.sampler, self.last_ids
+        if not (isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)):
+            return
+        rotary, sizes = self.model.rotary, bucket_sizes(self._config.max_sequences)
+        may_be_double = bool(rotary.kind) and (self._config.allow_long or rotary.trained > FLOAT32_POSITIONS)
+        buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
+        logits_RV = try_out(buckets, backend, self._logits)
+        if logits_RV is None:
+            choosing = Listening(last_ids, self._tell)
+        else:
+            assert isinstance(sampler, DeviceSampler)
+            choosing = Choosing(sampler, last_ids, self._tell, torch.zeros_like(logits_RV))
+        self._fixed = FixedSteps(buckets, last_ids, choosing, self._device)
+        self._fixed.prepare(self._logits, self.graphs)
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""
+        return self.start(plan).result()
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Pending:
+        """Begins a step, before the end of the one before it if that `may_overlap`."""
         plan = self._sequences.complete(plan)
         self._ledger.release(plan.release_segments)
-        for sequence in plan.release_sequences:
-            self._last_ids.pop(sequence, None)
+        self.last_ids.forget(plan.release_sequences)
         self.sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
-        result = self._prefill(plan.work, result) if isinstance(plan.work, Prefill) else self._decode(plan.work, result)
-        return result if self._spec.rank == 0 else None
-
-    def _wait_for_device(self) -> None:
-        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by
-        now, and nothing has waited for it. The ids of a decode step have, so that there is nothing left to wait for."""
-        if self._device != "cpu":
-            torch.cuda.synchronize(self._device)
+        work = plan.work
+        return self._prefill(work, result) if isinstance(work, Prefill) else self._decode(work, result)
 
     def close(self) -> None:
         """Leaves the group. Ranks are told to leave when one of them was lost, too, so that nobody is waited for."""
         if self._process_groups is not None:
             self._process_groups.abort()
 
-    def _prefill(self, work: Prefill, result: StepResult) -> StepResult:
+    def _prefill(self, work: Prefill, result: StepResult) -> Pending:
+        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by now,
+        and nothing has waited for it."""
         inputs = self._inputs.prefill(work)
         step = PrefillStep(inputs, self.pool, self.backend, self.peers, self.model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self.model.decoder, inputs, step)
-        has_finite_keys = step.has_finite_keys()
-        if self._spec.rank != 0:
-            return result
-        self._wait_for_device()
-        return msgspec.structs.replace(result, has_finite_keys=bool(has_finite_keys))
+        told = ToHost(step.has_finite_keys())
 
-    def _decode(self, work: Decode, result: StepResult) -> StepResult:
-        inputs = self._inputs.decode(work, self._last_ids)
-        step = DecodeStep(inputs, self.pool, self.backend, self.peers)
-        rows = [row for row in work.rows if row.token_index >= 0]
-        if self._spec.rank != 0:
-            self._forward(self.model.decoder, inputs, step)
-            self._note(rows, self._receive(len(rows)))
-            return result
-        logits_RV = self._logits(inputs, step)
-        tokens = self._choose(rows, logits_RV) if rows else []
-        self._note(rows, [(token or NO_TOKEN).id for token in tokens])
-        self._verifier.take(rows, tokens, logits_RV)
+        def finish() -> StepResult | None:
+            has_finite_keys = bool(told.wait())
+            is_first = self._spec.rank == 0
+            return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
+
+        return Pending(lambda: told.arrival.is_past, finish)
+
+    def _decode(self, work: Decode, result: StepResult) -> Pending:
+        rows = self._inputs.numbers(work, self.last_ids)
+        sampled = [row for row in work.rows if row.token_index >= 0]
+        begun = (self._fixed and self._fixed.begin(rows, sampled)) or self._begin(rows, sampled)
+        result = msgspec.structs.replace(result, kv_bytes_read=self._inputs.kv_bytes_read(rows))
+        pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
+        if isinstance(self.last_ids, HostIds) or self._verifier.watches(work.rows):
+            pending.result()  # logits that are compared must not be overwritten by the next step
+        return pending
+
+    def _begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched:
+        """A step of any shape, over tensors of its own."""
+        inputs = self._inputs.tensors(rows, self.last_ids)
+        logits_RV = self._logits(inputs)
+        choice = self.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
+        if sampled:
+            ids_R = choice.ids() if choice else inputs.token_ids_T.new_zeros(len(sampled))
+            self.last_ids.note(sampled, self._tell(ids_R))
+        end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._device))
+        return Launched(end, choice, logits_RV)
+
+    def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
+        """What is to be answered, once the device is done with a step."""
+        begun.end.wait()
+        if begun.logits_RV is None:
+            return None
+        tokens = begun.choice.tokens() if begun.choice else []
+        self._verifier.take(sampled, tokens, begun.logits_RV)
         broken = self.sampler.broken
         return msgspec.structs.replace(
             result,
-            tokens={row.sequence: token for row, token in zip(rows, tokens, strict=True) if token is not None},
-            kv_bytes_read=step.kv_bytes_read,
-            not_finite=tuple(row.sequence for row in rows if row.sequence in broken),
+            tokens={row.sequence: token for row, token in zip(sampled, tokens, strict=True) if token is not None},
+            not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
             comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
         )
 
-    def _choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token | None]:
-        """The tokens of rows, which the other ranks are told. None where there can be none."""
-        choice = self.sampler.start(rows, logits_RV)
-        if self.peers:
-            self.peers.comm.broadcast(choice.ids())
-        return choice.tokens()
-
-    def _receive(self, num_rows: int) -> list[int]:
+    def _tell(self, ids_T: Tensor) -> Tensor:
         """The ids that rank 0 has chosen."""
-        if not self.peers or not num_rows:
-            return []
-        ids_R = self.peers.comm.broadcast(torch.zeros(num_rows, dtype=torch.long, device=self._device))
-        return ToHost(ids_R).wait().tolist()
+        return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
-    def _note(self, rows: Sequence[Row], ids: Sequence[int]) -> None:
-        """Remembers the last token of each sequence, for the next step."""
-        self._last_ids.update(zip([row.sequence for row in rows], ids, strict=True))
-
-    def _logits(self, inputs: Inputs[RowLayer], step: DecodeStep) -> Tensor:
-        """Logits [R, V] of the R rows to sample from."""
-        keep = to_device(torch.tensor(inputs.sample_rows, dtype=torch.long), self._device)
-        return self._forward(self.model.module, inputs, step, logits_to_keep=keep)[0][0]
+    def _logits(self, inputs: Inputs[RowLayer]) -> Tensor | None:
+        """Goes through the model. On rank 0 logits [R, V] of the R rows to sample from."""
+        step = DecodeStep(inputs, self.pool, self.backend, self.peers)
+        if self._spec.rank != 0:
+            self._forward(self.model.decoder, inputs, step)
+            return None
+        assert inputs.sample_rows_R is not None
+        return self._forward(self.model.module, inputs, step, logits_to_keep=inputs.sample_rows_R)[0][0]
 
     def _forward(
         self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor

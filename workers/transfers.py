@@ -12,22 +12,42 @@ def to_device(host: Tensor, device: str) -> Tensor:
     return (host.pin_memory() if device.startswith("cuda") else host).to(device, non_blocking=True)
 
 
+def pinned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros in memory of the host from which a device copies, and into which it does, while the host goes on."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.startswith("cuda"))
+
+
+class Moment:
+    """The end of what a device was told so far. A CPU is never behind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Waits for it, once."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
 class ToHost:
     """A tensor that has begun to come to the host, behind what its device was told before."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cpu":
-            self._host = tensor
-            return
-        # only into pinned memory do GPUs copy while the host goes on
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self._host.copy_(tensor, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+    def __init__(self, tensor: Tensor, host: Tensor | None = None) -> None:
+        """With `host` it comes there; what lies on a CPU stays where it is otherwise."""
+        if host is None and tensor.device.type != "cpu":
+            host = pinned(*tensor.shape, dtype=tensor.dtype, device=str(tensor.device))
+        self._host = tensor if host is None else host.copy_(tensor, non_blocking=True)
+        self.arrival = Moment(tensor.device)
 
     def wait(self) -> Tensor:
         """The tensor, on the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self.arrival.wait()
         return self._host

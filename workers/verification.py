@@ -62,6 +62,13 @@ class Verifier:
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, Compared] = {}
 
+    def watches(self, rows: Iterable[Row]) -> bool:
+        """Whether the logits of some rows are kept, or compared."""
+        return any(
+            row.is_compared or row.sequence in self._answers or (row.terms is not None and row.terms.reference_ids)
+            for row in rows
+        )
+
     def take(self, rows: Sequence[Row], tokens: Sequence[Token | None], logits_RV: Tensor) -> None:
         """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):

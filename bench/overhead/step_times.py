@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from longleaf.channel.lives import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf.channel.step import StepPlan
 from workers.__main__ import live
 from workers.control import Computation
+from workers.pending import Pending
 
 
 class StepTime(NamedTuple):
@@ -44,11 +45,13 @@ class TimedRank:
     def join(self, join: Join) -> Ready:
         return self._rank.join(join)
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
+    def start(self, plan: StepPlan) -> Pending:
+        """Waits for the end of the step: on CPUs it is there by then."""
         began = time.monotonic()
-        result = self._rank.execute(plan)
+        pending = self._rank.start(plan)
+        pending.result()
         self._times[plan.step] = StepTime(began, time.monotonic())
-        return result
+        return pending
 
     def close(self) -> None:
         self._path.write_text(json.dumps(self._times))

@@ -110,6 +110,12 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
         return sum(row.num_tokens for row in self.work.rows)
 
     @property
+    def may_overlap(self) -> bool:
+        """Whether ranks may begin it before they have answered the one before it. A chunk takes long to be told to a
+        device, while an answer could go out; and who is asked about a sequence must still know it."""
+        return isinstance(self.work, Decode) and not self.release_sequences
+
+    @property
     def num_reference(self) -> int:
         """Tokens that rank 0 computes alone while the others wait, to compare."""
         return 0 if isinstance(self.work, Prefill) else sum(row.num_reference for row in self.work.rows)

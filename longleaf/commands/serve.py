@@ -14,6 +14,7 @@ from longleaf.config import (
     DeviceName,
     DtypeName,
     EngineConfig,
+    GraphsChoice,
     KernelsChoice,
     KvDtypeName,
     Launcher,
@@ -66,6 +67,10 @@ class ServeFlags:
     kernels: Annotated[
         KernelsChoice, option(RANKS, "What computes attention there; auto: the fastest that can be had.")
     ] = _DEFAULTS.kernels
+    graphs: Annotated[
+        GraphsChoice,
+        option(RANKS, "Whether decode steps on GPUs are captured and replayed; auto: where it can be done."),
+    ] = _DEFAULTS.graphs
     threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
     merge: Annotated[MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")] = (
         _DEFAULTS.merge

@@ -5,13 +5,18 @@ V value dim, N partials, C columns of a packed row.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from longleaf.attention.masks import Read
+from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
+
+Numbers: TypeAlias = "NDArray[np.int64]"
+"""On the host."""
 
 
 class Int8Layer(NamedTuple):
@@ -88,6 +93,37 @@ class Backend(Protocol):
     def fold(self, packed_NTHC: Tensor) -> Partial:
         """Joins N packed partials in the order of the first dimension: the same inputs give the same bits on every
         device of this backend. The result has memory of its own."""
+        ...
+
+
+class Tables(Protocol):
+    """What launches find of the reads of a step, in memory of fixed address. Sizes are in numbers, int64."""
+
+    @property
+    def num_numbers(self) -> int: ...
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that are read for together, at most, if more do; the others read the keys again."""
+        ...
+
+    def bind(self, reads: Reads, there_N: Tensor) -> None:
+        """Has layers that read `reads`, which is empty, find their work in `there_N` on the device."""
+        ...
+
+    def fill(self, reads: Reads, here_N: Numbers) -> int | None:
+        """Puts what a step reads into memory of the host, from where it is copied to the device; how many numbers that
+        are. None, where there is not room enough for it."""
+        ...
+
+
+@runtime_checkable
+class FixedBackend(Backend, Protocol):
+    """A backend whose launches may be captured once and then serve any step of as many tokens."""
+
+    def tables(self, seen: Reads, *, is_shared: bool) -> Tables:
+        """Tables for the layers that have read `seen` before, an empty step. Rows read keys together, or else
+        (`is_shared` is false) no more than a tile has room for."""
         ...
 
 

@@ -29,7 +29,7 @@ def tokens_of_the_cpu(place: Place) -> None:
         Sampling(logit_bias={3: 5.0}, num_logprobs=0),
     )
     num_rows, size = 8 * len(kinds), 152_000 if place.is_gpu else 700
-    here, there = DeviceSampler(place.device), Sampler()
+    here, there = DeviceSampler(place.device, 64), Sampler()
     for step in range(NUM_STEPS):
         terms = [Terms(kind, Seen((1, 2, 3), ())) for kind in kinds * 8] if step == 0 else [None] * num_rows
         rows = [Row(i, (0,), step, (), (), step, terms[i]) for i in range(num_rows)]

@@ -37,11 +37,12 @@ class QuantizedPool:
         self.device = device
         self.trash_slot = num_blocks * block_size
         self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
-        num_window_blocks = num_blocks + 1 if num_window_blocks is None else num_window_blocks
+        num_window_blocks = num_blocks if num_window_blocks is None else num_window_blocks
+        self.window_trash_slot = num_window_blocks * block_size
         self._layers = {
             i: int8.empty(spec.num_kv_heads, size, block_size, spec.head_dim, device)
             for i, spec in layers.items()
-            for size in [num_blocks + 1 if spec.reach.is_full else num_window_blocks]
+            for size in [1 + (num_blocks if spec.reach.is_full else num_window_blocks)]
         }
 
     @staticmethod

@@ -24,6 +24,8 @@ class Slots(Protocol):
     """Type of what is stored and taken."""
     device: str
     trash_slot: int
+    window_trash_slot: int
+    """Of layers whose slots are others than those of the rest; else the same."""
 
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes of a token's keys and values in a layer."""
@@ -57,11 +59,10 @@ class Slots(Protocol):
 
 
 class Pool:
-    """Keys and values as they were computed. The slots of one more block, past the last, take what nobody needs
-    (trash).
+    """Keys and values as they were computed. A slot past the last block takes what nobody needs (trash).
 
     In latent attention the values of a layer are a view of its keys. Layers with a limited reach have
-    `num_window_blocks` blocks and no trash, if that is given: their slots are then others than those of the rest.
+    `num_window_blocks` blocks, if that is given: their slots are then others than those of the rest.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class Pool:
         self.dtype = dtype
         self.device = device
         self.trash_slot = num_blocks * block_size
-        num_slots = self.trash_slot + 1
-        num_window_slots = num_slots if num_window_blocks is None else num_window_blocks * block_size
+        self.window_trash_slot = self.trash_slot if num_window_blocks is None else num_window_blocks * block_size
         self._layers = layers
         self._stored = {
             i: [
@@ -87,7 +87,7 @@ class Pool:
                 for _ in range(spec.num_tensors)
             ]
             for i, spec in layers.items()
-            for size in [num_slots if spec.reach.is_full else num_window_slots]
+            for size in [1 + (self.trash_slot if spec.reach.is_full else self.window_trash_slot)]
         }
         self.keys = {i: stored[0] for i, stored in self._stored.items()}
         self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}

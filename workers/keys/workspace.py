@@ -14,6 +14,7 @@ from longleaf.config import EngineConfig
 from longleaf.runs import ceil_div
 from longleaf.sampling import MAX_BIASES
 from longleaf.units import human_bytes
+from workers.buckets import bucket_sizes
 from workers.model.model import LayerSpec, Model
 from workers.sampling.device_sampler import MAX_LOGITS
 
@@ -30,8 +31,11 @@ CHOOSING = 8 * 8
 """Bytes for each logit that is computed on: as float64, sorted, where it was, and as much again while it is sorted."""
 HISTORY, BIAS = 5, 16
 """Bytes of each token of the vocabulary, and of each bias, of a sequence that has penalties or biases."""
-GROWTH = 3
-"""Times that they are there while there is made room for twice as many."""
+GRAPH = 8 << 20
+"""Bytes that a graph of a step's launches takes beside the memory that these work in, at the upper end: some kilobytes
+for each launch."""
+GRAPHS_PER_SIZE = 7
+"""Two ways to read keys, and five to choose tokens."""
 KERNELS = 1 << 29
 """Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
 COMMUNICATOR = 1 << 30
@@ -53,6 +57,8 @@ class Workspace:
     partials: int
     """Queries and partials of all ranks' rows, or the keys that are gathered instead."""
     kernels: int
+    graphs: int
+    """What captured steps keep for themselves; see `room_for_graphs`."""
     exchange: int
     """What NCCL takes."""
     fragments: int
@@ -62,7 +68,7 @@ class Workspace:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        names = ("chunks", "sampling", "partials", "kernels", "NCCL", "fragments")
+        names = ("chunks", "sampling", "partials", "kernels", "graphs", "NCCL", "fragments")
         return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
 
 
@@ -75,15 +81,31 @@ def workspace(
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
     num_rows = max(min(longest, config.chunk_size), config.max_sequences)
     num_logits = config.max_sequences * text.vocab_size
-    in_model = num_rows * num_copies(text) * WIDE_TENSORS * widest(model) * model.dtype.itemsize
     return Workspace(
-        chunk=in_model + num_logits * torch.float32.itemsize,
+        chunk=_in_model(model, num_rows) + num_logits * torch.float32.itemsize,
         sampling=_sampling(config.max_sequences, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
+        graphs=room_for_graphs(model, config) if config.graphs == "auto" else 0,
         exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
         fragments=int(total_bytes * FRAGMENTS),
     )
+
+
+def room_for_graphs(model: Model, config: EngineConfig) -> int:
+    """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
+    memory to themselves, and the graphs."""
+    sizes = bucket_sizes(config.max_sequences)
+    num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
+    partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
+    choosing = max(vocabulary_size, min(MAX_LOGITS, num_rows * vocabulary_size)) * CHOOSING
+    return _in_model(model, num_rows) + partials + choosing + GRAPH * GRAPHS_PER_SIZE * len(sizes)
+
+
+def _in_model(model: Model, num_rows: int) -> int:
+    """Bytes of what a model's block makes of so many rows."""
+    copies = num_copies(model.module.config.get_text_config())
+    return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
 
 
 def num_copies(text: PreTrainedConfig) -> int:
@@ -109,7 +131,7 @@ def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int
 
 def _sampling(max_sequences: int, vocabulary_size: int) -> int:
     num_together = max(vocabulary_size, min(MAX_LOGITS, max_sequences * vocabulary_size))
-    return num_together * CHOOSING + GROWTH * max_sequences * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
+    return num_together * CHOOSING + (max_sequences + 1) * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from longleaf.channel.step import Row
+from longleaf.kernels.backend import Numbers
 from longleaf.sampling import Sampling, Token
 from workers.sampling.fixed_shape import Needs, Parameters, choose
-from workers.sampling.history import Histories
+from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import told
 from workers.sampling.sampler import NO_TOKEN, Choice, Sampler
 from workers.sampling.uniforms import uniforms
-from workers.transfers import ToHost, to_device
+from workers.transfers import Moment, ToHost, to_device
 
 AHEAD = 64
 """Tokens of a sequence whose random numbers are made at a time."""
@@ -21,6 +22,7 @@ MAX_LOGITS = 1 << 22
 """Logits that are computed on together, unless one row alone has more: it bounds the memory that this takes."""
 FLOATS = Parameters._fields[:7]
 UNIFORM = FLOATS.index("uniform")
+NUM_PARAMETERS = len(Parameters._fields)
 
 
 class Chooser:
@@ -50,44 +52,63 @@ class Chooser:
 
 
 class Batch:
-    """The parameters of the rows of a step. They go to the device where they are others than in the step before."""
+    """The parameters of the rows of a step, numbers [F, R] by field."""
 
-    def __init__(self, choosers: Sequence[Chooser], vocabulary_size: int, device: str) -> None:
+    def __init__(self, choosers: Sequence[Chooser], vocabulary_size: int) -> None:
         self.choosers = choosers
         self.needs = needs_of([chooser.sampling for chooser in choosers])
         columns = [*zip(*(chooser.parameters(vocabulary_size) for chooser in choosers), strict=True)]
-        self._numbers_FR = np.array(columns[: len(FLOATS)], dtype=np.float64)
-        self._indices_IR = np.array(columns[len(FLOATS) :], dtype=np.int64)
-        self._device = device
-        self._there: Tensor | None = None
+        self._floats_FR = np.array(columns[: len(FLOATS)], dtype=np.float64)
+        self._indices_FR = np.array(columns[len(FLOATS) :], dtype=np.int64)
 
-    def parameters(self, token_indices: Sequence[int]) -> Parameters:
-        """Those of the tokens of these indices, on the device."""
-        if self.needs.draws or self._there is None:
+    def numbers(self, token_indices: Sequence[int]) -> Numbers:
+        """Those of the tokens of these indices, as int64; floats lie bit for bit in them."""
+        if self.needs.draws:
             pairs = zip(self.choosers, token_indices, strict=True)
-            self._numbers_FR[UNIFORM] = [chooser.uniform(index) for chooser, index in pairs]
-            table = np.concatenate((self._numbers_FR.view(np.int64), self._indices_IR))
-            self._there = to_device(torch.from_numpy(table), self._device)
-        floats_FR = self._there[: len(FLOATS)].view(torch.float64)
-        return Parameters(*floats_FR.unbind(), *self._there[len(FLOATS) :].unbind())
+            self._floats_FR[UNIFORM] = [chooser.uniform(index) for chooser, index in pairs]
+        return np.concatenate((self._floats_FR.view(np.int64), self._indices_FR))
+
+
+def nobodys(vocabulary_size: int) -> Numbers:
+    """The parameters [F] of rows of which nobody wants a token."""
+    return Batch([Chooser(Sampling(), NOBODY)], vocabulary_size).numbers([0])[:, 0]
+
+
+def parameters_of(numbers_FR: Tensor) -> Parameters:
+    """Parameters of which the numbers are on the device."""
+    floats_FR = numbers_FR[: len(FLOATS)].view(torch.float64)
+    return Parameters(*floats_FR.unbind(), *numbers_FR[len(FLOATS) :].unbind())
 
 
 class DeviceChoice:
     """Tokens that were chosen on the device and are on their way to the host."""
 
-    def __init__(self, rows: Sequence[Row], choosers: Sequence[Chooser], told_RN: Tensor, broken: set[int]) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        choosers: Sequence[Chooser],
+        told_RN: Tensor,
+        broken: set[int],
+        host_RN: Tensor | None = None,
+    ) -> None:
+        """`told_RN` may have more rows than there are, and comes into `host_RN`, if that is given."""
         self._rows = rows
         self._choosers = choosers
         self._told_RN = told_RN
-        self._arriving = ToHost(told_RN)
+        self._arriving = ToHost(told_RN, host_RN)
         self._broken = broken
 
+    @property
+    def arrival(self) -> Moment:
+        """When the tokens are on the host."""
+        return self._arriving.arrival
+
     def ids(self) -> Tensor:
-        return self._told_RN[:, 0].long().clamp(min=NO_TOKEN.id)
+        return ids_of(self._told_RN)
 
     def tokens(self) -> list[Token | None]:
         """Waits for what the device was told so far."""
-        rows = self._arriving.wait().tolist()
+        rows = self._arriving.wait()[: len(self._rows)].tolist()
         self._broken.update(row.sequence for row, (token_id, *_) in zip(self._rows, rows, strict=True) if token_id < 0)
         return [
             None if row.sequence in self._broken else token(chooser.sampling, *numbers)
@@ -98,32 +119,54 @@ class DeviceChoice:
 class DeviceSampler:
     """Chooses the tokens of all sequences without waiting for the device. Has the same methods as Sampler."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, num_sequences: int) -> None:
+        """`num_sequences` may be there at once."""
         self.broken: set[int] = set()
         """Sequences whose logits were not finite: no token is chosen for them any more."""
         self._device = device
+        self._num_sequences = num_sequences
         self._choosers: dict[int, Chooser] = {}
         self._histories: Histories | None = None
         self._batch: Batch | None = None
+        self._sent: tuple[Batch, Tensor] | None = None
+        """The parameters that `start` has sent last."""
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """Has the device choose the next token of each row, from its logits [V]."""
-        size = logits_RV.shape[-1]
-        histories = self._histories = self._histories or Histories(size, self._device)
-        choosers = [self._chooser(row, histories) for row in rows]
-        if self._batch is None or self._batch.choosers != choosers:
-            self._batch = Batch(choosers, size, self._device)
-        parameters = self._batch.parameters([row.token_index for row in rows])
-        most = max(1, MAX_LOGITS // size)
-        parts = [slice(start, start + most) for start in range(0, len(rows), most)]
-        found = [choose(logits_RV[some], parameters.of(some), histories, self._batch.needs) for some in parts]
-        return DeviceChoice(rows, choosers, found[0] if len(found) == 1 else torch.cat(found), self.broken)
+        """Has the device choose the next token of each row, from its logits [V]. Parameters go there where they are
+        others than in the step before."""
+        batch = self.batch(rows, logits_RV.shape[-1])
+        if self._sent is None or self._sent[0] is not batch or batch.needs.draws:
+            numbers = torch.from_numpy(batch.numbers([row.token_index for row in rows]))
+            self._sent = batch, to_device(numbers, self._device)
+        told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs)
+        return DeviceChoice(rows, batch.choosers, told_RN, self.broken)
 
-    def _chooser(self, row: Row, histories: Histories) -> Chooser:
+    def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
+        """How the tokens of rows are chosen: the batch before, where that is the same."""
+        choosers = [self._chooser(row, vocabulary_size) for row in rows]
+        if self._batch is None or self._batch.choosers != choosers:
+            self._batch = Batch(choosers, vocabulary_size)
+        return self._batch
+
+    def choose(self, logits_RV: Tensor, parameters: Parameters, needs: Needs) -> Tensor:
+        """What `fixed_shape.choose` tells of rows, some of them after the others where they are many."""
+        size = logits_RV.shape[-1]
+        most, histories = max(1, MAX_LOGITS // size), self._there(size)
+        parts = [slice(start, start + most) for start in range(0, len(logits_RV), most)]
+        found = [choose(logits_RV[some], parameters.of(some), histories, needs) for some in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _there(self, vocabulary_size: int) -> Histories:
+        """Where the histories lie, for good."""
+        self._histories = self._histories or Histories(vocabulary_size, self._num_sequences, self._device)
+        return self._histories
+
+    def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
         """The chooser of the row's sequence, begun anew where the row tells its terms."""
         if row.terms is not None:
             self.forget([row.sequence])
-            self._choosers[row.sequence] = Chooser(row.terms.sampling, histories.begin(row.terms))
+            place = self._there(vocabulary_size).begin(row.terms)
+            self._choosers[row.sequence] = Chooser(row.terms.sampling, place)
         return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -134,9 +177,14 @@ class DeviceSampler:
                 self._histories.end(chooser.place)
 
 
-def make_sampler(device: str) -> Sampler | DeviceSampler:
+def ids_of(told_RN: Tensor) -> Tensor:
+    """The ids [R], int64, of what `fixed_shape.choose` tells, with one that is there for rows without a token."""
+    return told_RN[:, 0].long().clamp(min=NO_TOKEN.id)
+
+
+def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:
     """The one that is fastest where the logits are: a CPU has nobody to wait for, and looks at few tokens."""
-    return Sampler() if device == "cpu" else DeviceSampler(device)
+    return Sampler() if device == "cpu" else DeviceSampler(device, num_sequences)
 
 
 def needs_of(samplings: Sequence[Sampling]) -> Needs:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longleaf.sampling import MAX_LOGPROBS
 from workers.sampling.history import Histories
 from workers.sampling.logprobs import top_logprobs
 
@@ -36,6 +37,27 @@ class Needs(NamedTuple):
     @property
     def is_adjusted(self) -> bool:
         return self.has_bias or self.has_repetition or self.has_counts
+
+    def covers(self, other: "Needs") -> bool:
+        """Whether the operations that these need do for rows of other needs, too."""
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+ADJUSTED = Needs(True, True, True, False, False, False, -1)
+KINDS = (
+    Needs(False, False, False, False, False, False, -1),
+    Needs(False, False, False, True, False, True, -1),
+    ADJUSTED,
+    ADJUSTED._replace(draws=True, cuts=True, has_min_p=True),
+    ADJUSTED._replace(draws=True, cuts=True, has_min_p=True, num_top=MAX_LOGPROBS),
+)
+"""Needs that captured operations have, the fewest operations first; the last one covers all. What a row does not need
+leaves its bits: to sort logits of which none are cut, to divide by a penalty of 1."""
+
+
+def kind_of(needs: Needs) -> Needs:
+    """The kind with the fewest operations that does for rows of such needs."""
+    return next(kind for kind in KINDS if kind.covers(needs))
 
 
 class Parameters(NamedTuple):

@@ -15,26 +15,25 @@ NOBODY = 0
 
 
 class Histories:
-    """Which of V tokens P sequences have seen, how often their answers have them, and B biases of each. Where there are
-    more sequences than ever before, the tensors are made anew, of twice the size; they are never given back."""
+    """Which of V tokens P sequences have seen, how often their answers have them, and B biases of each, in memory of
+    fixed address."""
 
-    def __init__(self, vocabulary_size: int, device: str) -> None:
+    def __init__(self, vocabulary_size: int, num_sequences: int, device: str) -> None:
         self._vocabulary_size = vocabulary_size
         self._device = device
-        self._free: list[int] = []
-        self.is_seen_PV = torch.zeros(1, vocabulary_size, dtype=torch.bool, device=device)
-        self.counts_PV = torch.zeros(1, vocabulary_size, dtype=torch.int32, device=device)
-        self.bias_ids_PB = torch.zeros(1, MAX_BIASES, dtype=torch.long, device=device)
+        num_places = num_sequences + 1
+        self._free = list(range(num_sequences, NOBODY, -1))
+        self.is_seen_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.bool, device=device)
+        self.counts_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.int32, device=device)
+        self.bias_ids_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.long, device=device)
         """Zeros, of which the bias is zero, fill it up."""
-        self.biases_PB = torch.zeros(1, MAX_BIASES, dtype=torch.float64, device=device)
+        self.biases_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.float64, device=device)
 
     def begin(self, terms: Terms) -> int:
         """The place of a sequence, which must be given back. What has no logit is left out: an embedding may have more
         rows than the head."""
         if terms.seen is None and not terms.sampling.logit_bias:
             return NOBODY
-        if not self._free:
-            self._grow()
         place, seen, size = self._free.pop(), terms.seen or Seen((), ()), self._vocabulary_size
         counts = Counter(seen.generated)
         ids = [i for i in {*seen.token_ids, *counts} if i < size]
@@ -56,18 +55,5 @@ class Histories:
         self.is_seen_PV.view(-1).index_fill_(0, at_R, True)
         self.counts_PV.view(-1).index_add_(0, at_R, torch.ones_like(at_R, dtype=torch.int32))
 
-    def _grow(self) -> None:
-        num_places = len(self.is_seen_PV)
-        self._free += range(2 * num_places - 1, num_places - 1, -1)
-        self.is_seen_PV = doubled(self.is_seen_PV)
-        self.counts_PV = doubled(self.counts_PV)
-        self.bias_ids_PB = doubled(self.bias_ids_PB)
-        self.biases_PB = doubled(self.biases_PB)
-
     def _there(self, numbers: Iterable[float], dtype: torch.dtype = torch.long) -> Tensor:
         return to_device(torch.tensor([*numbers], dtype=dtype), self._device)
-
-
-def doubled(tensor_PN: Tensor) -> Tensor:
-    """With as many places more, of zeros."""
-    return torch.cat((tensor_PN, torch.zeros_like(tensor_PN)))

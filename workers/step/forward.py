@@ -38,8 +38,6 @@ class LocalAttention:
     def __init__(self, pool: Slots, backend: Backend, peers: Peers | None) -> None:
         self.pool = pool
         self.backend = backend
-        self.kv_bytes_read = 0
-        """Bytes read in all layers so far; what several rows read together counts once."""
         self._has_sink = peers is None or peers.comm.rank == 0
 
     def __call__(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
@@ -49,7 +47,6 @@ class LocalAttention:
 
     def over_pool(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
         """The partial of some reads from the pool, without the sink."""
-        self.kv_bytes_read += reads.num_keys * self.pool.bytes_per_slot(layer)
         return self.pool.attend(self.backend, layer, q_THD, reads, call.scale, call.softcap)
 
 
@@ -70,11 +67,6 @@ class DecodeStep:
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
-
-    @property
-    def kv_bytes_read(self) -> int:
-        """Bytes of this rank's keys and values that were read so far."""
-        return self._local.kv_bytes_read
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.channel.step import Decode, Prefill, Row
+from longleaf.channel.step import Decode, Prefill
 from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
 from longleaf.runs import Run
 from workers.keys.ledger import Ledger, stretches
 from workers.keys.slots import Slots
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
+from workers.step.last_ids import LastIds
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.past import PastBuilder
 from workers.step.rows import Query, order, row_reads
@@ -41,10 +42,30 @@ class Inputs(Generic[LayerT]):
     """What each layer does."""
     num_own_tokens: int = 0
     """In prefill, tokens of the own piece; what follows them is padding."""
-    sample_rows: tuple[int, ...] = ()
-    """Rows whose logits are wanted, in the order of the plan."""
+    sample_rows_R: Tensor | None = None
+    """In decode, rows whose logits are wanted, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
     """By which rope each token's queries and keys are rotated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """What a decode step is about, as numbers of the host, T of each but for the rows to sample from."""
+
+    token_ids: Sequence[int]
+    """Those that are not known stand as `LastIds` tells them."""
+    positions: Sequence[int]
+    slots: Sequence[int]
+    """Of sharded keys; the trash slot for tokens that another rank owns."""
+    window_slots: Sequence[int]
+    """Of keys that every rank holds; empty where there are none."""
+    ropes: Sequence[Rope]
+    sample_rows: Sequence[int]
+    """Rows whose logits are wanted, in the order of the plan."""
+    reads: dict[Reach, Reads]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 class InputBuilder:
@@ -62,9 +83,12 @@ class InputBuilder:
     ) -> None:
         self._ledger = ledger
         self._rank = ledger.rank
-        self._pool = pool
+        self.pool = pool
         self._reaches = {layer: spec.reach for layer, spec in layers.items()}
-        self._kinds = frozenset(self._reaches.values())
+        self.reaches = frozenset(self._reaches.values())
+        self._bytes_per_key = dict.fromkeys(self.reaches, 0)
+        for layer, reach in self._reaches.items():
+            self._bytes_per_key[reach] += pool.bytes_per_slot(layer)
         self._world_size = world_size
         self._pasts = pasts
         self._windows = windows
@@ -77,7 +101,9 @@ class InputBuilder:
         mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
         ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
         padding = num_tokens - len(mine)
-        slots_T = self._tensor([*self._slots(mine, mine.start, mine.end), *[self._pool.trash_slot] * padding])
+        slots = [*self._slots(mine, mine.start, mine.end), *[self.pool.trash_slot] * padding]
+        positions = [*range(mine.start, mine.end), *[0] * padding]
+        slots_T, positions_T, token_ids_T = self._tensor([*slots, *positions, *ids, *[0] * padding]).split(num_tokens)
         layers = self._pasts.build(work, slots_T)
         if self._windows:
             layers |= self._windows.chunk(work)
@@ -88,15 +114,19 @@ class InputBuilder:
             for reach in set(rest.values())
         }
         return Inputs(
-            token_ids_T=self._tensor([*ids, *[0] * padding]),
-            positions_T=self._tensor([*range(mine.start, mine.end), *[0] * padding]),
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
             layers=layers | {layer: sharded[reach] for layer, reach in rest.items()},
             num_own_tokens=len(mine),
             ropes={work.rope: None},
         )
 
-    def decode(self, work: Decode, last_ids: dict[int, int]) -> Inputs[RowLayer]:
+    def decode(self, work: Decode, last_ids: LastIds) -> Inputs[RowLayer]:
         """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
+        return self.tensors(self.numbers(work, last_ids), last_ids)
+
+    def numbers(self, work: Decode, last_ids: LastIds) -> RowNumbers:
+        """What there is to know of all rows of all sequences."""
         for row in work.rows:
             self._ledger.put(row.path[-1], row.runs, row.window_runs)
         found = [(row, self._ledger.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
@@ -115,22 +145,41 @@ class InputBuilder:
             slots += self._row_slots(row.runs, row.start, end)
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
-        return Inputs(
-            token_ids_T=self._tensor(ids),
-            positions_T=self._tensor(positions),
-            layers=self._row_layers(queries, self._tensor(slots), [row for row, _ in found]),
-            sample_rows=tuple(last_rows[row.sequence] for row in work.rows if row.token_index >= 0),
-            ropes=row_ropes(ropes, self._pool.device),
+        near_rank = EVERY_RANK if self._windows else self._rank
+        return RowNumbers(
+            token_ids=ids,
+            positions=positions,
+            slots=slots,
+            window_slots=self._windows.row_slots([row for row, _ in found]) if self._windows else (),
+            ropes=ropes,
+            sample_rows=[last_rows[row.sequence] for row in work.rows if row.token_index >= 0],
+            reads=row_reads(self._ledger, queries, self.reaches, near_rank),
         )
 
-    def _row_layers(self, queries: Sequence[Query], slots_T: Tensor, rows: Sequence[Row]) -> dict[int, RowLayer]:
-        near_rank = EVERY_RANK if self._windows else self._rank
-        reads = row_reads(self._ledger, queries, self._kinds, near_rank)
+    def tensors(self, rows: RowNumbers, last_ids: LastIds) -> Inputs[RowLayer]:
+        """The inputs of a step, of which the numbers go to the device in one copy."""
+        parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, rows.sample_rows)
+        there = self._tensor([number for part in parts for number in part])
+        ids_T, positions_T, slots_T, window_slots_T, sample_rows_R = there.split([len(part) for part in parts])
+        return Inputs(
+            token_ids_T=last_ids.resolve(ids_T),
+            positions_T=positions_T,
+            layers=self.row_layers(rows.reads, slots_T, window_slots_T),
+            sample_rows_R=sample_rows_R,
+            ropes=row_ropes(rows.ropes, self.pool.device),
+        )
+
+    def row_layers(self, reads: dict[Reach, Reads], slots_T: Tensor, window_slots_T: Tensor) -> dict[int, RowLayer]:
+        """What each layer does with rows that read such and whose keys go into these slots."""
         made: dict[Reach, RowLayer] = {reach: Sharded(slots_T, found) for reach, found in reads.items()}
         if self._windows:
-            window_slots_T = self._windows.row_slots(rows)
             made |= {reach: Replicated(window_slots_T, reads[reach]) for reach in made if not reach.is_full}
         return {layer: made[reach] for layer, reach in self._reaches.items()}
+
+    def kv_bytes_read(self, rows: RowNumbers) -> int:
+        """Bytes of this rank's keys and values that rows read in all layers; what several rows read together counts
+        once."""
+        return sum(reads.num_keys * self._bytes_per_key[reach] for reach, reads in rows.reads.items())
 
     def _chunk_reads(
         self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach, past_row: tuple[int, int]
@@ -153,7 +202,7 @@ class InputBuilder:
                 yield from reads_within(run, extent, reach)
 
     def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:
-        slots = [self._pool.trash_slot] * (end - start)
+        slots = [self.pool.trash_slot] * (end - start)
         for run in runs:
             low, high = max(run.start, start), min(run.end, end)
             if run.rank == self._rank and low < high:
@@ -161,8 +210,8 @@ class InputBuilder:
         return slots
 
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
-        size = self._pool.block_size
+        size = self.pool.block_size
         return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.long), self._pool.device)
+        return to_device(torch.tensor(values, dtype=torch.long), self.pool.device)

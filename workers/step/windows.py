@@ -40,12 +40,12 @@ class WindowBuilder:
         made = {reach: self._replicating(work, reach) for reach in {spec.reach for spec in self._layers.values()}}
         return {layer: made[spec.reach] for layer, spec in self._layers.items()}
 
-    def row_slots(self, rows: Iterable[Row]) -> Tensor:
+    def row_slots(self, rows: Iterable[Row]) -> list[int]:
         """Slots of the rows' tokens."""
         slots: list[int] = []
         for row in rows:
             slots += slots_of(self._ledger.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
-        return self._tensor(slots)
+        return slots
 
     def _replicating(self, work: Prefill, reach: Reach) -> Replicating:
         end = work.start + len(work.token_ids)

@@ -3,7 +3,6 @@
 """The backend of GPUs: one launch attends, whatever the rows see, and one folds what it made."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +18,12 @@ from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.items import Shape, work_of
 from longleaf.kernels.gpu.launch import Launcher, launch
+from longleaf.kernels.gpu.tables import DeviceWork, Tables, WorkKey
 from longleaf.runs import ceil_div
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """So many programs of the attention kernels are at work on a multiprocessor at once, and each has one item if rows are
 few."""
-
-
-class DeviceWork(NamedTuple):
-    """The work items of a step on the device, see `longleaf.kernels.gpu.items`."""
-
-    table: Tensor
-    num_part_rows: int
-    tile_rows: int
 
 
 class TritonKernels:
@@ -153,13 +145,17 @@ class TritonKernels:
         )
         return folded
 
+    def tables(self, seen: Reads, *, is_shared: bool) -> Tables:
+        """See `FixedBackend`."""
+        return Tables([key for key in seen.kept if isinstance(key, WorkKey)], is_shared=is_shared)
+
     def _work(
         self, reads: Sequence[Read], q_THD: Tensor, num_kv_heads: int, max_tile_rows: int, tile_keys: int
     ) -> DeviceWork:
         """The work items of the reads, made once for all layers that are alike."""
         reads = reads if isinstance(reads, Reads) else Reads(reads)
         shape = Shape(q_THD.shape[0], q_THD.shape[1] // num_kv_heads, num_kv_heads, max_tile_rows, tile_keys)
-        key = (q_THD.device, self._num_programs, shape)
+        key = WorkKey(q_THD.device, self._num_programs, shape)
         if key not in reads.kept:
             work = work_of(reads, shape, self._num_programs)
             # from pinned memory the copy waits for nothing; other accelerators copy what is small at once

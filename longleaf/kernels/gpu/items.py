@@ -70,7 +70,7 @@ class Work(NamedTuple):
     """The work items of a step."""
 
     numbers: list[int]
-    """The table; zeros fill it up."""
+    """The table; zeros fill it up to a power of two."""
     num_part_rows: int
     """Room for so many part rows per key head is needed."""
     tile_rows: int
@@ -89,11 +89,13 @@ class Shape(NamedTuple):
     """Keys that are read at once: pieces are multiples of it."""
 
 
-def work_of(reads: Iterable[Read], shape: Shape, num_programs: int) -> Work:
-    """The work items of some reads, enough of them for so many programs where there are keys enough."""
+def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: int | None = None) -> Work:
+    """The work items of some reads, enough of them for so many programs where there are keys enough. Without
+    `tile_rows` an item has as many rows as read together."""
     chains = sorted(chains_of(reads), key=lambda chain: -chain.num_keys)
-    most_rows = max((chain.end - chain.start for chain in chains), default=0) * shape.group
-    tile_rows = min(shape.max_tile_rows, power_of_two(most_rows, MIN_TILE_ROWS))
+    if tile_rows is None:
+        most_rows = max((chain.end - chain.start for chain in chains), default=0) * shape.group
+        tile_rows = tile_of(most_rows, shape)
     num_items = [ceil_div((chain.end - chain.start) * shape.group, tile_rows) * shape.num_kv_heads for chain in chains]
     size = piece_size([chain.num_keys for chain in chains], num_items, shape.tile_keys, num_programs)
     items: list[tuple[int, tuple[int, ...]]] = []
@@ -115,6 +117,11 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int) -> Work:
     rows = [number for _, item in items for number in item]
     table = _table(rows, stretches, pieces, shape.num_tokens)
     return Work(table, power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows)
+
+
+def tile_of(num_rows: int, shape: Shape) -> int:
+    """Rows of an item where so many rows of a key head's group read together."""
+    return min(shape.max_tile_rows, power_of_two(num_rows, MIN_TILE_ROWS))
 
 
 def chains_of(reads: Iterable[Read]) -> list[Chain]:

@@ -20,6 +20,7 @@ from workers.keys.ledger import Ledger
 from workers.keys.slots import Pool
 from workers.model.model import LayerSpec
 from workers.step.inputs import InputBuilder, Inputs
+from workers.step.last_ids import HostIds
 from workers.step.past import PastBuilder
 from workers.step.rows import MIN_SHARED
 
@@ -71,7 +72,7 @@ class Forest:
             ledger.put(path[-1], runs)
         size = self.world_size
         pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire(Dense()))
-        last_ids = {row.sequence: row.sequence * IDS for row in self.rows}
+        last_ids = HostIds({row.sequence: row.sequence * IDS for row in self.rows})
         make = InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
         return make.decode(Decode(tuple(self.rows)), last_ids)
 
@@ -166,7 +167,7 @@ def test_what_belongs_to_a_row_follows_it(forest):
         slots = inputs.layers[0].slots_T.tolist()
         assert slots == [forest.slots(row, rank).get(position, trash) for row, position in rows]
         wanted = [(row, row.start + row.num_tokens - 1) for row in forest.rows if row.token_index >= 0]
-        assert [rows[i] for i in inputs.sample_rows] == wanted, "in the plan's order"
+        assert [rows[i] for i in inputs.sample_rows_R.tolist()] == wanted, "in the plan's order"
 
 
 SHARED = [

@@ -26,6 +26,7 @@ from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder
+from workers.step.last_ids import HostIds
 from workers.step.past import PastBuilder
 from workers.step.windows import WindowBuilder
 
@@ -93,7 +94,7 @@ class Rank:
             inputs, start = self.inputs.prefill(work), work.start
             step = PrefillStep(inputs, self.pool, BACKEND, self.peers, last_layer=len(tokens) - 1)
         else:
-            inputs, start = self.inputs.decode(work, {}), work.rows[0].start
+            inputs, start = self.inputs.decode(work, HostIds()), work.rows[0].start
             step = DecodeStep(inputs, self.pool, BACKEND, self.peers)
         rows = (inputs.positions_T - start).clamp(min=0)  # padding is at position 0
         found = []

@@ -24,6 +24,7 @@ from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillStep
 from workers.step.inputs import InputBuilder
+from workers.step.last_ids import HostIds
 from workers.step.past import PastBuilder
 
 BLOCK = 4
@@ -148,7 +149,7 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
 
     def work(rank, groups):
         make, pool = builder(case, rank, runs, "auto", dtype, kind)
-        inputs = make.decode(rows, {})
+        inputs = make.decode(rows, HostIds())
         peers = Peers(groups.world, make_merge(merge, groups, Wire(BACKEND))) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, BACKEND, peers)
         q, k, v = case.rows(inputs.positions_T, dtype)

@@ -107,7 +107,7 @@ SLOW = [
 
 @pytest.mark.parametrize(("size", "num_steps", "least"), [QUICK, *SLOW])
 def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
-    found, wanted, service, num_draws = DeviceSampler("cpu"), Sampler(), Service(size, size), 0
+    found, wanted, service, num_draws = DeviceSampler("cpu", 512), Sampler(), Service(size, size), 0
     for step in range(num_steps):
         rows, ended = service.step()
         logits_RV = logits(len(rows), size, step)
@@ -141,7 +141,7 @@ def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, dra
     for step in range(1, 40):
         logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
         logits_RV[:, -9:] = -torch.inf
-        found = DeviceSampler("cpu").start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
+        found = DeviceSampler("cpu", 512).start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
         assert [token and token.id for token in found] == [
             distribution.draw(logits_V, sampling, drawn) for logits_V in logits_RV.double()
         ]
@@ -157,7 +157,7 @@ def row(sequence: int, index: int, terms: Terms | None = None) -> Row:
 
 
 def test_ids_for_the_other_ranks_are_ids_wherever_there_is_no_token():
-    sampler = DeviceSampler("cpu")
+    sampler = DeviceSampler("cpu", 512)
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
     for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
         choice = sampler.start([row(i, index, Terms(sampling)) for i in range(3)], logits_RV)
@@ -167,7 +167,7 @@ def test_ids_for_the_other_ranks_are_ids_wherever_there_is_no_token():
 
 
 def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten():
-    sampler, sampling = DeviceSampler("cpu"), Sampling()
+    sampler, sampling = DeviceSampler("cpu", 512), Sampling()
     assert sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [None]
     assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [None]
     sampler.forget([4])
@@ -178,7 +178,7 @@ def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten
 def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
     copies = []
     monkeypatch.setattr(device_sampler, "to_device", lambda host, device: copies.append(host.shape) or host)
-    sampler, logits_RV = DeviceSampler("cpu"), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    sampler, logits_RV = DeviceSampler("cpu", 512), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     greedy = [Sampling(), Sampling(logit_bias={3: 1.0}), Sampling(num_logprobs=3)]
     for index in range(4):
         sampler.start([row(i, index, None if index else Terms(s)) for i, s in enumerate(greedy)], logits_RV)
@@ -193,13 +193,13 @@ def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
 def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(monkeypatch):
     asked = [row(i, 0, Terms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
     logits_RV = logits(10, 300, 1)
-    together = DeviceSampler("cpu").start(asked, logits_RV).tokens()
+    together = DeviceSampler("cpu", 512).start(asked, logits_RV).tokens()
     monkeypatch.setattr(device_sampler, "MAX_LOGITS", 950)
-    assert DeviceSampler("cpu").start(asked, logits_RV).tokens() == together
+    assert DeviceSampler("cpu", 512).start(asked, logits_RV).tokens() == together
 
 
 def test_places_are_given_back_and_begun_anew():
-    histories = Histories(10, "cpu")
+    histories = Histories(10, 11, "cpu")
     terms = Terms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), Seen((1, 30), (4, 4)))
     assert histories.begin(Terms(Sampling(temperature=1.0))) == 0
     first, second = histories.begin(terms), histories.begin(terms)
@@ -215,8 +215,9 @@ def test_places_are_given_back_and_begun_anew():
     assert not histories.counts_PV[second].any()
     assert histories.bias_ids_PB[second].nonzero().flatten().tolist() == [0]
     assert histories.biases_PB[second].sum() == 2.0
-    for _ in range(9):
-        histories.begin(terms)
+    places = {histories.begin(terms) for _ in range(9)}
+    assert len(places) == 9
+    assert not places & {0, first, second}
     assert histories.is_seen_PV[first].nonzero().flatten().tolist() == [1, 4]
 
 
@@ -227,5 +228,5 @@ def test_random_numbers_that_are_made_ahead_are_those_of_each_token(seed, first)
 
 
 def test_cpus_keep_the_sampler_that_is_faster_there():
-    assert isinstance(make_sampler("cpu"), Sampler)
-    assert isinstance(make_sampler("cuda:1"), DeviceSampler)
+    assert isinstance(make_sampler("cpu", 8), Sampler)
+    assert isinstance(make_sampler("cuda:1", 8), DeviceSampler)

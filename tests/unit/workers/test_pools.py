@@ -52,7 +52,10 @@ def test_windows_take_what_generations_and_contexts_need(pool_of):
     num_blocks = 2 * 8 * (2 * WINDOW // BLOCK + 2)
     assert windows == Windows(reaches=(Reach(WINDOW),), num_blocks=num_blocks, bytes_per_token=2 * LAYER)
     assert pool.num_blocks == ((64 << 20) - num_blocks * 2 * LAYER * BLOCK) // (2 * LAYER * BLOCK)
-    assert [pool.keys[layer].shape[1] for layer in range(4)] == [num_blocks * BLOCK, pool.num_blocks * BLOCK + 1] * 2
+    assert [pool.keys[layer].shape[1] for layer in range(4)] == [
+        num_blocks * BLOCK + 1,
+        pool.num_blocks * BLOCK + 1,
+    ] * 2
 
 
 def test_windows_take_half_at_most(pool_of):

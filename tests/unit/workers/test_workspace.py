@@ -40,10 +40,19 @@ def needed(model, num_ranks_here=1, **settings):
 def test_a_rank_alone(model_of):
     found = needed(model_of())
     assert found.chunk == 4096 * workspaces.WIDE_TENSORS * 192 * 2 + 8 * 512 * 4
-    assert found.sampling == 8 * 512 * 64 + 3 * 8 * (512 * 5 + 1024 * 16)
+    assert found.sampling == 8 * 512 * 64 + 9 * (512 * 5 + 1024 * 16)
     assert found.partials == 4096 * 4 * (16 * (2 + 4) + workspaces.PARTIALS * 17 * 4)
     assert (found.kernels, found.exchange, found.fragments) == (KERNELS, 0, 2 * GIB)
-    assert found.total == found.chunk + found.sampling + found.partials + KERNELS + 2 * GIB
+    assert found.total == found.chunk + found.sampling + found.partials + KERNELS + found.graphs + 2 * GIB
+
+
+def test_captured_steps_keep_what_the_rows_of_the_largest_take(model_of):
+    """Of 8 sequences there are graphs for 1, 2, 4 and 8 rows."""
+    in_model, choosing = 8 * workspaces.WIDE_TENSORS * 192 * 2, 8 * 512 * 64
+    partials = 8 * 4 * (16 * (2 + 4) + workspaces.PARTIALS * 17 * 4)
+    wanted = in_model + partials + choosing + 4 * workspaces.GRAPHS_PER_SIZE * workspaces.GRAPH
+    assert needed(model_of()).graphs == wanted
+    assert needed(model_of(), graphs="off").graphs == 0
 
 
 def test_a_piece_has_its_share_of_a_chunk_in_whole_blocks_and_all_rows_have_partials(model_of):
@@ -56,7 +65,7 @@ def test_a_piece_has_its_share_of_a_chunk_in_whole_blocks_and_all_rows_have_part
 def test_logits_of_many_rows_are_computed_on_one_part_after_the_other(model_of, monkeypatch):
     monkeypatch.setattr(workspaces, "MAX_LOGITS", 3 * 512)
     few, many = (needed(model_of(), max_sequences=count).sampling for count in (4, 8))
-    assert many - few == 3 * 4 * (512 * 5 + 1024 * 16)
+    assert many - few == 4 * (512 * 5 + 1024 * 16)
 
 
 def test_rows_of_many_sequences_count_as_a_chunk_of_them(model_of):
@@ -101,8 +110,8 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
         assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
     left = human_bytes(40 * GIB - found.total)
     begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
-    parts = (found.chunk, found.sampling, found.partials, KERNELS, 0, 2 * GIB)
-    names = ("chunks", "sampling", "partials", "kernels", "NCCL", "fragments")
+    parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 2 * GIB)
+    names = ("chunks", "sampling", "partials", "kernels", "graphs", "NCCL", "fragments")
     told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
     assert caplog.messages == [begin + told]
     assert kv_bytes_within(machine.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0

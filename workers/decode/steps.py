@@ -1,0 +1,137 @@
+"""The decode steps of a device, each by the bucket that it fits: one copy there, one replay or two, one copy back."""
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longleaf.channel.step import Row
+from longleaf.kernels.backend import FixedBackend
+from workers.decode.bucket import Bucket, Forward, resolved
+from workers.decode.choosing import Choosing, Listening
+from workers.decode.graphs import CaptureRefused, Graphs, Work
+from workers.decode.memory import StepMemory
+from workers.sampling.device_sampler import Batch
+from workers.sampling.fixed_shape import Needs
+from workers.sampling.sampler import Choice
+from workers.step.inputs import Inputs, RowNumbers
+from workers.step.last_ids import DeviceIds
+from workers.step.layers import RowLayer
+from workers.transfers import Moment
+
+log = logging.getLogger(__name__)
+
+
+class Sent(NamedTuple):
+    """What the device was sent for a step."""
+
+    variant: int
+    turn: int
+    """Of the memory."""
+    batch: Batch | None
+    kind: Needs | None
+
+
+class Launched(NamedTuple):
+    """A step that the device was told."""
+
+    end: Moment
+    choice: Choice | None
+    """On rank 0, if rows are sampled."""
+    logits_RV: Tensor | None
+    """On rank 0; valid until the next step is begun."""
+
+
+def try_out(buckets: Sequence[Bucket], backend: FixedBackend, forward: Forward) -> Tensor | None:
+    """Gives the logits of the largest bucket, on rank 0."""
+    return [bucket.try_out(backend, forward) for bucket in buckets][-1]
+
+
+class FixedSteps:
+    """Decode steps over memory of fixed address, each launched as it comes, or captured."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], last_ids: DeviceIds, choosing: Choosing | Listening, device: str
+    ) -> None:
+        """The buckets are sorted by their rows, and have been tried out."""
+        self._buckets = buckets
+        self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
+        self._last_ids = last_ids
+        self._choosing = choosing
+        self._works: dict[Hashable, Work] = {}
+        """How to go through the model, by bucket and variant, and how to choose tokens, by bucket and kind."""
+        self._ends: list[Moment] = []
+        """Of the last two steps."""
+
+    def prepare(self, forward: Forward, graphs: Graphs | None) -> None:
+        """Captures all steps, the largest first: the others find room in what these have taken. Where that is refused
+        it is told why, and they are launched as they come. Ranks prepare at the same time."""
+        reason, num_captured = "", 0
+        for bucket in reversed(self._buckets):
+            self._send(bucket, bucket.nothing, ())
+            for key, work in self._all(bucket, forward):
+                work()
+                self._works[key] = work
+                if graphs is None or reason:
+                    continue
+                try:
+                    self._works[key] = graphs.capture(work)
+                    num_captured += 1
+                except CaptureRefused as error:
+                    reason = str(error)
+        if reason:
+            told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
+            log.warning(told, num_captured, len(self._works), reason)
+        elif graphs is not None:
+            log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
+
+    def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work]]:
+        for number, inputs in enumerate(bucket.bind(self._memory.there_N)):
+            yield (bucket.num_rows, number), partial(self._go_through, forward, inputs)
+        for kind in self._choosing.kinds:
+            work = self._choosing.work(self._memory.there_N, bucket.fields, kind)
+            yield (bucket.num_rows, kind), work
+
+    def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
+        logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)))
+        if isinstance(self._choosing, Choosing):
+            assert logits_TV is not None
+            self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
+
+    def begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched | None:
+        """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, too many
+        stretches of keys, or ropes that are rare."""
+        bucket = next((bucket for bucket in self._buckets if bucket.can_take(rows)), None)
+        if bucket is None:
+            return None
+        if len(self._ends) > 1:
+            self._ends.pop(0).wait()  # what it was sent from is filled now
+        if (sent := self._send(bucket, rows, sampled)) is None:
+            return None
+        variant, turn, batch, kind = sent
+        self._works[bucket.num_rows, variant]()
+        if sampled:
+            self._works[bucket.num_rows, kind]()
+        choice, logits_RV = None, None
+        if isinstance(self._choosing, Choosing):
+            logits_RV = self._choosing.logits_RV[: len(sampled)]
+            if batch is not None and kind is not None:
+                choice = self._choosing.choice(sampled, batch, kind, turn)
+        end = choice.arrival if choice else Moment(self._memory.there_N.device)
+        self._ends.append(end)
+        return Launched(end, choice, logits_RV)
+
+    def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent | None:
+        """Copies what a step needs to the device."""
+        here_N, turn = self._memory.host(), self._memory.turn
+        places = [self._last_ids.place(row.sequence) for row in sampled]
+        if (filled := bucket.fill(here_N, rows, places)) is None:
+            return None
+        batch, kind = None, None
+        if sampled and isinstance(self._choosing, Choosing):
+            batch, kind = self._choosing.fill(here_N, bucket.fields, sampled)
+        variant, num_numbers = filled
+        self._memory.send(num_numbers)
+        return Sent(variant, turn, batch, kind)
