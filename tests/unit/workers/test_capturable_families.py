@@ -1,0 +1,117 @@
+"""Which families' forward passes a graph can hold, and what those of the others ask the host.
+
+Experts are the only ones that ask: by default transformers multiplies the rows of all experts in one grouped product,
+for which torch has a kernel in bfloat16 alone. In other types the host waits to hear how many rows each expert gets. Of
+the settings that a config has for it, "batched_mm" asks for nothing in any type, but copies an expert's weights for
+each row that goes there; "eager" always asks. Llama 4 has all rows pass through all experts.
+"""
+
+import pytest
+import torch
+from transformers.utils import import_utils
+
+from workers.decode.fakes import CaptureRefused, RecordedGraphs
+from workers.model import model as models
+from zoo.checkpoints import make_checkpoint
+from zoo.families import FAMILIES
+
+ROWS, VOCABULARY = 4, 512
+GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families whose experts are multiplied in grouped products."""
+QUICK = ("llama", "gemma3", "gemma3_images", "llama4", "gpt2", "gpt_oss", "deepseek_v3")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Makes the checkpoint of a family, once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            num_layers = 4 if family.startswith("llama4") else 2  # as few as there are kinds of them
+            made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=num_layers)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def says_that_it_captures(monkeypatch):
+    """During a capture transformers leaves out what only warns, and would read ids; on a GPU it sees for itself."""
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+
+
+class Itself:
+    """Implements workers.model.hook.Handle: each row sees its own values alone, scaled by its rotated query."""
+
+    def attend(self, layer, q_THD, k_KTD, v_KTV, call):
+        (num_tokens, num_heads, _), num_kv_heads = q_THD.shape, v_KTV.shape[0]
+        v_TKGV = v_KTV.transpose(0, 1)[:, :, None].expand(-1, -1, num_heads // num_kv_heads, -1)
+        return v_TKGV.reshape(num_tokens, num_heads, -1) * q_THD.sum(-1, keepdim=True).tanh()
+
+
+class Forward:
+    """A forward pass over tensors of fixed address."""
+
+    def __init__(self, folder, dtype, experts=None):
+        self.model = models.load(str(folder), dtype, "cpu")
+        if experts is not None:
+            self.model.module.set_experts_implementation(experts)
+        self.ids, self.positions = torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS, dtype=torch.long)
+        self.logits = torch.zeros(ROWS, VOCABULARY, dtype=self.model.dtype)
+        self.sampled = torch.arange(ROWS)
+        self.fill(0)
+
+    def fill(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.ids.copy_(torch.randint(VOCABULARY, (ROWS,), generator=generator))
+        self.positions.copy_(torch.randint(1000, (ROWS,), generator=generator))
+
+    @torch.inference_mode()
+    def run(self):
+        inputs = self.model.arguments(Itself(), self.ids, self.positions)
+        found = self.model.module(**inputs, return_dict=False, logits_to_keep=self.sampled)
+        self.logits.copy_(found[0][0])
+
+
+def check_replays(forward):
+    """Captured, and replayed for other rows, it gives what a fresh run gives."""
+    replay = RecordedGraphs().capture(forward.run)
+    seen = []
+    for seed in (1, 2):
+        forward.fill(seed)
+        replay()
+        seen.append(forward.logits.clone())
+        forward.run()
+        assert torch.equal(seen[-1], forward.logits)
+        assert forward.logits.isfinite().all()
+    assert not torch.equal(*seen)
+
+
+def thinned(rows):
+    return [row if row[0] in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.usefixtures("says_that_it_captures")
+@pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in FAMILIES for dtype in DTYPES))
+def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
+    forward = Forward(folder_of(family), dtype)
+    if family in GROUPED and dtype != "bfloat16":
+        with pytest.raises(CaptureRefused, match="_grouped_mm at transformers.integrations.moe:[0-9]+: .* offsets"):
+            RecordedGraphs().capture(forward.run)
+    else:
+        check_replays(forward)
+
+
+@pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in GROUPED for dtype in DTYPES))
+def test_experts_can_be_captured_in_other_ways(folder_of, family, dtype):
+    check_replays(Forward(folder_of(family), dtype, experts="batched_mm"))
+    with pytest.raises(CaptureRefused, match=f"transformers.models.{family}.*: the host waits for numbers"):
+        RecordedGraphs().capture(Forward(folder_of(family), dtype, experts="eager").run)
+
+
+def test_a_model_that_looks_at_ids_is_refused(folder_of):
+    """Where transformers does not know that it is captured."""
+    with pytest.raises(CaptureRefused, match="lift_fresh at transformers.modeling_utils"):
+        RecordedGraphs().capture(Forward(folder_of("gpt2"), "float32").run)
