@@ -32,7 +32,7 @@ from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
-from workers.decode.choosing import Choosing, Listening
+from workers.decode.choosing import Choosing, Telling
 from workers.decode.graphs import Graphs, cuda_graphs
 from workers.decode.steps import FixedSteps, Launched, try_out
 from workers.keys.ledger import Ledger
@@ -192,12 +192,10 @@ class Rank:
         may_be_double = bool(rotary.kind) and (self._config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        if logits_RV is None:
-            choosing = Listening(last_ids, self._tell)
-        else:
-            assert isinstance(sampler, DeviceSampler)
-            choosing = Choosing(sampler, last_ids, self._tell, torch.zeros_like(logits_RV))
-        self._fixed = FixedSteps(buckets, last_ids, choosing, self._device)
+        telling, choosing = Telling(sizes[-1], last_ids, self._tell, self._device), None
+        if logits_RV is not None and isinstance(sampler, DeviceSampler):
+            choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
+        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._device)
         self._fixed.prepare(self._logits, self.graphs)
 
     def execute(self, plan: StepPlan) -> StepResult | None:

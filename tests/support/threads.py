@@ -32,8 +32,14 @@ class ThreadRanks:
     `machines` has a letter per rank, the machine that it pretends to run on; by default all are on one.
     """
 
-    def __init__(self, config: EngineConfig, spoil: Spoil | None = None, machines: str = "") -> None:
-        self._ranks = [Rank(make_spec(rank, config)) for rank in range(config.world_size)]
+    def __init__(
+        self,
+        config: EngineConfig,
+        spoil: Spoil | None = None,
+        machines: str = "",
+        make_rank: Callable[[RankSpec], Rank] = Rank,
+    ) -> None:
+        self._ranks = [make_rank(make_spec(rank, config)) for rank in range(config.world_size)]
         self._groups = loopback_groups(Topology(tuple(machines) or ("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[Future[StepResult]] = queue.Queue()

@@ -5,6 +5,7 @@ import pytest
 from longleaf.kernels.gpu import varlen
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels
+from longleaf.sampling import Sampling
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.steps import (
     CHUNKS,
@@ -18,6 +19,7 @@ from tests.support.accelerator.steps import (
     checkpoints_in,
     decoded,
     prefilled,
+    rank_of,
 )
 
 NUM_MULTIPROCESSORS = 132
@@ -66,3 +68,50 @@ def test_flash_kernels_read_what_they_can_of_a_chunk(chunk, count, folder_of):
 @pytest.mark.slow
 def test_decode_over_131072_keys_launches_no_more(folder_of):
     check_limit(decoded(Case(past=131_072, prompts=SHARED), folder_of, kernels), DECODE_LAUNCHES)
+
+
+MIXED = (
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.9, num_logprobs=20),
+    Sampling(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
+    Sampling(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
+)
+
+
+@pytest.mark.parametrize("mix", ["shared", "windows", "replicated windows", "int8", "latents", "4 ranks, exchange"])
+@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+def test_a_captured_step_is_one_copy_each_way_three_replays_and_one_wait(mix, samplings, folder_of):
+    """For the model, for choosing tokens, and for telling them; and nothing is set aside."""
+    log = decoded(MIXES[mix]._replace(samplings=samplings, is_captured=True), folder_of, kernels)
+    assert [event.name for event in log.of("launch")] == ["graph"] * 3
+    assert not log.of("allocation", "exchange")
+    assert len(log.of("to device")) == len(log.of("to host")) == 1
+    assert log.events[-1] == log.of("wait")[0]
+    assert len(log.of("wait")) == 1
+    most = (320 if "windows" in mix else 64) << 10
+    assert log.of("to device")[0].num_bytes < most, "of the last table only what is used travels"
+
+
+def test_a_captured_step_of_another_rank_brings_nothing_back(folder_of):
+    case = MIXES["4 ranks, exchange"]._replace(samplings=MIXED, is_captured=True, rank=3)
+    log = decoded(case, folder_of, kernels)
+    assert [event.kind for event in log.events] == ["to device", "launch", "launch", "wait"]
+
+
+@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+def test_a_step_that_is_not_captured_copies_and_waits_as_little(samplings, folder_of):
+    log = decoded(MIXES["shared and own"]._replace(samplings=samplings), folder_of, kernels)
+    assert [len(log.of(kind)) for kind in ("to device", "to host", "wait")] == [1, 1, 1]
+
+
+def test_a_step_of_too_many_rows_is_launched_as_it_comes(folder_of):
+    """Its inputs, its table and where its last ids lie are copied one by one, and parameters where rows draw."""
+    case = MIXES["shared"]._replace(samplings=MIXED, is_captured=True, settings=(("max_sequences", 4),))
+    log = decoded(case._replace(prompts=SHARED), folder_of, kernels)
+    assert {event.name for event in log.of("launch")} == {"graph"}
+    made = rank_of(case, folder_of, kernels)
+    made.bench.ask(40, 3, "book")
+    first = next(made.steps(computes_chunks=False))
+    assert first.plan.num_tokens == 40
+    assert "graph" not in {event.name for event in first.log.of("launch")}
+    assert len(first.log.of("wait")) == 1

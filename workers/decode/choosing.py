@@ -19,7 +19,7 @@ from workers.sampling.device_sampler import (
     nobodys,
     parameters_of,
 )
-from workers.sampling.fixed_shape import KINDS, Needs, kind_of
+from workers.sampling.fixed_shape import Needs
 from workers.step.last_ids import DeviceIds
 from workers.transfers import pinned
 
@@ -35,64 +35,54 @@ class Told:
         self.hosts_RN = [pinned(num_rows, num_columns, dtype=dtype, device=device) for _ in range(2)]
 
 
-class Listening:
-    """On the other ranks: rank 0 tells the ids."""
+class Telling:
+    """All ranks are told the ids that were chosen, and remember them."""
 
-    kinds: Sequence[Needs | None] = (None,)
-
-    def __init__(self, last_ids: DeviceIds, tell: Tell) -> None:
+    def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
+        self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
+        """On rank 0 those that were chosen."""
         self._last_ids = last_ids
         self._tell = tell
 
-    def work(self, there_N: Tensor, fields: Fields, kind: Needs | None) -> Work:
-        def listen() -> None:
-            places_T = there_N[fields.places]
-            self._last_ids.put(places_T, self._tell(torch.zeros_like(places_T)))
-
-        return listen
+    def work(self, there_N: Tensor, fields: Fields) -> Work:
+        places_T = there_N[fields.places]
+        ids_T = self.ids_R[: len(places_T)]
+        return lambda: self._last_ids.put(places_T, self._tell(ids_T))
 
 
 class Choosing:
-    """On rank 0: the sampler chooses by kinds of needs, each with operations of its own."""
+    """On rank 0 the sampler chooses, by operations of one of a few kinds."""
 
-    kinds: Sequence[Needs | None] = KINDS
-
-    def __init__(
-        self,
-        sampler: DeviceSampler,
-        last_ids: DeviceIds,
-        tell: Tell,
-        logits_RV: Tensor,
-    ) -> None:
-        """`logits_RV` are of as many rows as the largest bucket has."""
+    def __init__(self, sampler: DeviceSampler, logits_RV: Tensor, ids_R: Tensor) -> None:
+        """`logits_RV` are of as many rows as the largest bucket has, and so are the ids that come of them."""
         self._sampler = sampler
-        self._last_ids = last_ids
-        self._tell = tell
+        self._ids_R = ids_R
         self.logits_RV = logits_RV
         (num_rows, size), device = logits_RV.shape, str(logits_RV.device)
         self._others_F = nobodys(size)
         self._ids = Told(num_rows, 1, torch.long, device)
         self._logprobs = Told(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
 
-    def work(self, there_N: Tensor, fields: Fields, kind: Needs | None) -> Work:
-        assert kind is not None
+    def work(self, there_N: Tensor, fields: Fields, kind: Needs) -> Work:
         num_rows = fields.places.stop - fields.places.start
         numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
         told_TN, logits_TV = self._told(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
             found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind))
-            self._last_ids.put(there_N[fields.places], self._tell(ids_of(found_TN)))
+            self._ids_R[:num_rows].copy_(ids_of(found_TN))
 
         return choose
 
-    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> tuple[Batch, Needs]:
-        """Puts the parameters of rows, one at least, into memory of the host; which of `kinds` they take."""
-        batch = self._sampler.batch(rows, self.logits_RV.shape[1])
+    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
+        """Puts the parameters of rows into memory of the host; None if there are no rows."""
         numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
-        numbers_FT[:, : len(rows)] = batch.numbers([row.token_index for row in rows])
         numbers_FT[:, len(rows) :] = self._others_F[:, None]
-        return batch, kind_of(batch.needs)
+        if not rows:
+            return None
+        batch = self._sampler.batch(rows, self.logits_RV.shape[1])
+        numbers_FT[:, : len(rows)] = batch.numbers([row.token_index for row in rows])
+        return batch
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """Tokens that were chosen, on their way to one of two places on the host."""

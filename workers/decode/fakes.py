@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longleaf.comm import Comm
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.errors import LongleafError
 from longleaf.kernels.gpu.launch import Kernel, Launcher
+from workers.decode.graphs import CaptureRefused, Work
 
 Operation = Callable[[], object]
 
@@ -50,10 +50,6 @@ UNREAD = 0xFF
 """Each byte of memory that nobody may read: NaN, and -1."""
 
 
-class CaptureRefused(LongleafError):
-    """A function cannot be captured. Says what it does that a graph cannot."""
-
-
 class RecordedGraphs:
     """Implements workers.decode.graphs.Graphs on CPU tensors. Each rank has its own.
 
@@ -64,14 +60,14 @@ class RecordedGraphs:
         self.host = [*host]
         self._recording: Recording | None = None
 
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Does again what `function` does, in the same memory. Raises CaptureRefused where a graph could not."""
+    def capture(self, work: Work) -> Work:
+        """Does again what `work` does, in the same memory. Raises CaptureRefused where a graph could not."""
         if self._recording is not None:
             raise CaptureRefused(f"a capture within a capture, at {site()}")
         recording = self._recording = Recording(self.host)
         try:
             with torch.inference_mode(), recording, HostCalls(recording):
-                function()
+                work()
         finally:
             self._recording = None
             recording.undo()

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from longleaf.errors import LongleafError
 from longleaf.units import human_bytes
 
 cuda: Any = torch.cuda  # torch annotates these functions only in part
@@ -15,7 +16,7 @@ Work = Callable[[], None]
 log = logging.getLogger(__name__)
 
 
-class CaptureRefused(Exception):
+class CaptureRefused(LongleafError):
     """Why something cannot be captured."""
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from longleaf.channel.step import Row
 from longleaf.kernels.backend import FixedBackend
 from workers.decode.bucket import Bucket, Forward, resolved
-from workers.decode.choosing import Choosing, Listening
+from workers.decode.choosing import Choosing, Telling
 from workers.decode.graphs import CaptureRefused, Graphs, Work
 from workers.decode.memory import StepMemory
 from workers.sampling.device_sampler import Batch
-from workers.sampling.fixed_shape import Needs
+from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
     turn: int
     """Of the memory."""
     batch: Batch | None
-    kind: Needs | None
+    """On rank 0, if rows are sampled."""
 
 
 class Launched(NamedTuple):
@@ -53,15 +53,17 @@ class FixedSteps:
     """Decode steps over memory of fixed address, each launched as it comes, or captured."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], last_ids: DeviceIds, choosing: Choosing | Listening, device: str
+        self, buckets: Sequence[Bucket], last_ids: DeviceIds, telling: Telling, choosing: Choosing | None, device: str
     ) -> None:
-        """The buckets are sorted by their rows, and have been tried out."""
+        """The buckets are sorted by their rows, and have been tried out. Rank 0 chooses."""
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
+        self._telling = telling
         self._choosing = choosing
         self._works: dict[Hashable, Work] = {}
-        """How to go through the model, by bucket and variant, and how to choose tokens, by bucket and kind."""
+        """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
+        tell them."""
         self._ends: list[Moment] = []
         """Of the last two steps."""
 
@@ -88,15 +90,17 @@ class FixedSteps:
             log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
 
     def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work]]:
-        for number, inputs in enumerate(bucket.bind(self._memory.there_N)):
-            yield (bucket.num_rows, number), partial(self._go_through, forward, inputs)
-        for kind in self._choosing.kinds:
-            work = self._choosing.work(self._memory.there_N, bucket.fields, kind)
-            yield (bucket.num_rows, kind), work
+        there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
+        for number, inputs in enumerate(bucket.bind(there_N)):
+            yield (num_rows, number), partial(self._go_through, forward, inputs)
+        if self._choosing is not None:
+            for kind in KINDS:
+                yield (num_rows, kind), self._choosing.work(there_N, fields, kind)
+        yield num_rows, self._telling.work(there_N, fields)
 
     def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
         logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)))
-        if isinstance(self._choosing, Choosing):
+        if self._choosing is not None:
             assert logits_TV is not None
             self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
 
@@ -110,15 +114,17 @@ class FixedSteps:
             self._ends.pop(0).wait()  # what it was sent from is filled now
         if (sent := self._send(bucket, rows, sampled)) is None:
             return None
-        variant, turn, batch, kind = sent
+        variant, turn, batch = sent
         self._works[bucket.num_rows, variant]()
-        if sampled:
-            self._works[bucket.num_rows, kind]()
         choice, logits_RV = None, None
-        if isinstance(self._choosing, Choosing):
+        if self._choosing is not None:
             logits_RV = self._choosing.logits_RV[: len(sampled)]
-            if batch is not None and kind is not None:
+            if batch is not None:
+                kind = kind_of(batch.needs)
+                self._works[bucket.num_rows, kind]()
                 choice = self._choosing.choice(sampled, batch, kind, turn)
+        if sampled:
+            self._works[bucket.num_rows]()
         end = choice.arrival if choice else Moment(self._memory.there_N.device)
         self._ends.append(end)
         return Launched(end, choice, logits_RV)
@@ -129,9 +135,7 @@ class FixedSteps:
         places = [self._last_ids.place(row.sequence) for row in sampled]
         if (filled := bucket.fill(here_N, rows, places)) is None:
             return None
-        batch, kind = None, None
-        if sampled and isinstance(self._choosing, Choosing):
-            batch, kind = self._choosing.fill(here_N, bucket.fields, sampled)
+        batch = self._choosing.fill(here_N, bucket.fields, sampled) if self._choosing else None
         variant, num_numbers = filled
         self._memory.send(num_numbers)
-        return Sent(variant, turn, batch, kind)
+        return Sent(variant, turn, batch)

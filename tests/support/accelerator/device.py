@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AttentionInterface
 
 from tests.support.accelerator.dispatch import Dispatch, Numbers, register, to_list
@@ -25,6 +25,7 @@ class Accelerator:
         self.log = Log()
         self.driver = Driver(self.log)
         self.launcher = CountingLauncher(self.log)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
@@ -36,7 +37,7 @@ class Accelerator:
             stack.enter_context(patch.object(torch.utils, "swap_tensors", lambda *_: None))
             stack.enter_context(self._telling_layers())
             stack.enter_context(Numbers())
-            stack.enter_context(Dispatch(self.log))
+            stack.enter_context(Dispatch(self.log, self._fake))
             yield
 
     @contextmanager

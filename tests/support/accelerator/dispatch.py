@@ -61,10 +61,11 @@ def is_there(device: object) -> bool:
 class Dispatch(TorchDispatchMode):
     """Notes what operations ask of the device, and gives their results without numbers in them."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, fake: FakeTensorMode) -> None:
+        """Tensors of another `fake` would come into this one as copies, each time that they are used."""
         super().__init__()
         self._log = log
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

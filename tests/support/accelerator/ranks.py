@@ -23,6 +23,7 @@ from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
 from workers import rank as ranks
+from workers.decode.graphs import Work
 from workers.rank import Rank
 
 
@@ -75,15 +76,32 @@ class PretendedComm:
         return out
 
 
+class PretendedGraphs:
+    """Implements workers.decode.graphs.Graphs: a replay is one launch, whatever was captured."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def capture(self, work: Work) -> Work:
+        work()
+        return lambda: self._log.add("launch", "graph")
+
+
 class PretendedRank:
     """A rank of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
     kernels are launched with; they are not probed, for there are no numbers."""
 
     def __init__(
-        self, folder: Path, world_size: int = 1, make_backend: MakeBackend = dense, rank: int = 0, **settings: object
+        self,
+        folder: Path,
+        world_size: int = 1,
+        make_backend: MakeBackend = dense,
+        rank: int = 0,
+        is_captured: bool = False,
+        **settings: object,
     ) -> None:
         self.accelerator = Accelerator()
-        defaults = {"kv_bytes": KV_BYTES, "merge": "exchange", "block_size": 128}
+        defaults = {"kv_bytes": KV_BYTES, "merge": "exchange", "block_size": 128, "max_sequences": 16}
         self.config = config_for(folder, world_size=world_size, **(defaults | settings))
         with (
             self.accelerator.running(),
@@ -92,6 +110,7 @@ class PretendedRank:
         ):
             self.rank = Rank(make_spec(rank, self.config))
             self.rank.load()
+            self.rank.graphs = PretendedGraphs(self.accelerator.log) if is_captured else None
             comm: Comm = PretendedComm(self.accelerator.log, rank, world_size)
             groups = Groups(Topology(("here",) * world_size), comm, comm, None)
             ready = self.rank.connect(groups) if world_size > 1 else self.rank.join(Join(1, "", 0, ("here",)))

@@ -75,6 +75,7 @@ class Case(NamedTuple):
     samplings: tuple[Sampling, ...] = (Sampling(),)
     """Of the prompts in turn."""
     rank: int = 0
+    is_captured: bool = False
 
 
 SHARED = ((5, "book"), (7, "book"), (9, "book"), (20, "book"))
@@ -120,7 +121,8 @@ CHUNKS = {
 
 def rank_of(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> PretendedRank:
     settings = {"dtype": "bfloat16", "chunk_size": CHUNK, **dict(case.settings)}
-    made = PretendedRank(folder_of(case.family), case.world_size, make_backend, case.rank, **settings)
+    folder = folder_of(case.family)
+    made = PretendedRank(folder, case.world_size, make_backend, case.rank, case.is_captured, **settings)
     if case.past:
         made.read(case.past)
     return made

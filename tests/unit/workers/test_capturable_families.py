@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers.utils import import_utils
 
-from workers.decode.fakes import CaptureRefused, RecordedGraphs
+from workers.decode.fakes import RecordedGraphs
+from workers.decode.graphs import CaptureRefused
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint
 from zoo.families import FAMILIES

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longleaf.comm.loopback import loopback
-from workers.decode.fakes import CaptureRefused, RecordedGraphs
+from workers.decode.fakes import RecordedGraphs
+from workers.decode.graphs import CaptureRefused
 
 ROWS, COLUMNS = 4, 6
 

@@ -1,0 +1,124 @@
+"""Ranks on the CPU whose decode steps are those of a device: its buffers, tables and kernels, and graphs of them.
+
+Kernels are those of `reference_kernels`, or of Triton's interpreter. Fleets that are given the same plans must come to
+the same bits, whether their steps are launched as they come or replayed.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
+
+import torch
+
+from longleaf.channel.lives import Join, Ready
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import StepPlan, StepResult
+from longleaf.comm import Groups
+from longleaf.comm.loopback import loopback_groups
+from longleaf.kernels import table
+from longleaf.kernels.gpu.backend import TritonKernels
+from longleaf.kernels.gpu.launch import Launcher
+from longleaf.topology import Topology
+from tests.support.threads import config_for, make_spec
+from workers.decode.fakes import RecordedGraphs, Recording
+from workers.keys.quantized import QuantizedPool
+from workers.pending import Pending
+from workers.rank import Rank
+from workers.sampling.device_sampler import DeviceSampler
+from workers.step.last_ids import DeviceIds
+
+T = TypeVar("T")
+NUM_MULTIPROCESSORS = 2
+"""Each program takes milliseconds."""
+
+
+class DeviceRank(Rank):
+    """A rank that takes the CPU for a device; with graphs its steps are captured."""
+
+    def __init__(self, spec: RankSpec, graphs: RecordedGraphs | None, launcher: Launcher) -> None:
+        super().__init__(spec)
+        num_sequences = spec.config.max_sequences
+        self.recorded = graphs
+        self._launcher = graphs.launcher(launcher) if graphs else launcher
+        self.sampler = DeviceSampler("cpu", num_sequences)
+        self.last_ids = DeviceIds(num_sequences, "cpu")
+
+    def load(self) -> None:
+        kernels = TritonKernels(NUM_MULTIPROCESSORS, self._launcher)
+        with patch.object(table, "choose", lambda *_: kernels):
+            super().load()
+        self.graphs = self.recorded
+        for kept in self.kept():
+            kept.zero_()  # what nobody wrote must be the same everywhere
+
+    def connect(self, groups: Groups) -> Ready:
+        if self.recorded is not None:
+            comm = self.recorded.comm(groups.world)
+            groups = Groups(groups.topology, comm, comm, None)
+        return super().connect(groups)
+
+    def kept(self) -> list[torch.Tensor]:
+        """All memory of the pool."""
+        layers = self.pool._layers if isinstance(self.pool, QuantizedPool) else self.pool._stored
+        return [tensor for layer in layers.values() for tensor in layer if isinstance(tensor, torch.Tensor)]
+
+
+class DeviceFleet:
+    """All ranks of a fleet, each a thread."""
+
+    def __init__(self, folder: Path, launcher: Launcher, *, is_captured: bool, **settings: object) -> None:
+        self.config = config = config_for(folder, **settings)
+        self.ranks = [
+            DeviceRank(make_spec(number, config), RecordedGraphs() if is_captured else None, launcher)
+            for number in range(config.world_size)
+        ]
+        for rank in self.ranks:
+            rank.load()
+        self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
+        groups = loopback_groups(Topology(("here",) * len(self.ranks)))
+        self.readies = self._together(lambda rank: self._connect(rank, groups))
+
+    def _connect(self, rank: DeviceRank, groups: Sequence[Groups]) -> Ready:
+        if len(self.ranks) == 1:
+            return rank.join(Join(1, "", 0, ("here",)))
+        return rank.connect(groups[self.ranks.index(rank)])
+
+    def start(self, plan: StepPlan) -> list[Pending]:
+        return self._together(lambda rank: rank.start(plan))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result, *others = self._together(lambda rank: rank.execute(plan))
+        assert result is not None
+        assert not any(others)
+        return result
+
+    def _together(self, work: Callable[[DeviceRank], T]) -> list[T]:
+        """What ranks make of it, in their order."""
+        jobs = [thread.submit(work, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
+        return [job.result(timeout=240) for job in jobs]
+
+    @property
+    def num_works(self) -> int:
+        """Parts of steps, on all ranks."""
+        return sum(len(rank._fixed._works) for rank in self.ranks if rank._fixed)
+
+    @property
+    def num_captured(self) -> int:
+        """Of which so many are replayed."""
+        works = [work for rank in self.ranks if rank._fixed for work in rank._fixed._works.values()]
+        return sum(isinstance(getattr(work, "__self__", None), Recording) for work in works)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """From which rank 0 chose last, of as many rows as the largest bucket has."""
+        fixed = self.ranks[0]._fixed
+        assert fixed is not None
+        assert fixed._choosing is not None
+        return fixed._choosing.logits_RV
+
+    def same_keys(self, other: "DeviceFleet") -> bool:
+        """Whether all keys and values are the same as there, but for what nobody needs."""
+        pairs = zip(self.ranks, other.ranks, strict=True)
+        return all(torch.equal(mine, theirs) for a, b in pairs for mine, theirs in zip(a.kept(), b.kept(), strict=True))
