@@ -86,12 +86,15 @@ class Choosing:
 
         return choose
 
-    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> tuple[Batch, Needs]:
-        """Puts the parameters of rows, one at least, into memory of the host; which of `kinds` they take."""
-        batch = self._sampler.batch(rows, self.logits_RV.shape[1])
+    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> tuple[Batch, Needs] | tuple[None, None]:
+        """Puts the parameters of rows into memory of the host, and those of nobody behind them; which of `kinds` the
+        rows take, if there are any."""
         numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
-        numbers_FT[:, : len(rows)] = batch.numbers([row.token_index for row in rows])
         numbers_FT[:, len(rows) :] = self._others_F[:, None]
+        if not rows:
+            return None, None
+        batch = self._sampler.batch(rows, self.logits_RV.shape[1])
+        numbers_FT[:, : len(rows)] = batch.numbers([row.token_index for row in rows])
         return batch, kind_of(batch.needs)
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:

@@ -130,7 +130,7 @@ class FixedSteps:
         if (filled := bucket.fill(here_N, rows, places)) is None:
             return None
         batch, kind = None, None
-        if sampled and isinstance(self._choosing, Choosing):
+        if isinstance(self._choosing, Choosing):
             batch, kind = self._choosing.fill(here_N, bucket.fields, sampled)
         variant, num_numbers = filled
         self._memory.send(num_numbers)
