@@ -1,7 +1,9 @@
-"""The kernels of GPUs against the bandwidth of the device: how much of it each reaches, and how fast prompts are read.
+"""What a GPU makes of it: kernels and whole decode steps against the bandwidth of the device, tokens that are chosen,
+ranks that share it, and how fast prompts are read. What the paper of Tree Attention published stands beside.
 
-Needs a GPU, torch 2.11 and Triton 3.6 or newer; neither Ray nor a network nor anything else of Longleaf's dependencies.
-Keys are filled at random, not prefilled. Times are those of CUDA events, medians after a warm-up. Usage:
+Needs a GPU, torch 2.11 and Triton 3.6 or newer; neither Ray nor a network. Kernels need nothing else of Longleaf's
+dependencies; what needs transformers is left out where that is not there, in a line that says so. Keys are filled at
+random, not prefilled. Times are medians after a warm-up: of kernels those of CUDA events, of steps the host's. Usage:
 
     python -m bench.gpu --json > gpu.json
     python -m bench.gpu --table gpu.json         the same for people, on any machine

@@ -1,15 +1,18 @@
 """Command line of the measurements on a GPU, see `bench.gpu`."""
 
 import argparse
+import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu import ground
-from bench.gpu.cases import Case, Prefill, cases, label
+from bench.gpu.cases import Attend, Case, Choose, KernelCase, Move, Prefill, Share, Step, cases, label
 from bench.gpu.table import page
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from longleaf.kernels.backend import Backend
 
 SECONDS = 540.0
+SUMMARIES = {"graph_us": " us", "captured_ms": " ms", "captured_us": " us", "tokens_per_s": " tokens/s"}
+NOT_MEASURED = ("left_out", "failed")
 Row = dict[str, Any]
 
 
@@ -39,7 +44,6 @@ def measured(wanted: Sequence[Case], limit: float, clock: Callable[[], float]) -
     import torch
 
     from bench.gpu import machine, timing
-    from bench.gpu.subjects import Subjects
 
     begin, device = clock(), ground.DEVICE
     torch.cuda.set_device(device)
@@ -52,10 +56,64 @@ def measured(wanted: Sequence[Case], limit: float, clock: Callable[[], float]) -
         if clock() - begin > limit:
             tell(f"{limit:.0f} s are over: {len(runs) - turn} measurements are left out, from: {label(case)}")
             return
-        row = timed(Subjects(backend, device), case, bandwidth)
+        row = attempted(case, partial(row_of, case, backend, device, bandwidth))
+        gc.collect()
         torch.cuda.empty_cache()
-        tell(f"  {label(case)}, {backend.name}: {row['graph_us']} us")
-        yield {**head, "kernels": backend.name, **row, "machine": machine.describe(device)}
+        tell(f"  {label(case)}: {summary(row)}")
+        yield {**head, **row, "machine": machine.describe(device)}
+
+
+def attempted(case: Case, measure: Callable[[], Row]) -> Row:
+    """The row of a case. One that was not measured has the reason, so that the others are: `left_out` where something
+    is not there or does not fit, `failed` where something is wrong."""
+    import torch
+
+    row: Row = {"case": case.name, "what": label(case), **case._asdict()}
+    try:
+        return row | measure()
+    except ground.LeftOut as reason:
+        return row | {"left_out": str(reason)}
+    except torch.OutOfMemoryError as error:
+        return row | {"left_out": f"does not fit: {first_line(error)}"}
+    except Exception as error:  # whatever it is
+        tell(traceback.format_exc())
+        return row | {"failed": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def row_of(case: Case, backend: "Backend", device: str, bandwidth: float) -> Row:
+    """What is measured of a case. Raises LeftOut where something that it needs is missing."""
+    match case:
+        case Step():
+            ground.need(ground.NEEDED_BY_RANKS)
+            from bench.gpu.steps import Steps
+
+            return Steps(device).measure(case, bandwidth)
+        case Choose():
+            ground.need(ground.NEEDED_BY_RANKS)
+            from bench.gpu import choosing
+
+            return choosing.measure(case, device)
+        case Share():
+            ground.need(ground.NEEDED_BY_RANKS)
+            from bench.gpu import ranks, sharing
+
+            return sharing.measure(case, device, ranks.SMALL)
+        case Attend() | Move() | Prefill():
+            from bench.gpu.subjects import Subjects
+
+            return {"kernels": backend.name, **timed(Subjects(backend, device), case, bandwidth)}
+
+
+def summary(row: Row) -> str:
+    """The number of a row that people wait for."""
+    for name, unit in SUMMARIES.items():
+        if name in row:
+            return f"{row[name]}{unit}"
+    return next(f"{why.replace('_', ' ')}: {row[why]}" for why in NOT_MEASURED if why in row)
 
 
 def load() -> "list[Backend]":
@@ -72,11 +130,10 @@ def load() -> "list[Backend]":
     return found
 
 
-def timed(subjects: "Subjects", case: Case, bandwidth: float) -> Row:
-    """The row of a case."""
+def timed(subjects: "Subjects", case: KernelCase, bandwidth: float) -> Row:
+    """What is measured of a kernel."""
     num_sets, called, graph = times(subjects, case)
-    row: Row = {"case": case.name, "what": label(case), **case._asdict(), "sets": num_sets}
-    row |= {"graph_us": round(graph * 1e6, 2), "called_us": round(called * 1e6, 2)}
+    row: Row = {"sets": num_sets, "graph_us": round(graph * 1e6, 2), "called_us": round(called * 1e6, 2)}
     if isinstance(case, Prefill):
         return row | {"tokens_per_s": round(case.num_rows / graph), "tflops": round(case.num_flops / graph / 1e12, 1)}
     rate = case.num_bytes / graph
@@ -84,7 +141,7 @@ def timed(subjects: "Subjects", case: Case, bandwidth: float) -> Row:
     return row | share | {"bytes": case.num_bytes, "target": getattr(case, "target", None)}
 
 
-def times(subjects: "Subjects", case: Case) -> tuple[int, float, float]:
+def times(subjects: "Subjects", case: KernelCase) -> tuple[int, float, float]:
     """Sets of memory that take turns, and the seconds of a call: launched one by one, and from a graph."""
     from bench.gpu import timing
 
@@ -109,13 +166,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(map(label, chosen(options.only))))
         return 0
     if options.table:
-        print(page(json.loads(options.table.read_text())), end="")
+        print(page(read(options.table)), end="")
         return 0
     if (status := ground.stand()) is not None:
         return status
-    rows = list(measured(chosen(options.only), options.seconds, time.monotonic))
-    print(json.dumps(rows, indent=2) if options.json else page(rows))
-    return 0
+    rows = measured(chosen(options.only), options.seconds, time.monotonic)
+    shown = list(told(rows) if options.json else rows)
+    if not options.json:
+        print(page(shown))
+    return int(any("failed" in row for row in shown))
+
+
+def told(rows: Iterable[Row]) -> Iterator[Row]:
+    """Prints each row of a list in JSON as soon as it is there: whatever ends the run, those before are not lost."""
+    print("[", end="")
+    for number, row in enumerate(rows):
+        print(",\n" if number else "\n", json.dumps(row, indent=2), sep="", end="", flush=True)
+        yield row
+    print("\n]")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows that `told` printed, of a run that came to no end, too."""
+    text = path.read_text().rstrip()
+    return json.loads(text if text.endswith("]") else f"{text}]")
 
 
 if __name__ == "__main__":

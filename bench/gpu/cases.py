@@ -11,6 +11,12 @@ KEYS = (8192, 32768, 131072, 524288, 1048576)
 TARGET, TARGET_FROM = 0.85, 131072
 """Share of a copy's bandwidth that is aimed at, over so many keys and more, of 8 key heads of 128 in bfloat16."""
 PASTS, CHUNK = (0, 32768, 131072), 4096
+STEP_KEYS = (32768, 131072, 262144, 524288)
+STEP_TARGET = 0.75
+"""Share of a copy's bandwidth at which a decode step shall read weights and keys."""
+SAMPLED_ROWS, VOCABULARY = 64, 152_000
+KINDS = ("greedy", "temperature", "top-k and top-p", "all settings mixed", "20 logprobs")
+"""How tokens are chosen."""
 
 
 class Attend(NamedTuple):
@@ -73,13 +79,63 @@ class Prefill(NamedTuple):
         return int(4 * KEY_HEADS * GROUP * DIM * self.num_rows * (self.past + (self.num_rows + 1) / 2))
 
 
-Case = Attend | Move | Prefill
+class Step(NamedTuple):
+    """A decode step of a whole model: rows that all see the same keys, or each as many of its own."""
+
+    num_keys: int
+    num_rows: int = 1
+    is_shared: bool = True
+
+    @property
+    def name(self) -> str:
+        return "step"
+
+    @property
+    def num_contexts(self) -> int:
+        return 1 if self.is_shared else self.num_rows
+
+
+class Choose(NamedTuple):
+    """The tokens of rows, chosen from their logits."""
+
+    kind: str
+    """One of KINDS."""
+    num_rows: int = SAMPLED_ROWS
+    vocabulary: int = VOCABULARY
+
+    @property
+    def name(self) -> str:
+        return "choose"
+
+
+class Share(NamedTuple):
+    """Ranks that share the GPU, over gloo, and answer prompts of so many tokens."""
+
+    num_ranks: int = 2
+    num_rows: int = 8
+    num_prompt: int = 1000
+    num_tokens: int = 64
+    """Of each answer."""
+
+    @property
+    def name(self) -> str:
+        return "share"
+
+
+KernelCase = Attend | Move | Prefill
+Case = KernelCase | Step | Choose | Share
 
 
 def cases() -> Iterator[Case]:
     """All of them, what matters most first: a run that has no time left leaves out the last ones."""
     for num_keys in KEYS:
         yield Attend("bfloat16", num_keys)
+    for num_keys in STEP_KEYS:
+        yield Step(num_keys)
+    yield Step(131072, 8)
+    yield Step(32768, 8, is_shared=False)
+    yield from map(Choose, KINDS)
+    yield Share()
     yield from map(Prefill, PASTS)
     for keys in ("int8", "latent", "float16", "float32"):
         for num_keys in KEYS:
@@ -102,11 +158,21 @@ def label(case: Case) -> str:
     """A case in a line."""
     match case:
         case Attend():
-            rows = f"{case.num_rows} row{'s' * (case.num_rows > 1)}"
-            sharing = "" if case.num_rows == 1 else " that share" if case.is_shared else ", each its own,"
-            return f"attend, {rows}{sharing} over {case.num_keys} keys, {case.keys}"
+            return f"attend, {rows_of(case)} over {case.num_keys} keys, {case.keys}"
         case Move():
             partials = f" from {case.num_partials}" if case.name == "fold" else ""
             return f"{case.name} of {case.num_rows} rows{partials}"
         case Prefill():
             return f"prefill of {case.num_rows} tokens after {case.past}"
+        case Step():
+            return f"step, {rows_of(case)} over {case.num_keys} keys"
+        case Choose():
+            return f"choose, {case.num_rows} rows of {case.vocabulary} logits, {case.kind}"
+        case Share():
+            return f"share, {case.num_ranks} ranks on one GPU over gloo, {case.num_rows} rows"
+
+
+def rows_of(case: Attend | Step) -> str:
+    """How many rows there are, and whether they see the same."""
+    sharing = "" if case.num_rows == 1 else " that share" if case.is_shared else ", each its own,"
+    return f"{case.num_rows} row{'s' * (case.num_rows > 1)}{sharing}"

@@ -4,26 +4,57 @@ Imports nothing that may be missing, so that it can say so.
 """
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+Versions = Mapping[str, tuple[int, ...]]
+"""Packages, and the version that each must have at least."""
+
+NEEDED: Versions = {"torch": (2, 11), "triton": (3, 6)}
+NEEDED_BY_RANKS: Versions = {
+    "transformers": (5, 15),
+    "safetensors": (),
+    "tokenizers": (),
+    "jinja2": (),
+    "psutil": (),
+    "numpy": (),
+}
+"""Beside those, for all that runs a whole model or chooses tokens."""
 PYTHON = (3, 11)
 DEVICE = "cuda:0"
 NO_GPU = "no GPU: nothing was run"
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 
+class LeftOut(Exception):
+    """Why a measurement or a check was not made."""
+
+
 def missing() -> str:
     """What of an interpreter's packages is missing or too old, in one line; empty if all is there."""
     found = [f"Python {'.'.join(map(str, PYTHON))}"] if sys.version_info < PYTHON else []
-    for name, least in NEEDED.items():
+    found += lacking(NEEDED)
+    return f"missing: {', '.join(found)}" if found else ""
+
+
+def need(wanted: Versions) -> None:
+    """Raises LeftOut, naming them, where some packages are missing or too old."""
+    if found := lacking(wanted):
+        raise LeftOut(f"needs {', '.join(found)}")
+
+
+def lacking(wanted: Versions) -> list[str]:
+    """Which of some packages are missing or too old, with what is asked of them."""
+    found: list[str] = []
+    for name, least in wanted.items():
         have = installed(name)
         if have is None or numbers(have) < least:
-            found.append(f"{name} >= {'.'.join(map(str, least))}" + (f" (here: {have})" if have else ""))
-    return f"missing: {', '.join(found)}" if found else ""
+            asked = f" >= {'.'.join(map(str, least))}" if least else ""
+            found.append(f"{name}{asked}" + (f" (here: {have})" if have else ""))
+    return found
 
 
 def installed(name: str) -> str | None:

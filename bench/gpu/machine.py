@@ -22,7 +22,7 @@ def describe(device: str) -> dict[str, object]:
         "l2_mib": round(getattr(found, "L2_cache_size", 0) / 2**20),
         "nvidia_smi": clocks(),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("torch", "triton", "flash-attn", "longleaf")},
+        "versions": {name: installed(name) for name in ("torch", "triton", "flash-attn", "transformers", "longleaf")},
         "cuda": torch.version.cuda or torch.version.hip,
         "date": datetime.now(UTC).date().isoformat(),
     }

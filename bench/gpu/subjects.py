@@ -18,7 +18,7 @@ from bench.gpu.cases import (
     LATENT_GROUP,
     VALUES,
     Attend,
-    Case,
+    KernelCase,
     Move,
     Prefill,
 )
@@ -40,16 +40,16 @@ class Subjects:
         self._backend = backend
         self._device = device
 
-    def calls(self, case: Case) -> list[Call]:
+    def calls(self, case: KernelCase) -> list[Call]:
         """A call for each set."""
         num_sets = min(MAX_SETS, ceil_div(CACHE_BYTES, self._num_bytes(case)))
         return [call for _ in range(num_sets) for call in self._call(case)]
 
     @staticmethod
-    def _num_bytes(case: Case) -> int:
+    def _num_bytes(case: KernelCase) -> int:
         return Attend("bfloat16", case.past + case.num_rows).num_bytes if isinstance(case, Prefill) else case.num_bytes
 
-    def _call(self, case: Case) -> Iterator[Call]:
+    def _call(self, case: KernelCase) -> Iterator[Call]:
         match case:
             case Attend(keys="int8"):
                 yield self._attend_int8(case)

@@ -1,7 +1,9 @@
-"""The rows of a run as a page for people."""
+"""The rows of a run as a page for people, and beside them what the paper published."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from bench.harness.paper import PAPER, PUBLISHED
 
 Row = Mapping[str, Any]
 
@@ -18,33 +20,132 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"On {machine['device']} ({machine['multiprocessors']} multiprocessors), {versions}, {machine['date']}."
     clocks = machine["nvidia_smi"] or "not told"
     yield f"A copy on the device moves {copied}; shares are shares of that. Clocks: {clocks}."
-    yield ""
-    yield "| what | kernels | in a graph, us | as called, us | GB/s | share | target |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for row in rows:
-        if row["case"] != "prefill":
-            yield cells(
-                row["what"],
-                row["kernels"],
-                f"{row['graph_us']:,.1f}",
-                f"{row['called_us']:,.1f}",
-                f"{row['gb_per_s']:,.0f}",
-                f"{row['share']:.0%}",
-                target(row),
-            )
-    yield ""
-    yield "| prefill, one layer | kernels | tokens/s | TFLOP/s |"
-    yield "| --- | --- | --- | --- |"
-    for row in rows:
-        if row["case"] == "prefill":
-            yield cells(row["what"], row["kernels"], f"{row['tokens_per_s']:,.0f}", f"{row['tflops']:,.0f}")
+    measured = [row for row in rows if "left_out" not in row and "failed" not in row]
+    yield from table(measured, KERNELS, lambda row: row["case"] not in OWN_TABLES, kernel_cells)
+    yield from table(measured, PREFILL, lambda row: row["case"] == "prefill", prefill_cells)
+    yield from table(measured, STEPS, lambda row: row["case"] == "step", step_cells)
+    yield from steps_told(measured)
+    yield from table(measured, CHOOSING, lambda row: row["case"] == "choose", choice_cells)
+    yield from table(measured, SHARING, lambda row: row["case"] == "share", sharing_cells)
+    yield from not_measured(rows)
+    yield from published()
+
+
+OWN_TABLES = ("prefill", "step", "choose", "share")
+KERNELS = ("what", "kernels", "in a graph, us", "as called, us", "GB/s", "share", "target")
+PREFILL = ("prefill, one layer", "kernels", "tokens/s", "TFLOP/s")
+STEPS = (
+    "decode step, random Llama-3.1-8B",
+    "kernels",
+    "captured, ms",
+    "eager, ms",
+    "the host, ms",
+    "launches + graphs",
+    "waits",
+    "GB",
+    "share",
+    "target",
+    "transformers, ms",
+)
+CHOOSING = ("what", "in a graph, us", "as called, us", "until the host has them, us", "launches", "copies", "waits")
+SHARING = ("what", "kernels", "transport", "tokens/s", "one rank, tokens/s", "same tokens")
+PAPERS = ("the paper", "context", "tree, s for 10 tokens", "ring, s for 10 tokens")
+
+
+def table(
+    rows: Sequence[Row], head: Sequence[str], is_wanted: Callable[[Row], bool], told: Callable[[Row], Sequence[str]]
+) -> Iterator[str]:
+    """A table of some rows; nothing where there are none."""
+    wanted = [row for row in rows if is_wanted(row)]
+    if wanted:
+        yield ""
+        yield cells(*head)
+        yield cells(*["---"] * len(head))
+    for row in wanted:
+        yield cells(*told(row))
 
 
 def cells(*texts: str) -> str:
     return f"| {' | '.join(texts)} |"
 
 
+def kernel_cells(row: Row) -> Sequence[str]:
+    numbers = f"{row['graph_us']:,.1f}", f"{row['called_us']:,.1f}", f"{row['gb_per_s']:,.0f}"
+    return row["what"], row["kernels"], *numbers, f"{row['share']:.0%}", target(row)
+
+
+def prefill_cells(row: Row) -> Sequence[str]:
+    return row["what"], row["kernels"], f"{row['tokens_per_s']:,.0f}", f"{row['tflops']:,.0f}"
+
+
+def step_cells(row: Row) -> Sequence[str]:
+    """Of pairs the first is captured, the second eager."""
+    pair = row["captured_counts"], row["eager_counts"]
+    launches = (f"{counts['launches']} + {counts['graphs']}" if counts else "not told" for counts in pair)
+    waits = (f"{counts['waits']}" if counts else "not told" for counts in pair)
+    return (
+        row["what"],
+        row["kernels"],
+        f"{row['captured_ms']:.2f}" + ("" if row["is_captured"] else ", not captured"),
+        f"{row['eager_ms']:.2f}",
+        f"{row['captured_host_ms']:.2f} / {row['eager_host_ms']:.2f}",
+        " / ".join(launches),
+        " / ".join(waits),
+        f"{(row['weight_bytes'] + row['key_bytes']) / 1e9:.1f}",
+        f"{row['share']:.0%}",
+        target(row),
+        f"{row['transformers']['ms']:.2f}" if "ms" in row["transformers"] else "",
+    )
+
+
+def steps_told(rows: Sequence[Row]) -> Iterator[str]:
+    """Why steps were not captured; by which attention and cache transformers is fastest, and what the others took."""
+    told: list[str] = []
+    for row in rows:
+        if row["case"] == "step" and not row["is_captured"]:
+            told.append(f"- {row['what']}: not captured: {row['why_eager']}")
+        if row["case"] == "step" and "reason" not in (theirs := row["transformers"]):
+            others = ", ".join(f"{name}: {took}" for name, took in theirs["others"].items())
+            told.append(f"- {row['what']}: transformers is fastest by {theirs['way']} (ms: {others})")
+        elif row["case"] == "step":
+            told.append(f"- {row['what']}: nothing of transformers: {row['transformers']['reason']}")
+    yield from ["", *told] if told else ()
+
+
+def choice_cells(row: Row) -> Sequence[str]:
+    counts = row["counts"]
+    told = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
+    times = (f"{row[name]:,.0f}" for name in ("captured_us", "called_us", "to_the_host_us"))
+    return row["what"], *times, *told
+
+
+def sharing_cells(row: Row) -> Sequence[str]:
+    rates = f"{row['tokens_per_s']:,.0f}", f"{row['alone_tokens_per_s']:,.0f}"
+    return row["what"], row["kernels"], row["transport"], *rates, "yes" if row["is_same"] else "NO"
+
+
 def target(row: Row) -> str:
     if row["target"] is None:
         return ""
     return f"{row['target']:.0%}, {'met' if row['share'] >= row['target'] else 'missed'}"
+
+
+def not_measured(rows: Sequence[Row]) -> Iterator[str]:
+    told = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
+    if told:
+        yield ""
+    for what, why, reason in told:
+        yield f"- {why.replace('_', ' ').capitalize()}: {what}: {reason}"
+
+
+def published() -> Iterator[str]:
+    """What the paper has, on its own machines."""
+    yield ""
+    yield f"Published, not measured here ({PAPER}): whole models on several GPUs, in bfloat16."
+    yield ""
+    yield cells(*PAPERS)
+    yield cells(*["---"] * len(PAPERS))
+    for each in PUBLISHED:
+        for row in each.rows:
+            what = f"{each.table}: {each.model} on {each.hardware}"
+            yield cells(what, f"{row.context_tokens:,}", f"{row.tree_s:.2f}", f"{row.ring_s:.2f}")

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
+from bench.harness.paper import H100, PAPER
 from bench.predict.formulas import Cluster, Operation, Shape, Terms
 from bench.predict.libraries import nccl
 
@@ -19,7 +20,6 @@ class Figure(NamedTuple):
     source: str
 
 
-PAPER = "Tree Attention, arXiv 2408.04093"
 TUNER = "NCCL src/graph/tuning.cc, tree with the LL protocol, as quoted in NVIDIA/nccl issue 1334"
 
 NVLINK = Figure(
@@ -52,20 +52,7 @@ SPEED_UP = Figure(
 )
 
 
-class Decoding(NamedTuple):
-    """A row of the paper's Table 1, Llama-3.1-8B on 8 x H100: seconds for 10 tokens after a prefill."""
-
-    context_tokens: int
-    tree_s: float
-    ring_s: float
-
-
-TABLE_1 = (
-    Decoding(32_000, 0.60, 2.57),
-    Decoding(64_000, 1.08, 4.42),
-    Decoding(128_000, 2.68, 6.38),
-    Decoding(256_000, 2.89, 8.19),
-)
+TABLE_1 = H100.rows
 LLAMA_LAYERS = 32
 LLAMA_STEPS = 9
 """Decode steps for 10 tokens: the prefill gives the first."""

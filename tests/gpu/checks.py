@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.gpu import attention, flash, moving, sampling, steps, waiting
+from tests.gpu import attention, decoding, flash, moving, sampling, steps, waiting
 from tests.gpu.place import Place
 
 CHECKS: tuple[Callable[[Place], None], ...] = (
@@ -25,6 +25,10 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     waiting.a_graph_serves_any_mix,
     sampling.tokens_of_the_cpu,
     steps.a_model_answers_as_on_the_cpu,
+    decoding.captured_steps_have_the_bits_of_eager_ones,
+    decoding.steps_one_behind_say_the_same,
+    decoding.steady_steps_wait_for_nobody,
+    decoding.ranks_that_share_a_device_say_what_one_does,
     attention.every_type_and_dim,
     attention.far_slots,
 )

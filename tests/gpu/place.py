@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bench.gpu.ground import LeftOut
 from longleaf.attention import Partial, reference
 from longleaf.attention.masks import Read
-from longleaf.kernels.gpu.backend import TritonKernels
+from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors
+from longleaf.kernels.gpu.launch import Launcher
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """How far attention may be off: 16-bit weights are rounded to the type of the values."""
 SCORE_SPREAD = 2.0
-
-
-class LeftOut(Exception):
-    """Why a check was not made."""
+FEW = 4
+"""Multiprocessors that kernels are launched for off a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,14 @@ class Place:
     num_rows: int
     num_prompt: int
     """Tokens that a model reads."""
+
+    def launching(self, launcher: Launcher) -> TritonKernels:
+        """The same kernels, launched in another way."""
+        return TritonKernels(self.num_multiprocessors, launcher)
+
+    @property
+    def num_multiprocessors(self) -> int:
+        return count_multiprocessors() if self.is_gpu else FEW
 
     def drawn(self, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The same numbers on every device."""

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import torch
 
-from tests.gpu.place import LeftOut, Place
-from tests.gpu.steps import is_there
+from bench.gpu import ground
+from tests.gpu.place import Place
 
 NUM_STEPS = 5
 TOLERANCE = 1e-9
@@ -14,8 +14,7 @@ TOLERANCE = 1e-9
 
 def tokens_of_the_cpu(place: Place) -> None:
     """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
-    if not is_there("transformers"):
-        raise LeftOut("needs transformers")
+    ground.need(ground.NEEDED_BY_RANKS)
     from longleaf.channel.step import Row, Seen, Terms
     from longleaf.sampling import Sampling
     from workers.sampling.device_sampler import DeviceSampler

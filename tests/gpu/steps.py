@@ -1,12 +1,11 @@
 """A prefill and decode steps of a small random model: a rank on the GPU against one on the CPU."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.gpu.place import LeftOut, Place
+from bench.gpu import ground
+from tests.gpu.place import Place
 
-NEEDED = ("transformers", "safetensors", "tokenizers", "jinja2", "psutil")
 BLOCK_SIZE, NUM_ANSWERS = 32, 3
 TOLERANCE = 2e-3
 """Of a logprob, in float32."""
@@ -14,8 +13,7 @@ TOLERANCE = 2e-3
 
 def a_model_answers_as_on_the_cpu(place: Place) -> None:
     """Greedy tokens are the same, and logprobs nearly so, in float32."""
-    if absent := [name for name in NEEDED if not is_there(name)]:
-        raise LeftOut(f"needs {', '.join(absent)}")
+    ground.need(ground.NEEDED_BY_RANKS)
     from zoo.checkpoints import make_checkpoint
 
     with TemporaryDirectory() as folder:
@@ -23,13 +21,6 @@ def a_model_answers_as_on_the_cpu(place: Place) -> None:
         here, there = answer(model, place, on_cpu=False), answer(model, place, on_cpu=True)
     assert [token for token, _ in here] == [token for token, _ in there]
     assert max(abs(a - b) for (_, a), (_, b) in zip(here, there, strict=True)) < TOLERANCE
-
-
-def is_there(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ImportError:
-        return False
 
 
 def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]]:

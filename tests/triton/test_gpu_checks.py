@@ -10,10 +10,17 @@ from importlib.metadata import distribution
 import pytest
 import torch
 
+from bench.gpu import ranks, steps
+from bench.gpu.cases import Step
 from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.backend import TritonKernels
+from tests.gpu import decoding
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import LeftOut, Place
+from workers.decode.fakes import RecordedGraphs
+from workers.decode.graphs import CaptureRefused
+from workers.rank import Rank
+from workers.sampling.device_sampler import DeviceSampler
 
 INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 ON_GPU = {"probes", "far_slots", "many_rows_by_flash_kernels", "no_call_waits", "a_graph_serves_any_mix"}
@@ -72,7 +79,7 @@ def test_nothing_is_needed_but_torch_and_triton(tmp_path):
     command = [sys.executable, "-S", "-c", BARE]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == "needs transformers, safetensors, tokenizers, psutil\n"
+    assert run.stdout == "needs transformers >= 5.15, safetensors, tokenizers, psutil\n"
 
 
 class Wrong(TritonKernels):
@@ -98,3 +105,41 @@ def test_a_check_fails_where_kernels_are_wrong(name):
     (check,) = (check for check in CHECKS if check.__name__ == name)
     with pytest.raises(AssertionError):
         check(small(Wrong(4)))
+
+
+def test_a_check_of_captured_steps_fails_where_a_replay_does_nothing(monkeypatch):
+    capture = RecordedGraphs.capture
+    monkeypatch.setattr(RecordedGraphs, "capture", lambda graphs, work: capture(graphs, work) and (lambda: None))
+    with pytest.raises(AssertionError):
+        decoding.captured_steps_have_the_bits_of_eager_ones(small())
+
+
+def test_a_check_of_captured_steps_fails_where_nothing_is_captured(monkeypatch):
+    def refuse(graphs, work):
+        raise CaptureRefused("not today")
+
+    monkeypatch.setattr(RecordedGraphs, "capture", refuse)
+    with pytest.raises(AssertionError, match="not today"):
+        decoding.captured_steps_have_the_bits_of_eager_ones(small())
+
+
+@INVALID
+def test_steps_are_measured_with_what_gpus_do_in_them(monkeypatch):
+    """The kernels, tensors of fixed address, and graphs, which here are recorded."""
+    made = []
+
+    class RankOfGpu(Rank):
+        def lay_out(self, model):
+            super().lay_out(model)
+            self.backend = TritonKernels(4)
+            self.sampler = DeviceSampler("cpu", 2)
+            decoding.as_on_a_gpu(self, small(), is_captured=self._config.graphs == "auto")
+            made.append(self)
+
+    monkeypatch.setattr(ranks, "Rank", RankOfGpu)
+    monkeypatch.setattr(steps, "STEPS", 2)
+    shape = ranks.SMALL._replace(num_layers=1, hidden=64, num_heads=2, num_kv_heads=1, dim=64, ffn=64, vocabulary=64)
+    row = steps.Steps("cpu", shape, "float32").measure(Step(200, 2), 1e9)
+    assert row["is_captured"] and row["why_eager"] == "" and row["kernels"] == "triton"
+    eager, captured = made
+    assert eager.graphs is None and captured.graphs.num_replayed >= 2 * (steps.WARM_UP + steps.STEPS)

@@ -83,6 +83,7 @@ class FixedSteps:
                     num_captured += 1
                 except CaptureRefused as error:
                     reason = str(error)
+            Moment(self._memory.there_N.device).wait()  # before what was sent is overwritten
         if reason:
             told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
             log.warning(told, num_captured, len(self._works), reason)

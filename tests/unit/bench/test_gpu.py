@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as command
 from bench.gpu import ground, timing
-from bench.gpu.cases import CHUNK, TARGET_FROM, Attend, Move, Prefill, cases, label
+from bench.gpu.cases import CHUNK, KINDS, TARGET_FROM, Attend, Choose, Move, Prefill, Share, Step, cases, label
 from bench.gpu.subjects import Subjects, reads_of
 from bench.gpu.table import page
+from bench.harness.paper import H100, MI300X, RTX_4090
 from longleaf.kernels.dense import Dense
 
 MACHINE = {
@@ -21,6 +24,7 @@ MACHINE = {
     "versions": {"torch": "2.11.0", "triton": "3.6.0", "flash-attn": None},
     "date": "2026-11-22",
 }
+NUM_PUBLISHED = 2 + 12
 SMALL = [
     Attend("bfloat16", 512),
     Attend("float32", 512, 8),
@@ -107,6 +111,23 @@ def test_each_case_is_there_once_and_the_aims_first():
     assert {case.past for case in found if isinstance(case, Prefill)} == {0, 32768, 131072}
 
 
+def test_whole_steps_tokens_and_shared_devices_are_measured():
+    found = list(cases())
+    steps = [case for case in found if isinstance(case, Step)]
+    assert [(case.num_keys, case.num_rows, case.num_contexts) for case in steps] == [
+        (32768, 1, 1),
+        (131072, 1, 1),
+        (262144, 1, 1),
+        (524288, 1, 1),
+        (131072, 8, 1),
+        (32768, 8, 8),
+    ]
+    chosen = [case for case in found if isinstance(case, Choose)]
+    assert [case.kind for case in chosen] == list(KINDS)
+    assert {(case.num_rows, case.vocabulary) for case in chosen} == {(64, 152_000)}
+    assert [case.num_ranks for case in found if isinstance(case, Share)] == [2]
+
+
 def test_bytes_and_operations_are_those_that_are_needed():
     assert Attend("bfloat16", 1000).num_bytes == 2 * 8 * 1000 * 128 * 2
     assert Attend("float32", 1000, 8).num_bytes == 2 * Attend("float16", 1000).num_bytes
@@ -140,7 +161,10 @@ def test_a_run_becomes_rows_and_rows_a_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(timing, "captured", lambda calls: "graph")
     monkeypatch.setattr(timing, "seconds", lambda run: 1e-5 if run == "graph" else 2e-5)
     subjects, head = Subjects(Dense(), "cpu"), {"bench": "gpu", "kernels": "dense", "copy_gb_per_s": 4300.0}
-    rows = [{**head, **command.timed(subjects, case, 4.3e12), "machine": MACHINE} for case in SMALL]
+    rows = [
+        {**head, **command.attempted(case, partial(command.timed, subjects, case, 4.3e12)), "machine": MACHINE}
+        for case in SMALL
+    ]
     assert rows[0]["share"] == round(SMALL[0].num_bytes / 1e-5 / 4.3e12, 4) and rows[0]["called_us"] == 20.0
     assert rows[-1]["tokens_per_s"] == 4_000_000
     recorded = tmp_path / "gpu.json"
@@ -150,7 +174,7 @@ def test_a_run_becomes_rows_and_rows_a_page(monkeypatch, tmp_path, capsys):
     assert "On NVIDIA H200 (132 multiprocessors), torch 2.11.0, triton 3.6.0, 2026-11-22." in text
     assert "| attend, 1 row over 512 keys, bfloat16 | dense | 10.0 | 20.0 | 210 | 5% | 85%, missed |" in text
     assert "| prefill of 40 tokens after 64 | dense | 4,000,000 |" in text
-    assert page(rows).count("\n| ") == len(rows) + 4
+    assert page(rows).count("\n| ") == len(rows) + 4 + NUM_PUBLISHED
 
 
 def test_the_list_can_be_asked_for_in_part(capsys):
@@ -159,13 +183,71 @@ def test_the_list_can_be_asked_for_in_part(capsys):
     assert lines and all("latent" in line for line in lines) and len(lines) < len(list(cases()))
 
 
-def test_when_the_time_is_over_no_further_case_is_begun(monkeypatch, capsys):
-    torch_cuda = {"set_device": lambda device: None}
-    for name, value in torch_cuda.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+def pretend(monkeypatch):
+    """As if there were a GPU, of which nothing is asked."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr("bench.gpu.machine.describe", lambda device: MACHINE)
-    monkeypatch.setattr(command, "timed", lambda subjects, case, bandwidth: {"graph_us": 1.0})
+
+
+def test_what_cannot_be_measured_is_told_in_a_line_and_the_rest_is_measured(monkeypatch, capsys):
+    pretend(monkeypatch)
+    monkeypatch.setattr(command, "load", lambda: [Dense()])
+    monkeypatch.setattr(ground, "stand", lambda: None)
+    monkeypatch.setattr(ground, "installed", {"transformers": "4.57.1", "numpy": "2.4.6", "psutil": "7.2"}.get)
+    monkeypatch.setattr(command, "chosen", lambda text: [Step(99), SMALL[0], Move("pack", 3), Move("store", 5)])
+
+    def timed(subjects, case, bandwidth):
+        if case.name == "store":
+            raise torch.OutOfMemoryError("so many bytes\nand more")
+        if case.name == "pack":
+            raise RuntimeError("no kernel image\nsome advice")
+        return {"graph_us": 9.0, "called_us": 10.0, "gb_per_s": 1.0, "share": 0.5, "target": None}
+
+    monkeypatch.setattr(command, "timed", timed)
+    assert command.main([]) == 1
+    told = capsys.readouterr()
+    needs = "needs transformers >= 5.15 (here: 4.57.1), safetensors, tokenizers, jinja2"
+    assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in told.out
+    assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in told.out
+    assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in told.out
+    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in told.out
+    assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in told.err and "Traceback" in told.err
+    monkeypatch.setattr(command, "chosen", lambda text: [Step(99), Move("store", 5)])
+    assert command.main([]) == 0
+
+
+def test_rows_are_told_as_they_come_and_those_of_a_run_without_an_end_are_read(tmp_path, capsys):
+    rows, recorded = [{"a": 1}, {"b": [2, {}]}], tmp_path / "gpu.json"
+    for kept in command.told(rows):
+        recorded.write_text(
+            capsys.readouterr().out if kept is rows[0] else recorded.read_text() + capsys.readouterr().out
+        )
+        assert command.read(recorded) == rows[: rows.index(kept) + 1]
+    recorded.write_text(recorded.read_text() + capsys.readouterr().out)
+    assert json.loads(recorded.read_text()) == command.read(recorded) == rows
+
+
+def test_the_paper_stands_beside_with_its_machines():
+    text = page([{"copy_gb_per_s": 1.0, "machine": MACHINE, "what": "nothing", "left_out": "nobody asked"}])
+    assert "Published, not measured here (Tree Attention, arXiv 2408.04093)" in text
+    assert "| Table 1: Llama-3.1-8B on 8 x H100, one DGX node, NVLink 4 | 128,000 | 2.68 | 6.38 |" in text
+    assert "| Table 2: Llama-3.2-1B on 2 x RTX 4090, PCIe | 8,000 | 0.34 | 1.38 |" in text
+
+
+def test_the_page_of_gpus_has_the_times_of_the_paper():
+    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    for ours, theirs in zip(H100.rows, MI300X.rows, strict=True):
+        seconds = (ours.tree_s, ours.ring_s, theirs.tree_s, theirs.ring_s)
+        assert f"| {ours.context_tokens:,} | {' | '.join(f'{each:.2f}' for each in seconds)} |" in text
+    for row in RTX_4090.rows:
+        assert f"| {row.context_tokens:,} | {row.tree_s:.2f} | {row.ring_s:.2f} |" in text
+    assert f"times {len(list(cases()))} cases" in text
+
+
+def test_when_the_time_is_over_no_further_case_is_begun(monkeypatch, capsys):
+    pretend(monkeypatch)
+    monkeypatch.setattr(command, "row_of", lambda *_: {"graph_us": 1.0})
     monkeypatch.setattr(command, "load", lambda: [Dense(), Dense()])
     clock = iter([0.0, 1.0, 6.0]).__next__
     assert len(list(command.measured(SMALL, 5.0, clock))) == 1
