@@ -34,8 +34,8 @@ HISTORY, BIAS = 5, 16
 GRAPH = 8 << 20
 """Bytes that a graph of a step's launches takes beside the memory that these work in, at the upper end: some kilobytes
 for each launch."""
-GRAPHS_PER_SIZE = 7
-"""Two ways to read keys, and five to choose tokens."""
+GRAPHS_PER_SIZE = 8
+"""Two ways to read keys, five to choose tokens, and one to tell them."""
 KERNELS = 1 << 29
 """Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
 COMMUNICATOR = 1 << 30
