@@ -15,6 +15,7 @@ from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
 from longleaf.topology import Topology
+from workers.pending import Pending
 from workers.rank import Rank
 
 Spoil = Callable[[int, Rank], None]
@@ -80,19 +81,32 @@ class ThreadRanks:
         self._readies.put(rank.connect(self._groups[index]) if len(self._ranks) > 1 else rank.join(self._join))
         if self._spoil:
             self._spoil(index, rank)
+        begun: Pending | None = None
         while (data := self._plans[index].get()) is not None:
             try:
                 plan = decode_to_rank(data)
                 assert isinstance(plan, StepPlan)
-                result = rank.execute(plan)
+                if begun is not None and not plan.may_overlap:
+                    self._answer(begun)
+                    begun = None
+                last, begun = begun, rank.start(plan)
+                if last is not None:
+                    self._answer(last)
+                if begun.is_done or self._plans[index].empty():
+                    self._answer(begun)
+                    begun = None
             except Exception as error:
                 world = self._groups[index].world
                 assert isinstance(world, LoopbackComm)
                 world.abort()
                 self._fail(error)
                 return
-            if result is not None and (waiting := self._results.get()).set_running_or_notify_cancel():
-                waiting.set_result(result)
+
+    def _answer(self, begun: Pending) -> None:
+        """Waits for the end of a step."""
+        result = begun.result()
+        if result is not None and (waiting := self._results.get()).set_running_or_notify_cancel():
+            waiting.set_result(result)
 
     def _fail(self, error: Exception) -> None:
         """Gives up what is under way; of the ranks that fail together the first one tells why."""

@@ -59,6 +59,10 @@ class DeviceRank(Rank):
             groups = Groups(groups.topology, comm, comm, None)
         return super().connect(groups)
 
+    def start(self, plan: StepPlan) -> Pending:
+        """Is never done before somebody waits for it, as if the device was slow."""
+        return Pending(lambda: False, super().start(plan).result)
+
     def kept(self) -> list[torch.Tensor]:
         """All memory of the pool."""
         layers = self.pool._layers if isinstance(self.pool, QuantizedPool) else self.pool._stored
