@@ -114,6 +114,7 @@ def test_a_check_of_captured_steps_fails_where_a_replay_does_nothing(monkeypatch
         decoding.captured_steps_have_the_bits_of_eager_ones(small())
 
 
+@pytest.mark.slow
 def test_a_check_of_captured_steps_fails_where_nothing_is_captured(monkeypatch):
     def refuse(graphs, work):
         raise CaptureRefused("not today")
