@@ -25,7 +25,7 @@ from workers.model.rotary import Rows, row_ropes
 from workers.step.last_ids import LastIds
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.past import PastBuilder
-from workers.step.rows import Query, order, row_reads
+from workers.step.rows import Query, most_together, order, row_reads
 from workers.step.windows import WindowBuilder
 from workers.transfers import to_device
 
@@ -63,6 +63,9 @@ class RowNumbers:
     sample_rows: Sequence[int]
     """Rows whose logits are wanted, in the order of the plan."""
     reads: dict[Reach, Reads]
+    """From this rank's pool."""
+    most_together: int
+    """Rows that may read keys together, at most; the same on all ranks."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -154,6 +157,7 @@ class InputBuilder:
             ropes=ropes,
             sample_rows=[last_rows[row.sequence] for row in work.rows if row.token_index >= 0],
             reads=row_reads(self._ledger, queries, self.reaches, near_rank),
+            most_together=most_together(queries),
         )
 
     def tensors(self, rows: RowNumbers, last_ids: LastIds) -> Inputs[RowLayer]:

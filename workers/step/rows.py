@@ -66,6 +66,12 @@ def row_reads(
     }
 
 
+def most_together(queries: Sequence[Query]) -> int:
+    """Rows of sorted queries that may read keys together, at most: on whatever rank those are."""
+    groups = (list(users) for _, users in groupby(queries, partial(_segment, depth=0)))
+    return max((users[-1].row_end - users[0].run.row for users in groups), default=0)
+
+
 def _full_reads(ledger: Ledger, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
     extents: dict[tuple[int, int], list[Extent]] = {}
     for depth, users in tree:

@@ -66,15 +66,20 @@ class Forest:
         self.rows.append(Row(number, path, start, ids, self.runs[own], index))
 
     def inputs(self, rank: int, reach: Reach) -> Inputs:
+        make, last_ids = self.builder(rank, reach), self.last_ids()
+        return make.decode(Decode(tuple(self.rows)), last_ids)
+
+    def last_ids(self) -> HostIds:
+        return HostIds({row.sequence: row.sequence * IDS for row in self.rows})
+
+    def builder(self, rank: int, reach: Reach) -> InputBuilder:
         layers = {0: LayerSpec(2, 1, 8, reach)}
         pool, ledger = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Ledger(rank, BLOCK)
         for path, runs in zip(self.paths, self.runs, strict=True):
             ledger.put(path[-1], runs)
         size = self.world_size
         pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire(Dense()))
-        last_ids = HostIds({row.sequence: row.sequence * IDS for row in self.rows})
-        make = InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
-        return make.decode(Decode(tuple(self.rows)), last_ids)
+        return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:
         """By position, the slots that `rank` holds of what a row's path leads through."""
@@ -132,6 +137,18 @@ def check(forest: Forest, reach: Reach) -> list[Inputs]:
             expected.update((row, slots[p]) for p in seen if p in slots)
         assert shown(inputs.layers[0].reads) == expected
     return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(forests(), reaches(most=30))
+def test_all_ranks_say_alike_how_many_rows_read_together_and_none_has_more(forest, reach):
+    work, last_ids = Decode(tuple(forest.rows)), forest.last_ids()
+    found = [forest.builder(rank, reach).numbers(work, last_ids) for rank in range(forest.world_size)]
+    (most,) = {rows.most_together for rows in found}
+    spans = [read.row_end - read.row_start for rows in found for read in rows.reads[reach]]
+    assert max(spans) <= most
+    if forest.world_size == 1 and reach.is_full:
+        assert max(spans) == most
 
 
 @settings(max_examples=120, deadline=None)
