@@ -33,7 +33,7 @@ from longleaf.tree import Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
 from workers.decode.choosing import Choosing, Telling
-from workers.decode.graphs import Graphs, cuda_graphs
+from workers.decode.graphs import CudaGraphs, Graphs
 from workers.decode.steps import FixedSteps, Launched, try_out
 from workers.keys.ledger import Ledger
 from workers.keys.pools import (
@@ -113,7 +113,7 @@ class Rank:
         self._wire = Wire(self.backend, getattr(torch, config.partials))
         self._inputs = self._make_inputs()
         if self._device.startswith("cuda") and config.graphs == "auto":
-            self.graphs = cuda_graphs(self._device, room_for_graphs(self.model, config))
+            self.graphs = CudaGraphs(self._device, room_for_graphs(self.model, config))
         self._verifier = Verifier(self.model, self._ledger, config)
         self._ready = Ready(
             rank=self._spec.rank,
@@ -186,8 +186,11 @@ class Rank:
         """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
         time."""
         backend, sampler, last_ids = self.backend, self.sampler, self.last_ids
-        if not (isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)):
+        can_prepare = isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)
+        if not self._agree(can_prepare):  # ranks exchange as many rows in a step
             return
+        assert isinstance(backend, FixedBackend)
+        assert isinstance(last_ids, DeviceIds)
         rotary, sizes = self.model.rotary, bucket_sizes(self._config.max_sequences)
         may_be_double = bool(rotary.kind) and (self._config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
@@ -196,7 +199,7 @@ class Rank:
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
             choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
         self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._device)
-        self._fixed.prepare(self._logits, self.graphs)
+        self._fixed.prepare(self._logits, self.graphs, self._agree)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""
@@ -216,6 +219,8 @@ class Rank:
 
     def close(self) -> None:
         """Leaves the group. Ranks are told to leave when one of them was lost, too, so that nobody is waited for."""
+        if self.graphs is not None:
+            self.graphs.release()  # first: NCCL ends no group before the graphs that hold its exchanges
         if self._process_groups is not None:
             self._process_groups.abort()
 
@@ -270,6 +275,13 @@ class Rank:
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
             comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
         )
+
+    def _agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks, which ask at the same time."""
+        if self.peers is None:
+            return is_so
+        told = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._device))
+        return bool(told.min())
 
     def _tell(self, ids_T: Tensor) -> Tensor:
         """The ids that rank 0 has chosen."""

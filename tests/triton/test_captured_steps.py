@@ -4,6 +4,7 @@ when it is launched as it comes."""
 import random
 from collections import Counter
 from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.errors import LongleafError
 from longleaf.geometry import Rope
 from longleaf.sampling import Sampling
+from tests.support.accelerator import captured as captured_ranks
 from tests.support.accelerator.captured import DeviceFleet, DeviceRank
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
 from tests.support.golden.interpreted import Launches
@@ -23,7 +25,10 @@ from tests.support.golden.short import SETTINGS, STATES, make_short, parted, sho
 from tests.support.running import running
 from tests.support.scheduling import Bench
 from tests.support.threads import ThreadRanks, config_for
-from workers.decode.fakes import RecordedGraphs
+from workers.decode.fakes import RecordedGraphs, Recording
+from workers.decode.graphs import CaptureRefused
+from workers.sampling.fixed_shape import Needs
+from workers.step.last_ids import HostIds
 from zoo.checkpoints import make_checkpoint
 from zoo.families import FAMILIES
 
@@ -247,6 +252,76 @@ def test_the_kernels_of_these_tests_say_what_those_of_gpus_do(case, folder_of):
 
     made.captured.start = both
     made.run(4)
+
+
+def without_room(fleet, number):
+    """Tables of the rank have no room for anything."""
+    fixed = fleet.ranks[number]._fixed
+    for bucket in fixed._buckets:
+        for variant in bucket.variants:
+            for tables in variant.tables.values():
+                tables.fill = lambda *_: None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_exchange_as_many_rows_where_the_tables_of_one_have_no_room(number, folder_of):
+    made = Drive(*fleets(folder_of("llama"), CASES["two ranks"][1], ReferenceLauncher(), ReferenceLauncher()), seed=7)
+    for fleet in (made.eager, made.captured):
+        without_room(fleet, number)
+    made.run(24)
+    assert "3 rows" in made.seen, "a bucket has more"
+
+
+class ScarceGraphs(RecordedGraphs):
+    """For so many parts of steps there is room."""
+
+    def __init__(self, num_parts):
+        super().__init__()
+        self._num_parts = num_parts
+
+    def check_room(self):
+        if not self._num_parts:
+            raise CaptureRefused("there is no room")
+        self._num_parts -= 1
+
+
+@pytest.mark.parametrize("scarce", [0, 1])
+def test_all_ranks_capture_the_same_exchanges(scarce, folder_of, caplog):
+    settings = {**SIZES, "kv_bytes": 24_000, **CASES["two ranks"][1]}
+    fleet = DeviceFleet(
+        folder_of("llama"),
+        ReferenceLauncher(),
+        is_captured=True,
+        make_graphs=lambda number: ScarceGraphs(5 if number == scarce else 1000),
+        **settings,
+    )
+    first, second = (captured(rank) for rank in fleet.ranks)
+    assert second
+    assert second == {key for key in first if not is_of_rank_0(key)}
+    assert len(second if scarce else first) == 5
+    assert {"there is no room", "another rank cannot capture it"} == {text.split(": ")[-1] for text in caplog.messages}
+
+
+def captured(rank):
+    works = rank._fixed._works.items()
+    return {key for key, work in works if isinstance(getattr(work, "__self__", None), Recording)}
+
+
+def is_of_rank_0(key):
+    return isinstance(key, tuple) and isinstance(key[1], Needs)
+
+
+def test_no_rank_pads_its_rows_where_another_one_cannot(folder_of):
+    def on_host(spec, *others):
+        rank = DeviceRank(spec, *others)
+        if spec.rank == 1:
+            rank.last_ids = HostIds()
+        return rank
+
+    settings = {**SIZES, "kv_bytes": 24_000, **CASES["two ranks"][1]}
+    with patch.object(captured_ranks, "DeviceRank", on_host):
+        fleet = DeviceFleet(folder_of("llama"), ReferenceLauncher(), is_captured=True, **settings)
+    assert [rank._fixed for rank in fleet.ranks] == [None, None]
 
 
 @pytest.fixture(scope="module")

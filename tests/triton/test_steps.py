@@ -115,3 +115,12 @@ def test_a_step_of_too_many_rows_is_launched_as_it_comes(folder_of):
     assert first.plan.num_tokens == 40
     assert "graph" not in {event.name for event in first.log.of("launch")}
     assert len(first.log.of("wait")) == 1
+
+
+def test_memory_of_the_host_is_filled_again_when_what_was_sent_from_it_has_arrived(folder_of):
+    """Also as steps of each size are tried before anybody asks for them: each of the five begins with a copy."""
+    events = rank_of(MIXES["shared"], folder_of, kernels).loading.events
+    last = [i for i, event in enumerate(events) if event.kind == "to device"][-5:]
+    ends = [*last[1:], len(events)]
+    for start, end in zip(last, ends, strict=True):
+        assert "wait" in [event.kind for event in events[start:end]]

@@ -78,7 +78,7 @@ class Bucket:
         there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
         for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
             there_N[field].fill_(slot)
-        logits_TV = forward(resolved(self._inputs(there_N, reads), there_N[self.fields.token_ids]))
+        logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]))
         for is_shared in (False, True):
             tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
             variant = Variant(tables, {reach: Reads() for reach in reads})
@@ -95,10 +95,11 @@ class Bucket:
             for reach, tables in variant.tables.items():
                 tables.bind(variant.reads[reach], there_N[start : start + tables.num_numbers])
                 start += tables.num_numbers
-            made.append(self._inputs(there_N, variant.reads))
+            made.append(self.inputs(there_N, variant.reads))
         return made
 
-    def _inputs(self, there_N: Tensor, reads: dict[Reach, Reads]) -> Inputs[RowLayer]:
+    def inputs(self, there_N: Tensor, reads: dict[Reach, Reads]) -> Inputs[RowLayer]:
+        """Inputs whose numbers lie in `there_N`, but for what is read."""
         fields = self.fields
         is_double_T = there_N[fields.is_double]
         return Inputs(
@@ -112,14 +113,16 @@ class Bucket:
     @property
     def nothing(self) -> RowNumbers:
         """The numbers of a step without rows."""
-        return RowNumbers((), (), (), (), (), (), {reach: Reads() for reach in self.variants[0].tables})
+        return RowNumbers((), (), (), (), (), (), {reach: Reads() for reach in self.variants[0].tables}, 0)
 
     def can_take(self, rows: RowNumbers) -> bool:
+        """Whether a step fits; all ranks say the same."""
         return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
 
-    def fill(self, here_N: Numbers, rows: RowNumbers, places: Sequence[int]) -> tuple[int, int] | None:
-        """Puts the numbers of a step into memory of the host: which variant it takes, and how many numbers are to be
-        copied. None where it does not fit."""
+    def fill(self, here_N: Numbers, rows: RowNumbers, places: Sequence[int]) -> tuple[int | None, int]:
+        """Puts the numbers of a step that fits into memory of the host: which variant it takes, and how many numbers
+        are to be copied. No variant, where this rank's tables have no room for what is read from its pool; of those
+        that have, all ranks take the same."""
         fields, window_slots = self.fields, rows.window_slots
         is_double = [rope.is_double for rope in rows.ropes]
         of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, places)
@@ -127,13 +130,12 @@ class Bucket:
             numbers_T = here_N[field]
             numbers_T[: len(values)] = values
             numbers_T[len(values) :] = other
-        most = max((read.row_end - read.row_start for reads in rows.reads.values() for read in reads), default=0)
-        index = 0 if most <= self.variants[0].most_rows else len(self.variants) - 1
+        index = 0 if rows.most_together <= self.variants[0].most_rows else len(self.variants) - 1
         start = num_used = fields.tables.start
         for reach, tables in self.variants[index].tables.items():
             end = start + tables.num_numbers
             if (num_filled := tables.fill(rows.reads[reach], here_N[start:end])) is None:
-                return None
+                return None, fields.tables.start
             start, num_used = end, start + num_filled
         return index, num_used
 

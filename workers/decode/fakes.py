@@ -60,6 +60,12 @@ class RecordedGraphs:
         self.host = [*host]
         self._recording: Recording | None = None
 
+    def check_room(self) -> None:
+        """There is always room."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
     def capture(self, work: Work) -> Work:
         """Does again what `work` does, in the same memory. Raises CaptureRefused where a graph could not."""
         if self._recording is not None:

@@ -11,7 +11,7 @@ from longleaf.channel.step import Row
 from longleaf.kernels.backend import FixedBackend
 from workers.decode.bucket import Bucket, Forward, resolved
 from workers.decode.choosing import Choosing, Telling
-from workers.decode.graphs import CaptureRefused, Graphs, Work
+from workers.decode.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.decode.memory import StepMemory
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 class Sent(NamedTuple):
     """What the device was sent for a step."""
 
-    variant: int
+    variant: int | None
+    """None where this rank's tables have no room for it."""
     turn: int
     """Of the memory."""
     batch: Batch | None
@@ -64,40 +65,46 @@ class FixedSteps:
         self._works: dict[Hashable, Work] = {}
         """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
         tell them."""
+        self.num_captured = 0
         self._ends: list[Moment] = []
         """Of the last two steps."""
 
-    def prepare(self, forward: Forward, graphs: Graphs | None) -> None:
+    def prepare(self, forward: Forward, graphs: Graphs | None, agree: Agree) -> None:
         """Captures all steps, the largest first: the others find room in what these have taken. Where that is refused
-        it is told why, and they are launched as they come. Ranks prepare at the same time."""
-        reason, num_captured = "", 0
+        it is told why, and they are launched as they come. Ranks prepare at the same time, and capture the same, but
+        for what rank 0 does alone."""
+        self._forward = forward
+        shared = SharedGraphs(graphs, agree) if graphs is not None else None
+        reasons: dict[bool, str] = {}
         for bucket in reversed(self._buckets):
             self._send(bucket, bucket.nothing, ())
-            for key, work in self._all(bucket, forward):
+            for key, work, is_shared in self._all(bucket, forward):
                 work()
                 self._works[key] = work
-                if graphs is None or reason:
+                if (place := shared if is_shared else graphs) is None or is_shared in reasons:
                     continue
                 try:
-                    self._works[key] = graphs.capture(work)
-                    num_captured += 1
+                    place.check_room()
+                    self._works[key] = place.capture(work)
+                    self.num_captured += 1
                 except CaptureRefused as error:
-                    reason = str(error)
+                    reasons[is_shared] = str(error)
             Moment(self._memory.there_N.device).wait()  # before what was sent is overwritten
-        if reason:
+        for reason in reasons.values():
             told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
-            log.warning(told, num_captured, len(self._works), reason)
-        elif graphs is not None:
+            log.warning(told, self.num_captured, len(self._works), reason)
+        if graphs is not None and not reasons:
             log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
 
-    def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work]]:
+    def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
+        """The works of a bucket by their keys, and whether all ranks do them."""
         there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
         for number, inputs in enumerate(bucket.bind(there_N)):
-            yield (num_rows, number), partial(self._go_through, forward, inputs)
+            yield (num_rows, number), partial(self._go_through, forward, inputs), True
         if self._choosing is not None:
             for kind in KINDS:
-                yield (num_rows, kind), self._choosing.work(there_N, fields, kind)
-        yield num_rows, self._telling.work(there_N, fields)
+                yield (num_rows, kind), self._choosing.work(there_N, fields, kind), False
+        yield num_rows, self._telling.work(there_N, fields), True
 
     def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
         logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)))
@@ -106,17 +113,19 @@ class FixedSteps:
             self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
 
     def begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched | None:
-        """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, too many
-        stretches of keys, or ropes that are rare."""
+        """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, or ropes
+        that are rare. Ranks exchange as many rows, so they go the same way: that is decided on what all of them
+        know."""
         bucket = next((bucket for bucket in self._buckets if bucket.can_take(rows)), None)
         if bucket is None:
             return None
         if len(self._ends) > 1:
             self._ends.pop(0).wait()  # what it was sent from is filled now
-        if (sent := self._send(bucket, rows, sampled)) is None:
-            return None
-        variant, turn, batch = sent
-        self._works[bucket.num_rows, variant]()
+        variant, turn, batch = self._send(bucket, rows, sampled)
+        if variant is not None:
+            self._works[bucket.num_rows, variant]()
+        else:  # with tables of its own, and as many rows
+            self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
         choice, logits_RV = None, None
         if self._choosing is not None:
             logits_RV = self._choosing.logits_RV[: len(sampled)]
@@ -130,13 +139,11 @@ class FixedSteps:
         self._ends.append(end)
         return Launched(end, choice, logits_RV)
 
-    def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent | None:
+    def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
         """Copies what a step needs to the device."""
         here_N, turn = self._memory.host(), self._memory.turn
         places = [self._last_ids.place(row.sequence) for row in sampled]
-        if (filled := bucket.fill(here_N, rows, places)) is None:
-            return None
+        variant, num_numbers = bucket.fill(here_N, rows, places)
         batch = self._choosing.fill(here_N, bucket.fields, sampled) if self._choosing else None
-        variant, num_numbers = filled
         self._memory.send(num_numbers)
         return Sent(variant, turn, batch)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -82,3 +83,12 @@ def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machi
 def test_a_rank_that_leaves_out_a_step_is_found(folder):
     with pytest.raises(RanksDisagree, match="rank 1 waits"):
         Fleet(folder, "aaa", merge="gather").live(forgetful=2)
+
+
+def test_graphs_are_given_back_before_the_groups_that_they_exchange_in_end(folder):
+    ends: list[str] = []
+    rank = Rank(make_spec(0, config_for(folder, world_size=1)))
+    rank.graphs = SimpleNamespace(release=lambda: ends.append("graphs"))
+    rank._process_groups = SimpleNamespace(abort=lambda: ends.append("groups"))
+    rank.close()
+    assert ends == ["graphs", "groups"]

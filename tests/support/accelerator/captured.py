@@ -72,10 +72,19 @@ class DeviceRank(Rank):
 class DeviceFleet:
     """All ranks of a fleet, each a thread."""
 
-    def __init__(self, folder: Path, launcher: Launcher, *, is_captured: bool, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        launcher: Launcher,
+        *,
+        is_captured: bool,
+        make_graphs: Callable[[int], RecordedGraphs] = lambda _: RecordedGraphs(),
+        **settings: object,
+    ) -> None:
+        """If it is captured, a rank's graphs are made by its number."""
         self.config = config = config_for(folder, **settings)
         self.ranks = [
-            DeviceRank(make_spec(number, config), RecordedGraphs() if is_captured else None, launcher)
+            DeviceRank(make_spec(number, config), make_graphs(number) if is_captured else None, launcher)
             for number in range(config.world_size)
         ]
         for rank in self.ranks:

@@ -82,6 +82,12 @@ class PretendedGraphs:
     def __init__(self, log: Log) -> None:
         self._log = log
 
+    def check_room(self) -> None:
+        """There is always room."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
     def capture(self, work: Work) -> Work:
         work()
         return lambda: self._log.add("launch", "graph")
