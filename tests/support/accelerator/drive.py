@@ -1,0 +1,164 @@
+"""A scheduler to which clients come at random, and two fleets that do the same steps."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longleaf.channel.fakes import VOCAB
+from longleaf.channel.step import Decode, StepPlan, StepResult
+from longleaf.errors import LongleafError
+from longleaf.geometry import Rope
+from longleaf.kernels.gpu.launch import Launcher
+from longleaf.sampling import Sampling
+from tests.support.accelerator.captured import DeviceFleet
+from tests.support.golden.short import shorten
+from tests.support.scheduling import Bench
+from workers.pending import Pending
+from zoo.checkpoints import make_checkpoint
+from zoo.families import Family
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.7, top_p=0.9, num_logprobs=3, seed=2),
+    Sampling(temperature=1.0, top_k=20, min_p=0.02, repetition_penalty=1.2, seed=3),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.2, logit_bias={5: 2.0}),
+    Sampling(num_logprobs=0),
+)
+SIZES = {"chunk_size": 8, "block_size": 4, "replicate_below": 6, "max_sequences": 6, "merge": "exchange"}
+
+
+def small_checkpoints(root: Path) -> Callable[[Family], Path]:
+    """The checkpoint of a family, made at first use."""
+
+    def get(family: Family) -> Path:
+        folder = root / family
+        if not folder.exists():
+            folder.mkdir()
+            make_checkpoint(folder, family, num_layers=2, hidden=32, vocab_size=VOCAB)
+            shorten(folder / "config.json")
+        return folder
+
+    return get
+
+
+def fleets(folder: Path, settings: dict[str, Any], *launchers: Launcher) -> list[DeviceFleet]:
+    """Of which the first one is not captured."""
+    settings = {**SIZES, "kv_bytes": 24_000, **settings}
+    return [DeviceFleet(folder, launcher, is_captured=i > 0, **settings) for i, launcher in enumerate(launchers)]
+
+
+class Drive:
+    """A scheduler to which clients come at random; each plan is done by two fleets, and what they answer is compared.
+
+    One of them does a step at a time; the other begins the next one before it is asked for the last one's tokens.
+    """
+
+    def __init__(self, eager: DeviceFleet, captured: DeviceFleet, seed: int) -> None:
+        self.eager, self.captured = eager, captured
+        self.dice = random.Random(seed)
+        ready, config = eager.readies[0], eager.config
+        self.bench = Bench(
+            blocks=tuple(found.num_blocks for found in eager.readies),
+            max_positions=80,
+            windows=ready.windows,
+            rotary=ready.rotary if config.allow_long else None,
+            allow_long=config.allow_long,
+            model=config.model,
+            world_size=config.world_size,
+            window_keys=config.window_keys,
+            **{
+                name: getattr(config, name) for name in ("chunk_size", "block_size", "replicate_below", "max_sequences")
+            },
+        )
+        self.seen = Counter[str]()
+        self._num_contexts = 0
+        self._under_way: list[tuple[StepPlan, StepResult]] = []
+        self._pending: list[tuple[list[Pending], StepResult]] = []
+        self._ropes: dict[int, Rope] = {}
+
+    def run(self, num_steps: int) -> None:
+        while self.seen["decode"] < num_steps:
+            if self.dice.random() < 0.35:
+                with suppress(LongleafError):
+                    self._act()
+            plan = self.bench.schedule() if len(self._under_way) < 2 else None
+            if plan is not None:
+                self._begin(plan)
+            elif self._under_way:
+                self._commit()
+        while self._under_way:
+            self._commit()
+
+    def _act(self) -> None:
+        """What a client does."""
+        contexts = [context.id for context in self.bench.scheduler.contexts.list("", None)]
+        context = self.dice.choice([None, *contexts])
+        match self.dice.choice(("ask", "ask", "ask", "several", "ingest", "fork", "cancel", "delete")):
+            case "ask" | "several" as what:
+                num_samples = self.dice.choice((2, 3)) if what == "several" else 1
+                count, num_new = self.dice.randint(1, 12), self.dice.randint(1, 12)
+                sampling = self.dice.choice(SAMPLINGS)
+                self.bench.ask(count, num_new, context, sampling=sampling, num_samples=num_samples)
+                self.seen[what] += 1
+            case "ingest":
+                self._num_contexts += 1
+                self.bench.ingest(f"c{self._num_contexts}", self.dice.randint(1, 20))
+            case "fork" if context:
+                self._num_contexts += 1
+                self.bench.scheduler.fork_context(context, f"c{self._num_contexts}")
+                self.seen["fork"] += 1
+            case "cancel":
+                self.bench.scheduler.cancel(self.dice.randrange(max(1, self.bench.num_jobs)))
+            case "delete" if len(contexts) > 2 and context:
+                self.bench.scheduler.delete_context(context)
+            case _:
+                pass
+
+    def _begin(self, plan: StepPlan) -> None:
+        wanted = self.eager.execute(plan)
+        if not plan.may_overlap:
+            self._settle()
+        else:
+            self.seen["ahead"] += bool(self._pending)
+        self._pending.append((self.captured.start(plan), wanted))
+        self._under_way.append((plan, wanted))
+        assert torch.equal(self.captured.logits, self.eager.logits)
+        assert self.captured.same_keys(self.eager)
+        if len(self._pending) > 1:
+            self._check()
+        if isinstance(work := plan.work, Decode):
+            self.seen["decode"] += 1
+            self.seen["mixed ropes"] += len(self._ropes_of(work)) > 1
+            self.seen[f"{plan.num_tokens} rows"] += 1
+            self.seen["after release"] += any(row.terms is not None and row.token_index > 0 for row in work.rows)
+
+    def _ropes_of(self, work: Decode) -> set[Rope]:
+        """Also those that are left out because ranks remember them."""
+        for row in work.rows:
+            if row.path:
+                self._ropes[row.sequence] = row.rope
+        return {self._ropes[row.sequence] for row in work.rows}
+
+    def _settle(self) -> None:
+        while self._pending:
+            self._check()
+
+    def _check(self) -> None:
+        """What was begun first ends as it did there, and says the same."""
+        pending, wanted = self._pending.pop(0)
+        found, *others = (one.result() for one in pending)
+        assert found == wanted
+        assert not any(others)
+
+    def _commit(self) -> None:
+        plan, _ = self._under_way.pop(0)
+        if len(self._pending) > len(self._under_way):
+            self._check()
+        self.bench.commit(plan)
