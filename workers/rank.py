@@ -47,7 +47,7 @@ from workers.keys.pools import (
 )
 from workers.keys.workspace import room_for_graphs
 from workers.model import model as models
-from workers.pending import Pending
+from workers.pending import Pending, done
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler, make_sampler
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
@@ -84,6 +84,8 @@ class Rank:
         self.last_ids: LastIds = HostIds() if self._device == "cpu" else DeviceIds(num_sequences, self._device)
         self.graphs: Graphs | None = None
         self._fixed: FixedSteps | None = None
+        self._before = done(None)
+        """The step that was begun last."""
 
     def open_store(self) -> int:
         """Opens the store of rank 0 and returns its port; 0 when there is nobody to meet."""
@@ -215,7 +217,8 @@ class Rank:
         self._verifier.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
         work = plan.work
-        return self._prefill(work, result) if isinstance(work, Prefill) else self._decode(work, result)
+        self._before = self._prefill(work, result) if isinstance(work, Prefill) else self._decode(work, result)
+        return self._before
 
     def close(self) -> None:
         """Leaves the group. Ranks are told to leave when one of them was lost, too, so that nobody is waited for."""
@@ -247,6 +250,7 @@ class Rank:
         result = msgspec.structs.replace(result, kv_bytes_read=self._inputs.kv_bytes_read(rows))
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
         if isinstance(self.last_ids, HostIds) or self._verifier.watches(work.rows):
+            self._before.result()  # what breaks in a step must not show in the answer to the one before
             pending.result()  # logits that are compared must not be overwritten by the next step
         return pending
 

@@ -112,8 +112,9 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     @property
     def may_overlap(self) -> bool:
         """Whether ranks may begin it before they have answered the one before it. A chunk takes long to be told to a
-        device, while an answer could go out; and who is asked about a sequence must still know it."""
-        return isinstance(self.work, Decode) and not self.release_sequences
+        device, and so does a comparison, while an answer could go out; and who is asked about a sequence must still
+        know it."""
+        return isinstance(self.work, Decode) and not self.release_sequences and not self.num_reference
 
     @property
     def num_reference(self) -> int:
