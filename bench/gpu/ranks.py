@@ -1,6 +1,7 @@
 """Ranks with random models that are made where they compute, without a checkpoint."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -11,6 +12,7 @@ from workers.decode.graphs import CaptureRefused, Graphs, Work
 from workers.model import hook, model
 from workers.rank import Rank
 
+T = TypeVar("T")
 NOBODY = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
 TRAINED = 131_072
 """Positions that models say they were trained for, as Llama-3.1-8B does. What is beyond takes as long."""
@@ -107,12 +109,11 @@ class NotedGraphs:
         self.refusal = ""
         """Why something was not captured."""
 
+    def check_room(self) -> None:
+        self._noting(self._graphs.check_room)
+
     def capture(self, work: Work) -> Work:
-        try:
-            replay = self._graphs.capture(work)
-        except CaptureRefused as error:
-            self.refusal = str(error)
-            raise
+        replay = self._noting(lambda: self._graphs.capture(work))
         self.num_captured += 1
 
         def replayed() -> None:
@@ -120,6 +121,16 @@ class NotedGraphs:
             replay()
 
         return replayed
+
+    def release(self) -> None:
+        self._graphs.release()
+
+    def _noting(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except CaptureRefused as error:
+            self.refusal = str(error)
+            raise
 
 
 def noted(rank: Rank) -> NotedGraphs | None:
