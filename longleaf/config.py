@@ -196,10 +196,11 @@ def rank_environment(threads: int) -> dict[str, str]:
 
     Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Torch's memory
     comes in huge pages, where the system has them: reading keys and weights once per token is what decode takes time
-    for, and one core reads them up to 1.6 times as fast.
+    for, and one core reads them up to 1.6 times as fast. NCCL registers no buffers of captured exchanges: a rank whose
+    step does not fit launches what the others replay, and there such buffers are unknown.
     """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    wanted |= {"THP_MEM_ALLOC_ENABLE": "1"}
+    wanted |= {"THP_MEM_ALLOC_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
