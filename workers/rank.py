@@ -285,7 +285,7 @@ class Rank:
         if self.peers is None:
             return is_so
         told = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._device))
-        return bool(told.min())
+        return is_so and bool(told.min())
 
     def _tell(self, ids_T: Tensor) -> Tensor:
         """The ids that rank 0 has chosen."""
