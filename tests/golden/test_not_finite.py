@@ -40,11 +40,11 @@ class Logits:
         self._wanted, self._spoil, self._rows = (sequence, token_index), spoil, ()
 
     def watch(self, index, rank):
-        execute, logits = rank.execute, rank._logits
+        start, logits = rank.start, rank._logits
 
-        def executed(plan):
+        def started(plan):
             self._rows = getattr(plan.work, "rows", ())
-            return execute(plan)
+            return start(plan)
 
         def spoilt(*arguments):
             logits_RV = logits(*arguments).clone()
@@ -55,7 +55,7 @@ class Logits:
             return logits_RV
 
         if index == 0:
-            rank.execute, rank._logits = executed, spoilt
+            rank.start, rank._logits = started, spoilt
 
 
 def nan(logits_V):
