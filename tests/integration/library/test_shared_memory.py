@@ -238,6 +238,7 @@ def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
 
 
 def names_of_segments(rank, owner):
+    owner.groups.world.all_reduce(torch.ones(1), "sum")  # who leaves before others have met him breaks their meeting
     owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
     owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
