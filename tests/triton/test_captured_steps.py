@@ -9,7 +9,7 @@ from tests.support.accelerator.captured import DeviceRank
 from tests.support.accelerator.drive import Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
 from tests.support.golden.interpreted import Launches
-from tests.support.golden.short import SETTINGS, STATES, make_short, parted
+from tests.support.golden.short import SETTINGS, STATES, parted
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.decode.fakes import RecordedGraphs
@@ -98,19 +98,6 @@ def test_the_kernels_of_these_tests_say_what_those_of_gpus_do(case, folder_of):
 
     made.captured.start = both
     made.run(4)
-
-
-@pytest.fixture(scope="module")
-def shorts(tmp_path_factory):
-    """What a family's model says, made at first use."""
-    folder, made = tmp_path_factory.mktemp("shorts"), {}
-
-    def get(family):
-        if family not in made:
-            made[family] = make_short(folder / family, family)
-        return made[family]
-
-    return get
 
 
 async def check_golden(short, state, **settings):

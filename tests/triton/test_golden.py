@@ -14,7 +14,7 @@ from tests.support.golden.asking import ingest
 from tests.support.golden.interpreted import Launches, served_by
 from tests.support.golden.plain import LOGIT_TOLERANCE, ask_plain, draw_ids
 from tests.support.golden.rounding import ALLOWED, Length, plain_logits, ratio, served_logits
-from tests.support.golden.short import DOCUMENT, NEW, QUESTION, SETTINGS, STATES, Sampled, make_short, parted, say
+from tests.support.golden.short import DOCUMENT, NEW, QUESTION, SETTINGS, STATES, Sampled, parted, say
 from tests.support.golden.states import running
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
@@ -42,19 +42,6 @@ def triton(launcher):
 
 def flash(launcher):
     return FlashKernels(NUM_MULTIPROCESSORS, PretendedFlash(), launcher)
-
-
-@pytest.fixture(scope="module")
-def shorts(tmp_path_factory):
-    """What a family's model says, made at first use."""
-    folder, made = tmp_path_factory.mktemp("shorts"), {}
-
-    def get(family):
-        if family not in made:
-            made[family] = make_short(folder / family, family)
-        return made[family]
-
-    return get
 
 
 async def served(short, state, make=triton, **settings):

@@ -1,4 +1,4 @@
-"""The decode steps of a device, each by the bucket that it fits: one copy there, one replay or two, one copy back."""
+"""The decode steps of a device, each by the bucket that it fits: one copy there, three replays, one copy back."""
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence

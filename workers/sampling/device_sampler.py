@@ -91,7 +91,7 @@ class DeviceChoice:
         broken: set[int],
         host_RN: Tensor | None = None,
     ) -> None:
-        """`told_RN` may have more rows than there are, and comes into `host_RN`, if that is given."""
+        """`told_RN` comes into `host_RN`, if that is given."""
         self._rows = rows
         self._choosers = choosers
         self._told_RN = told_RN
@@ -108,7 +108,7 @@ class DeviceChoice:
 
     def tokens(self) -> list[Token | None]:
         """Waits for what the device was told so far."""
-        rows = self._arriving.wait()[: len(self._rows)].tolist()
+        rows = self._arriving.wait().tolist()
         self._broken.update(row.sequence for row, (token_id, *_) in zip(self._rows, rows, strict=True) if token_id < 0)
         return [
             None if row.sequence in self._broken else token(chooser.sampling, *numbers)
