@@ -1,0 +1,201 @@
+"""The commands, variables and hooks of the manifests start a service and stop it, on hosts that are namespaces."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench.harness.hosts import hosts, obstacle
+from longleaf.config import DEFAULT_PORT
+from tests.support.manifests.kubelet import RunningPod, ray_command
+from tests.support.manifests.pods import Pod, groups, pods
+from tests.support.manifests.rendering import render
+from tests.support.tools import lacks
+from tests.support.witness import Witness
+
+OVERLAY = Path(__file__).resolve().parents[2] / "k8s" / "overlays" / "cpu"
+DOCUMENTS = render(OVERLAY)
+HEAD, RANKS = pods(DOCUMENTS)
+NUM_PODS = groups(DOCUMENTS)["ranks"]["replicas"]
+"""Of ranks."""
+START_SECONDS = 150.0
+PROBE = """
+import sys, grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    asked = health_pb2.HealthCheckRequest(service=sys.argv[2])
+    answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+"""
+TALKERS = """
+import asyncio, json, sys
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError
+
+def tell(what, **facts):
+    print(json.dumps({"what": what, **facts}), flush=True)
+
+async def talk(client, max_tokens):
+    while True:
+        begun, told = False, []
+        try:
+            async for event in client.generate("x", max_tokens=max_tokens, ignore_end_token=True):
+                if not begun:
+                    tell("begun")
+                begun, told = True, event
+        except LongleafError as error:
+            return tell("broken" if begun else "refused", error=str(error))
+        tell(type(told).__name__, reason=told.reason, is_whole=told.usage.completion_tokens == max_tokens)
+
+async def main():
+    async with AsyncClient(sys.argv[1], retries=0) as client:
+        await asyncio.gather(*(talk(client, max_tokens) for max_tokens in (23, 31, 41, 53)))
+
+asyncio.run(main())
+"""
+"""Clients that ask again and again until they are refused. Their answers end at different times, so that some are under
+way whenever a drain begins; and are so short that they end within its time on a slow machine, too."""
+
+
+Place = Callable[[Pod, int], RunningPod]
+Running = tuple[RunningPod, list[RunningPod]]
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """Makes a pod on one of as many hosts as the manifests ask for; nothing runs in it yet."""
+    if reason := obstacle():
+        lacks(reason)
+    with ExitStack() as stack:
+        network = stack.enter_context(hosts(1 + NUM_PODS))
+
+        def enter(pod: Pod, host: int) -> RunningPod:
+            # a short path: the sockets of Ray lie in it, and their names have a limit
+            folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            return stack.enter_context(RunningPod(pod, network, host, folder))
+
+        yield enter
+
+
+@pytest.fixture
+def running(place: Place) -> Running:
+    """The pods of a service that is ready: the head, and those of ranks."""
+    head, members = place(HEAD, 0), [place(RANKS, host) for host in range(1, 1 + NUM_PODS)]
+    serve = head.start("serve")  # all containers of a pod start at once: Ray is not there yet
+    start_ray(head, None)
+    wait_until(head, "livenessProbe")
+    assert probe(head, "readinessProbe") == "NOT_SERVING"
+    for member in members:
+        start_ray(member, head)
+    wait_until(head, "startupProbe")
+    assert f"listening on 0.0.0.0:{DEFAULT_PORT}\n" in serve.stdout  # reads no further than to that line
+    workers = json.loads(run(head, "longleaf", "cluster", "--json"))["workers"]
+    assert len(workers) == 4 and len({worker["node"] for worker in workers}) == len(members)
+    return head, members
+
+
+def start_ray(pod: RunningPod, head: RunningPod | None) -> None:
+    """Starts a pod's first container, and returns when its node has joined."""
+    name = pod.pod.containers()[0]["name"]
+    command = ray_command(pod.pod, groups(DOCUMENTS)[pod.pod.owner]["rayStartParams"], head and head.address)
+    process, output = pod.start(name, command), ""
+    for line in process.stdout:
+        output += line
+        if "Ray runtime started" in line:
+            return
+    raise AssertionError(output)
+
+
+def probe(head: RunningPod, name: str) -> str:
+    """What a probe of `serve` is answered, empty when it is not."""
+    asked = HEAD.container("serve")[name]["grpc"]
+    command = [sys.executable, "-c", PROBE, f"{head.address}:{asked['port']}", asked["service"]]
+    output, _ = head.execute("serve", command).communicate(timeout=60)
+    return output.strip().rpartition("\n")[2]
+
+
+def wait_until(head: RunningPod, name: str) -> None:
+    """Returns when a probe succeeds."""
+    deadline = time.monotonic() + START_SECONDS
+    while probe(head, name) != "SERVING":
+        assert head.containers["serve"].poll() is None, head.containers["serve"].stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def run(head: RunningPod, *command: str) -> str:
+    """What a command in the container `serve` prints, when it succeeds."""
+    process = head.execute("serve", command)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def check_told(told: list[dict]) -> None:
+    """That every answer that had begun has ended whole, and some of them after the first client was refused."""
+    what = [one["what"] for one in told]
+    assert what.count("begun") == what.count("Finished") and "broken" not in what, told[-20:]
+    assert all((one["reason"], one["is_whole"]) == ("length", True) for one in told if one["what"] == "Finished")
+    first = what.index("refused")
+    assert "takes no new calls" in told[first]["error"]  # later ones may find nobody
+    assert "Finished" in what[first:], "no answer was under way when the drain began"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stream_ends_whole_when_all_pods_are_stopped_at_once(running: Running):
+    head, members = running
+    talkers = head.execute("serve", [sys.executable, "-c", TALKERS, f"{head.address}:{DEFAULT_PORT}"])
+    lines = [talkers.stdout.readline()]  # the first has begun
+    containers = [(pod, name) for pod in (head, *members) for name in pod.containers]
+    with ThreadPoolExecutor(len(containers)) as kubelets:
+        stopped = {(pod.pod.owner, name): kubelets.submit(pod.stop, name) for pod, name in containers}
+        lines += talkers.stdout.readlines()
+        codes = {container: stop.result() for container, stop in stopped.items()}
+    assert talkers.wait(timeout=60) == 0, lines
+    check_told([json.loads(line) for line in lines])
+    assert 0 in {codes["head", "serve"][0], codes["head", "ray-head"][0]}
+    assert codes["head", "serve"][1] == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_service_heals_when_a_pod_of_ranks_is_lost_and_made_again(running: Running, place: Place):
+    head, members = running
+    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as witness:
+        witness.under_way()
+        members[0].delete()
+        num_lost = 4 // NUM_PODS
+        witness.cluster(lambda found: found["world_size"] == 4 - num_lost)
+        witness.under_way()
+        start_ray(place(RANKS, 1), head)
+        found = witness.healed(4, num_lost)
+        assert len({worker["node"] for worker in found["workers"]}) == NUM_PODS
+        witness.under_way()
+        witness.check()
+    assert probe(head, "readinessProbe") == probe(head, "livenessProbe") == "SERVING"
+    hook, code = head.stop("serve")
+    assert (hook, code) == (0, 0)
+
+
+def test_the_hook_of_a_pod_of_ranks_returns_when_they_have_left(tmp_path):
+    """What it takes for a rank is the name that Ray gives its process."""
+    *shell, text = RANKS.containers()[0]["lifecycle"]["preStop"]["exec"]["command"]
+    (tmp_path / "17").mkdir()
+    (name := tmp_path / "17" / "cmdline").write_bytes(b"ray::WorkerActor.run\0")
+    hook = subprocess.Popen([*shell, text.replace("/proc", str(tmp_path))])
+    with pytest.raises(subprocess.TimeoutExpired):
+        hook.wait(timeout=0.5)
+    name.write_bytes(b"ray::IDLE\0")
+    assert hook.wait(timeout=60) == 0

@@ -1,0 +1,53 @@
+"""Manifests and the Dockerfile, as the tools of others see them: kustomize, hadolint, an API server's own checks."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.manifests.rendering import documents, of_readme, render, with_components
+from tests.support.tools import tool
+
+ROOT = Path(__file__).resolve().parents[3]
+OVERLAYS = sorted(path.parent for path in (ROOT / "k8s").glob("overlays/*/kustomization.yaml"))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=[path.name for path in OVERLAYS])
+def test_kustomize_renders_what_the_rules_were_held_against(overlay):
+    assert kustomized(overlay) == sorted(render(overlay), key=by_name)
+
+
+def test_components_are_rendered_the_same(tmp_path):
+    expected = with_components(tmp_path, "gpu-2x8")
+    assert kustomized(tmp_path) == sorted(expected, key=by_name)
+
+
+def test_what_the_readme_tells_people_to_write_is_rendered_the_same(tmp_path):
+    expected = of_readme(tmp_path)
+    assert kustomized(tmp_path) == sorted(expected, key=by_name)
+
+
+def by_name(document):
+    return document["kind"], document["metadata"]["name"]
+
+
+def kustomized(folder):
+    command = [tool("kubectl"), "kustomize", str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert found.returncode == 0, found.stderr
+    return sorted(documents(found.stdout), key=by_name)
+
+
+def test_hadolint_finds_nothing():
+    command = [tool("hadolint"), "--failure-threshold", "style", str(ROOT / "docker" / "Dockerfile")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (found.stdout, found.returncode) == ("", 0)
+
+
+def test_a_tool_that_lacks_is_a_skip_or_where_all_are_required_a_failure(monkeypatch):
+    monkeypatch.delenv("REQUIRE_TOOLS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no-such-tool is not installed"):
+        tool("no-such-tool")
+    monkeypatch.setenv("REQUIRE_TOOLS", "1")
+    with pytest.raises(pytest.fail.Exception, match="REQUIRE_TOOLS"):
+        tool("no-such-tool")

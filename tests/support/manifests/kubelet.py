@@ -1,0 +1,141 @@
+"""Pods as processes of this machine: what a manifest says of containers, run without Kubernetes.
+
+A pod is a namespace each of network, mounts and processes, whose first process collects orphans as a pod's does; /tmp
+is the pod's own. All containers of a pod share its processes here, as the head's do. Ray's command is what KubeRay 1.7
+makes of `rayStartParams`. What it is not: no image, no limits, no users, no read-only root.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Self
+
+import psutil
+
+from bench.harness.hosts import Network
+from longleaf.config import cache_folder, embedded_model
+from tests.support.manifests.pods import Pod
+
+Document = dict[str, Any]
+TOKEN = "a token of the cluster"
+PAUSE = "mount --bind {folder} /tmp && (sleep infinity & wait)"
+FILES_LIMIT = 65536
+SECONDS = 60.0
+
+
+def ray_command(pod: Pod, parameters: dict[str, str], head: str | None) -> list[str]:
+    """How KubeRay starts Ray in a pod's first container; `head` is the address of the head's pod, for others."""
+    given = {"metrics-export-port": "8080", "dashboard-agent-listen-port": "52365", "block": "true"} | parameters
+    given |= {} if head is None else {"address": f"{head}:6379"}
+    told = [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in sorted(given.items())]
+    start = "ray start --head" if head is None else "ray start"
+    return ["/bin/bash", "-c", "--", f"ulimit -n {FILES_LIMIT}; {start} {' '.join(told)}"]
+
+
+def _sleeps(process: psutil.Process) -> bool:
+    """Whether it is what keeps a pod's first process waiting."""
+    try:
+        return "infinity" in process.cmdline()
+    except psutil.Error:  # it has just ended, as `mount` does
+        return False
+
+
+class RunningPod:
+    """A pod on a host of `network`; nothing of it outlives the block."""
+
+    def __init__(self, pod: Pod, network: Network, host: int, folder: Path) -> None:
+        self.pod, self.address = pod, network.addresses[host]
+        self._namespace, self._interface = network.namespaces[host], network.interface
+        self._folder = folder
+        self.containers: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Self:
+        # Ray asks which address a packet would have that leaves the pod: in a cluster there is a way out
+        way_out = ["route", "replace", "default", "dev", self._interface]
+        subprocess.run(["ip", "-n", self._namespace, *way_out], check=True)
+        with ExitStack() as stack:
+            own = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+            pause = ["bash", "-c", PAUSE.format(folder=self._folder)]
+            self._sandbox = subprocess.Popen(["ip", "netns", "exec", self._namespace, *own, *pause])
+            stack.callback(self.delete)
+            self._first = self._find_first()
+            stack.pop_all()
+        return self
+
+    def _find_first(self) -> int:
+        """The pod's first process, once its /tmp is its own."""
+        deadline = monotonic() + SECONDS
+        while monotonic() < deadline:
+            inside = psutil.Process(self._sandbox.pid).children(recursive=True)
+            if any(map(_sleeps, inside)):
+                return inside[0].pid
+            sleep(0.02)
+        raise AssertionError("the pod has no processes")
+
+    def __exit__(self, *exception: object) -> None:
+        self.delete()
+
+    def delete(self) -> None:
+        """Ends all that runs in it at once, as when its machine is lost."""
+        self._sandbox.kill()  # and with the first process of a namespace go all others
+        self._sandbox.wait()
+        for container in self.containers.values():
+            container.wait(SECONDS)
+
+    def start(self, name: str, command: Sequence[str] = ()) -> "subprocess.Popen[str]":
+        """Starts a container: with its own command, or with the one that the operator gives it."""
+        container = self.pod.container(name)
+        self.containers[name] = self.execute(name, list(command) or [*container["command"], *container["args"]])
+        return self.containers[name]
+
+    def execute(self, name: str, command: Sequence[str]) -> "subprocess.Popen[str]":
+        """A command in a container, as `kubectl exec` and hooks run them."""
+        variables = self._environment(self.pod.container(name))
+        for variable, value in variables.items():
+            command = [word.replace(f"$({variable})", value) for word in command]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen([*self.inside, *command], env=variables, text=True, **pipes)
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Goes before a command that is to run in the pod."""
+        return ("nsenter", f"--target={self._first}", "--net", "--mount", "--pid", "--wdns=/tmp", "--")
+
+    def _environment(self, container: Document) -> dict[str, str]:
+        """The image's, the operator's for Ray, and the manifest's."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        found = {"PATH": path, "HOME": "/tmp", "XDG_CACHE_HOME": str(cache_folder().parent), "OMP_NUM_THREADS": "1"}
+        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN} if container["name"].startswith("ray-") else {}
+        for one in container.get("env", ()):
+            if "value" in one:
+                found[one["name"]] = one["value"].replace("/opt/longleaf/lookup", str(embedded_model()))
+            else:
+                found[one["name"]] = self.address if "fieldRef" in one["valueFrom"] else TOKEN
+        return found
+
+    def hook(self, name: str) -> "subprocess.Popen[str]":
+        """Begins what runs before a container is stopped."""
+        return self.execute(name, self.pod.container(name)["lifecycle"]["preStop"]["exec"]["command"])
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM to a container's first process, unless that has ended."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.containers[name].pid).children():
+                process.send_signal(signal.SIGTERM)
+
+    def stop(self, name: str) -> tuple[int, int]:
+        """Stops a container as a kubelet does, whatever the others do: its hook, then SIGTERM. The exit codes of both;
+        a hook may fail, when that of another container has ended the service before.
+
+        Raises subprocess.TimeoutExpired where it takes longer than the pod's grace.
+        """
+        deadline = monotonic() + self.pod.spec["terminationGracePeriodSeconds"]
+        hook = self.hook(name)
+        hook.communicate(timeout=deadline - monotonic())
+        self.terminate(name)
+        return hook.returncode, self.containers[name].wait(deadline - monotonic())

@@ -1,0 +1,120 @@
+"""What kustomize makes of a folder of manifests, without kustomize: as much of it as the manifests use.
+
+Strategic merge patches, whose lists are merged by the keys that an openapi schema names; components; names of images.
+What it does not know raises KeyError. Whether it does as kustomize does is a test.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Document = dict[str, Any]
+PATCH = "$patch"
+MANIFESTS = Path(__file__).resolve().parents[3] / "k8s"
+KNOWN = {"apiVersion", "kind", "namespace", "resources", "components", "images", "patches", "openapi"}
+
+
+def render(folder: Path) -> list[Document]:
+    """The documents that a kustomization gives, in the order in which they are named."""
+    return _Renderer().render(folder, [])
+
+
+def documents(text: str) -> list[Document]:
+    """Of a stream of YAML; what an alias names twice is there twice."""
+    return [json.loads(json.dumps(one)) for one in yaml.safe_load_all(text) if one]
+
+
+def with_components(folder: Path, overlay: str) -> list[Document]:
+    """Writes a kustomization of an overlay and all components, and renders it."""
+    components = sorted(path.parent for path in (MANIFESTS / "components").glob("*/kustomization.yaml"))
+    settings = {"resources": [os.path.relpath(MANIFESTS / "overlays" / overlay, folder)]}
+    settings |= {"components": [os.path.relpath(path, folder) for path in components]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings))
+    return render(folder)
+
+
+def of_readme(folder: Path) -> list[Document]:
+    """Writes the overlay that k8s/README.md tells people to write, all its parts in one, and renders it."""
+    settings: Document = {}
+    for block in re.findall("```yaml\n(.*?)```", (MANIFESTS / "README.md").read_text(), re.DOTALL):
+        told = yaml.safe_load(block.replace("../k8s", os.path.relpath(MANIFESTS, folder)))
+        for name, value in told.items():
+            settings[name] = settings.get(name, []) + value if isinstance(value, list) else value
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings))
+    return render(folder)
+
+
+class _Renderer:
+    def __init__(self) -> None:
+        self._schema: Document = {}
+        """Of all kustomizations, the last that names one counts, as with kustomize."""
+
+    def render(self, folder: Path, found: list[Document]) -> list[Document]:
+        """`found` with what a kustomization adds and changes."""
+        settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        if unknown := settings.keys() - KNOWN:
+            raise KeyError(f"{folder}: {', '.join(sorted(unknown))}")
+        for name in settings.get("resources", ()):
+            path = folder / name
+            found = self.render(path, found) if path.is_dir() else found + documents(path.read_text())
+        if "openapi" in settings:
+            self._schema = json.loads((folder / settings["openapi"]["path"]).read_text())["definitions"]
+        for name in settings.get("components", ()):
+            found = self.render(folder / name, found)
+        for patch in settings.get("patches", ()):
+            for change in documents(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text()):
+                found = self._patch(found, change)
+        for one in found if "namespace" in settings else ():
+            one["metadata"]["namespace"] = settings["namespace"]
+        for image in settings.get("images", ()):
+            _rename(found, image)
+        return found
+
+    def _patch(self, found: list[Document], change: Document) -> list[Document]:
+        index = [_identity(one) for one in found].index(_identity(change))
+        schema = next((one for one in self._schema.values() if _is_of(one, change)), {})
+        patched = self._merge(found[index], change, schema)
+        return [*found[:index], *([] if patched is None else [patched]), *found[index + 1 :]]
+
+    def _merge(self, old: Any, new: Any, schema: Document) -> Any:
+        """None where the patch deletes."""
+        if isinstance(new, dict) and isinstance(old, dict):
+            if new.get(PATCH) == "delete":
+                return None
+            schema = self._schema[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+            inner = schema.get("properties", {})
+            merged = {name: self._merge(old.get(name), value, inner.get(name, {})) for name, value in new.items()}
+            return {name: value for name, value in (old | merged).items() if value is not None}
+        key = schema.get("x-kubernetes-patch-merge-key")
+        if key is None or not isinstance(old, list) or not isinstance(new, list):
+            return new
+        return self._merge_list(old, new, key, schema["items"])
+
+    def _merge_list(
+        self, old: list[Document], new: list[Document], key: str, schema: Document
+    ) -> list[Document] | None:
+        """What a patch names comes first, in its order; kustomize does so."""
+        by_key = {one[key]: one for one in old}
+        merged = [self._merge(by_key.pop(one[key], {}), one, schema) for one in new]
+        return [*(one for one in merged if one is not None), *by_key.values()] or None
+
+
+def _identity(document: Document) -> tuple[str, str, str]:
+    return document["apiVersion"], document["kind"], document["metadata"]["name"]
+
+
+def _is_of(schema: Document, document: Document) -> bool:
+    kinds = schema.get("x-kubernetes-group-version-kind", ())
+    return any((f"{one['group']}/{one['version']}", one["kind"]) == _identity(document)[:2] for one in kinds)
+
+
+def _rename(found: Any, image: dict[str, str]) -> None:
+    """Gives the image of this name its tag, and its new name if there is one, in all containers."""
+    if isinstance(found, dict) and str(found.get("image", "")).partition(":")[0] == image["name"]:
+        found["image"] = f"{image.get('newName', image['name'])}:{image['newTag']}"
+    for inner in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        _rename(inner, image)

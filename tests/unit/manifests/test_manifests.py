@@ -1,0 +1,214 @@
+"""What Kubernetes is told: held against schemas and rules of our own, and broken on purpose. No tool is needed."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+from vendor_schemas import of_definition
+
+from tests.support.manifests.definitions import definition
+from tests.support.manifests.pods import cluster, environment, of_kind, options, pods
+from tests.support.manifests.rendering import of_readme, render, with_components
+from tests.support.manifests.rules import problems
+from tests.support.manifests.validation import KUBERNETES, SCHEMAS, all_errors
+
+ROOT = Path(__file__).resolve().parents[3]
+OVERLAYS = {path.parent.name: path.parent for path in sorted((ROOT / "k8s" / "overlays").glob("*/kustomization.yaml"))}
+RAY = re.search(r"^ray==(.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE).group(1)
+RENDERED = {name: render(folder) for name, folder in OVERLAYS.items()}
+
+
+@pytest.fixture(params=OVERLAYS)
+def documents(request):
+    return RENDERED[request.param]
+
+
+@pytest.fixture
+def broken():
+    """An overlay that a test may break."""
+    return copy.deepcopy(RENDERED["gpu-2x8"])
+
+
+def test_all_sizes_that_the_readme_names_are_there():
+    assert set(OVERLAYS) == {"cpu", "gpu-1x8", "gpu-2x8"}
+
+
+def test_every_document_is_strictly_of_its_kind(documents):
+    assert list(all_errors(documents)) == []
+
+
+def test_every_rule_holds(documents):
+    assert problems(documents, RAY) == []
+
+
+def test_the_readme_names_the_versions_that_the_schemas_are_of():
+    told = (ROOT / "k8s" / "README.md").read_text()
+    assert f"Kubernetes {KUBERNETES} or newer" in told
+    (kuberay,) = re.findall(r"kuberay v(\d+\.\d+)\.\d+", (SCHEMAS / "README.md").read_text())
+    assert f"[KubeRay](https://github.com/ray-project/kuberay) {kuberay}" in told
+
+
+@pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.stem)
+def test_schemas_and_definitions_are_made_of_each_other(path):
+    made = definition(path)
+    assert list(all_errors([made])) == []
+    assert of_definition(made) == json.loads(path.read_text())
+
+
+def test_images_are_of_this_version(documents):
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
+    tags = {container["image"].rpartition(":")[2] for pod in pods(documents) for container in pod.containers()}
+    assert {tag.rpartition("-")[0] for tag in tags} == {version}
+
+
+def test_gpus_are_on_as_many_hosts_as_there_are_pods():
+    (group,) = cluster(RENDERED["gpu-2x8"])["workerGroupSpecs"]
+    (spread,) = group["template"]["spec"]["topologySpreadConstraints"]
+    wanted = ("kubernetes.io/hostname", 1, "DoNotSchedule")
+    assert (spread["topologyKey"], spread["maxSkew"], spread["whenUnsatisfiable"]) == wanted
+
+
+def head(documents):
+    return cluster(documents)["headGroupSpec"]["template"]["spec"]
+
+
+def ranks(documents):
+    return cluster(documents)["workerGroupSpecs"][0]
+
+
+def serve(documents):
+    return head(documents)["containers"][1]
+
+
+def document(documents, kind):
+    return of_kind(documents, kind)[0]
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """An overlay with all components, as a user writes one."""
+    return with_components(tmp_path, "gpu-2x8")
+
+
+def test_components_keep_the_rules_too(whole):
+    assert list(all_errors(known(whole))) == []
+    assert problems(whole, RAY) == []
+    assert {"GRPCRoute", "Job"} <= {one["kind"] for one in known(whole)}
+
+
+def known(documents):
+    """Those whose schema is at hand: all but Envoy Gateway's own."""
+    return [one for one in documents if one["kind"] != "BackendTrafficPolicy"]
+
+
+def test_what_the_readme_tells_people_to_write_keeps_the_rules(tmp_path):
+    """With all that it changes: a patch that takes something away by replacing a list is found here."""
+    found = of_readme(tmp_path)
+    assert list(all_errors(known(found))) == []
+    assert problems(found, RAY) == []
+    assert {one["metadata"]["namespace"] for one in found} == {"longleaf"}
+    assert options(serve(found))["world-size"] == "32" and ranks(found)["replicas"] == 4
+    (prefetch,) = document(found, "Job")["spec"]["template"]["spec"]["containers"]
+    assert environment(prefetch)["URL"] == "https://models.internal/Qwen3-8B"
+    assert options(serve(found))["model"] == environment(prefetch)["MODEL"]
+    assert document(found, "GRPCRoute")["spec"]["parentRefs"] == [{"name": "edge", "namespace": "edge-system"}]
+
+
+def test_a_route_leads_to_the_service_and_never_to_its_end(whole):
+    from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2
+
+    files = (cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2)
+    found = {one.full_name: one for file in files for one in file.DESCRIPTOR.services_by_name.values()}
+    (rule,) = document(whole, "GRPCRoute")["spec"]["rules"]
+    for match in rule["matches"]:
+        method = match["method"]
+        assert "method" not in method or method["method"] in found[method["service"]].methods_by_name
+    assert {match["method"]["service"] for match in rule["matches"]} == set(found)
+    allowed = [match["method"] for match in rule["matches"] if "Cluster" in match["method"]["service"]]
+    assert {method["method"] for method in allowed} == {"GetCluster", "WatchCluster"}
+
+
+TYPOS = {
+    "imagee": lambda found: serve(found).update(imagee=serve(found).pop("image")),
+    "workerGroupSpecss": lambda found: cluster(found).update(workerGroupSpecss=cluster(found).pop("workerGroupSpecs")),
+    "replicas": lambda found: ranks(found).update(replicas="two"),
+    "preStopp": lambda found: serve(found)["lifecycle"].update(preStopp=serve(found)["lifecycle"].pop("preStop")),
+    "appProtocl": lambda found: document(found, "Service")["spec"]["ports"][0].update(appProtocl="h2c"),
+    "podSelecter": lambda found: document(found, "NetworkPolicy")["spec"]["ingress"][0]["from"][0].update(
+        podSelecter={}
+    ),
+    "minAvailible": lambda found: document(found, "PodDisruptionBudget")["spec"].update(minAvailible=3),
+    "apiVersion": lambda found: document(found, "RayCluster").update(apiVersion="ray.io/v1beta1"),
+    "'2 cores'": lambda found: serve(found)["resources"]["limits"].update(cpu="2 cores"),
+    "secretKeyReff": lambda found: serve(found)["env"].append(
+        {"name": "X", "valueFrom": {"secretKeyReff": {"name": "longleaf", "key": "auth_token"}}}
+    ),
+    "storge": lambda found: document(found, "PersistentVolumeClaim")["spec"].update(storge="1Gi"),
+}
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_planted_typo_is_found(typo, broken):
+    TYPOS[typo](broken)
+    (told,) = all_errors(broken)
+    assert typo in told
+
+
+BREAKS = {
+    "no tag of a version": lambda found: serve(found).update(image="longleaf:latest"),
+    "different images": lambda found: serve(found).update(image="longleaf:0.1.0-cpu"),
+    "no limit of memory": lambda found: serve(found)["resources"]["limits"].pop("memory"),
+    "may gain privileges": lambda found: serve(found)["securityContext"].pop("allowPrivilegeEscalation"),
+    "keeps capabilities": lambda found: serve(found)["securityContext"].update(capabilities={"add": ["IPC_LOCK"]}),
+    "may write to its root": lambda found: serve(found)["securityContext"].pop("readOnlyRootFilesystem"),
+    "runAsNonRoot is not True": lambda found: head(found)["securityContext"].pop("runAsNonRoot"),
+    "head: hostNetwork": lambda found: head(found).update(hostNetwork=True),
+    "is a hostPath": lambda found: head(found)["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+    "gets a token": lambda found: head(found).pop("automountServiceAccountToken"),
+    "Ray would run in serve": lambda found: head(found)["containers"].reverse(),
+    "no volume shm": lambda found: head(found)["volumes"].pop(1),
+    "no claim longleaf-models": lambda found: found.remove(document(found, "PersistentVolumeClaim")),
+    "readinessProbe does not ask": lambda found: serve(found)["readinessProbe"]["grpc"].update(service=""),
+    "less than an hour": lambda found: serve(found)["startupProbe"].update(failureThreshold=10),
+    "would give up and say why": lambda found: serve(found)["args"].append("--wait-for-ranks=3600"),
+    "not gRPC at 50051": lambda found: document(found, "Service")["spec"]["ports"][0].update(port=50052),
+    "opens [8265, 50051]": lambda found: of_kind(found, "NetworkPolicy")[1]["spec"]["ingress"][0]["ports"].append(
+        {"protocol": "TCP", "port": 8265}
+    ),
+    "Service longleaf: selects no pod": lambda found: document(found, "Service")["spec"]["selector"].update(x="y"),
+    "is not spread": lambda found: ranks(found)["template"]["metadata"]["labels"].update(
+        {"app.kubernetes.io/component": "rank"}
+    ),
+    "head has no grpc": lambda found: serve(found)["ports"][0].update(name="rpc"),
+    "head: has slots": lambda found: cluster(found)["headGroupSpec"]["rayStartParams"].pop("num-gpus"),
+    "and 24 slots": lambda found: ranks(found).update(replicas=3),
+    "its size is not fixed": lambda found: ranks(found).update(maxReplicas=5),
+    "tells Ray of 4 GPUs": lambda found: ranks(found)["rayStartParams"].update({"num-gpus": "4"}),
+    "fewer processors than slots": lambda found: ranks(found)["rayStartParams"].update({"num-cpus": "64"}),
+    "minAvailable is not 3": lambda found: document(found, "PodDisruptionBudget")["spec"].update(minAvailable="50%"),
+    "twice --drain-seconds": lambda found: head(found).update(terminationGracePeriodSeconds=30),
+    "ends without a hook": lambda found: serve(found).pop("lifecycle"),
+    "do not share their processes": lambda found: head(found).pop("shareProcessNamespace"),
+    "Ray asks for no token": lambda found: cluster(found).pop("authOptions"),
+    "has not the token of its Ray": lambda found: serve(found)["env"].remove(
+        next(one for one in serve(found)["env"] if one["name"] == "RAY_AUTH_TOKEN")
+    ),
+    "ClusterRole all": lambda found: found.append({"kind": "ClusterRole", "metadata": {"name": "all"}}),
+    "rayVersion is 2.52.0": lambda found: cluster(found).update(rayVersion="2.52.0"),
+}
+
+
+@pytest.mark.parametrize("told", BREAKS)
+def test_a_broken_rule_is_told(told, broken):
+    BREAKS[told](broken)
+    assert told in "\n".join(problems(broken, RAY))
+
+
+def test_options_are_those_of_the_command(documents):
+    """So that a renamed one is found before a pod starts."""
+    from longleaf.commands.serve import ServeFlags
+
+    names = {name.replace("_", "-") for name in ServeFlags.__dataclass_fields__}
+    assert options(serve(documents)).keys() - names == set()
