@@ -1,0 +1,170 @@
+"""The fingerprint of a model's folder: whether two folders hold the same model, without reading all of it.
+
+What the service reads of a checkpoint is covered, and nothing else: TEXTS whole, and of every tensor in the weights its
+name, type and shape, and PIECE_BYTES at both ends and in the middle (all of it, where that is all). How tensors are
+dealt to files does not matter.
+
+It does not see what changes elsewhere inside a tensor: a few flipped bits, some rows of a table. Folders that it calls
+equal hold copies of one model, which may have been damaged since. It is no signature either: who means to deceive
+changes what is not read. Other files, and the metadata of the weights, are not looked at.
+
+It takes at most three reads per tensor, and memory for one file's header at a time on each of READERS threads.
+"""
+
+import os
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from longleaf.errors import ModelRefused
+
+CONFIG = "config.json"
+TEXTS = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE_BYTES = 4096
+CHUNK_BYTES = 1 << 20
+LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
+"""Of a file in safetensors: the header's length, and what safetensors itself takes for a header."""
+READERS = 16
+"""Files of weights that are read at once: storage that others share answers slowly, but many at the same time."""
+FILE_DIGITS = 16
+MAX_NAME_BYTES = 64 << 10
+"""Of all names of files of weights that are told one by one: all of them go into one message."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """Equal where `digest` is. Digests are hexadecimal digits of BLAKE3."""
+
+    digest: str
+    files: dict[str, str]
+    """What was read of each file, for people to see which one differs; the same model may lie in other files."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """A tensor, as the header of a file in safetensors tells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    transformers_weights: str | None = None
+
+
+def read_fingerprint(folder: Path) -> Fingerprint:
+    """The fingerprint of the model in `folder`, which may have no weights.
+
+    Raises ModelRefused, which names the file, when folder or config is missing, or something in it cannot be read.
+    """
+    files = read_texts(folder)
+    names = _weights(folder)
+    with ThreadPoolExecutor(READERS) as executor:
+        found = dict(zip(names, executor.map(_read_weights, [folder / name for name in names]), strict=True))
+    # of those of one name, which files may share, the last one is used: their order stays that of the files
+    tensors = sorted((tensor for each in found.values() for tensor in each), key=itemgetter(0))
+    if sum(len(os.fsencode(name)) for name in names) > MAX_NAME_BYTES:
+        found = {INDEX: tensors}
+    texts = sorted(files.items())
+    whole = blake3(msgspec.msgpack.encode(("longleaf", 1, texts)))
+    for _, digest in tensors:
+        whole.update(digest)
+    files |= {name: _shortened(b"".join(digest for _, digest in sorted(each))) for name, each in found.items()}
+    return Fingerprint(whole.hexdigest(), files)
+
+
+def read_texts(folder: Path) -> dict[str, str]:
+    """The digests of those of TEXTS that are there: what the coordinator reads. Raises ModelRefused."""
+    if not folder.is_dir():
+        raise ModelRefused(f"model folder {folder} does not exist")
+    if not (folder / CONFIG).is_file():
+        raise ModelRefused(f"{folder} has no {CONFIG}: it is not a checkpoint")
+    return {name: _read_whole(folder / name) for name in TEXTS if (folder / name).is_file()}
+
+
+def _shortened(content: bytes) -> str:
+    return blake3(content).hexdigest()[:FILE_DIGITS]
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None, None, None]:
+    """Turns what can be wrong with a file into ModelRefused."""
+    try:
+        yield
+    except (OSError, ValueError, ArithmeticError, RecursionError, msgspec.MsgspecError) as error:
+        raise ModelRefused(f"{path} cannot be read: {error}") from error
+
+
+def _read_whole(path: Path) -> str:
+    """The digest of a file of any length."""
+    digest = blake3()
+    with _reading(path), path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()[:FILE_DIGITS]
+
+
+def _weights(folder: Path) -> Sequence[str]:
+    """The names of the files of weights that transformers would load, in its order; none where there are none in
+    safetensors."""
+    with _reading(folder / CONFIG):
+        told = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config).transformers_weights
+    first = told or next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
+    if first is None or not first.endswith(".index.json"):
+        return [first] if first is not None and first.endswith(".safetensors") else []
+    with _reading(folder / first):
+        named = msgspec.json.decode((folder / first).read_bytes(), type=_Index).weight_map
+    return sorted({name for name in named.values() if name.endswith(".safetensors")})
+
+
+def _read_weights(path: Path) -> list[tuple[str, bytes]]:
+    """Name and digest of each tensor of a file in safetensors."""
+    with _reading(path):
+        if not path.is_file():
+            raise ModelRefused(f"{path.parent} lacks {path.name}")
+    with _reading(path), path.open("rb", buffering=0) as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+        length = int.from_bytes(_read_at(descriptor, 0, LENGTH_BYTES), "little")
+        start = LENGTH_BYTES + length
+        if length > MAX_HEADER_BYTES or start > size:
+            raise ValueError("its header is longer than a header may be")
+        header = msgspec.json.decode(_read_at(descriptor, LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        digests: list[tuple[str, bytes]] = []
+        for name, told in header.items():
+            place = msgspec.json.decode(told, type=_Place)
+            begin, end = place.data_offsets
+            if not 0 <= begin <= end <= size - start:
+                raise ValueError(f"it ends before its tensor {name} does")
+            digests.append((name, _read_tensor(descriptor, name, place, start + begin)))
+        return digests
+
+
+def _read_tensor(descriptor: int, name: str, place: _Place, start: int) -> bytes:
+    """The digest of the tensor whose bytes begin at `start` of an open file."""
+    size = place.data_offsets[1] - place.data_offsets[0]
+    digest = blake3(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))
+    last = size - PIECE_BYTES
+    reads = [(0, size)] if last <= 2 * PIECE_BYTES else [(at, PIECE_BYTES) for at in (0, last // 2, last)]
+    for offset, count in reads:
+        digest.update(_read_at(descriptor, start + offset, count))
+    return digest.digest()
+
+
+def _read_at(descriptor: int, offset: int, count: int) -> bytes:
+    """Exactly so many bytes. Raises ValueError where the file ends before."""
+    found = os.pread(descriptor, count, offset)
+    while 0 < len(found) < count and (more := os.pread(descriptor, count - len(found), offset + len(found))):
+        found += more
+    if len(found) < count:
+        raise ValueError(f"it ends after {offset + len(found)} bytes")
+    return found
