@@ -12,6 +12,9 @@ Memory is the peak of resident memory in a step, beyond the keys that every rank
 
     python -m bench.attention --json --sweep
     python -m bench.attention --network two-tier --world-size 4 --length 262144 --between 2.5 --out /tmp/results
+    python -m bench.attention --ray-address 10.0.0.1:6379 --world-size 16 --out /tmp/results
+
+With `--ray-address` ranks compute on the CPUs of that cluster, and what its machines send besides is counted, too.
 
 Without `--out` the rows and the picture replace those in bench/results, which are the published ones.
 """
@@ -26,10 +29,11 @@ import psutil
 from bench.attention import steps
 from bench.attention.chart import draw
 from bench.attention.steps import ONE_DEVICE, RING, Key, Row, Size
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
 from bench.harness.hosts import LOOPBACK, TWO_TIER, Network, hosts, obstacle, one_host, rate
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, run
+from bench.harness.ray_ranks import joined, run_on_ray
 from bench.harness.timing import latency, slowest
 
 LENGTHS = (4_096, 16_384, 65_536, 262_144, 1_048_576)
@@ -45,9 +49,8 @@ def main() -> None:
     options = parse()
     rows: list[Row] = []
     try:
-        for network in options.networks:
-            for row in on_network(network, options):
-                rows.append(row)  # noqa: PERF402 what was measured before an error is kept
+        for row in on_ray(options) if options.ray_address else on_networks(options):
+            rows.append(row)  # noqa: PERF402 what was measured before an error is kept
     finally:
         if rows:
             write(rows, options.out)
@@ -80,13 +83,34 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=50, help="timed turns of each method, at most")
     parser.add_argument("--seconds", type=float, default=20, help="about what the turns of one row of methods may take")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of attention.json and attention.png")
+    add_ray_address(parser)
     options = parser.parse_args(arguments)
+    check_ray_address(parser, options, network=options.networks, sweep=options.sweep)
     if min(options.repeats, options.kv_heads, options.head_dim, *options.lengths, *options.world_sizes) < 1:
         parser.error("--repeats, --kv-heads, --head-dim, --length and --world-size: at least 1")
     if options.heads % options.kv_heads or options.heads < 1:
         parser.error(f"--heads: {options.heads} is no multiple of --kv-heads, {options.kv_heads}")
     options.networks = options.networks or [LOOPBACK, TWO_TIER]
     return options
+
+
+def on_ray(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of ranks that Ray places."""
+    with joined(options.ray_address):
+        for world_size in options.world_sizes:
+            fitting = sizes_of(options.lengths, world_size, options)
+            if not fitting:
+                continue
+            placement, found = run_on_ray(steps.measure, world_size, "cpu", fitting, options.repeats, options.seconds)
+            tell(f"{title(placement.network)}, {placement.topology}")
+            for i, size in enumerate(fitting):
+                yield from rows_of(placement, size, [rank[i] for rank in found])
+
+
+def on_networks(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of ranks on this machine."""
+    for network in options.networks:
+        yield from on_network(network, options)
 
 
 def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -112,14 +136,19 @@ def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def measure(placement: Placement, lengths: list[int], options: argparse.Namespace) -> list[Row]:
     """The rows of one world size on one network."""
-    sizes = [Size(tokens, options.heads, options.kv_heads, options.head_dim) for tokens in lengths]
-    fitting = [size for size in sizes if fits(size, placement.world_size)]
+    fitting = sizes_of(lengths, placement.world_size, options)
     tokens = ", ".join(f"{size.context_tokens:,}" for size in fitting)
     tell(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
     if not fitting:
         return []
     found = run(steps.measure, placement, fitting, options.repeats, options.seconds)
     return [row for i, size in enumerate(fitting) for row in rows_of(placement, size, [rank[i] for rank in found])]
+
+
+def sizes_of(lengths: list[int], world_size: int, options: argparse.Namespace) -> list[Size]:
+    """Those of these lengths for which the memory suffices."""
+    sizes = [Size(tokens, options.heads, options.kv_heads, options.head_dim) for tokens in lengths]
+    return [size for size in sizes if fits(size, world_size)]
 
 
 def fits(size: Size, world_size: int) -> bool:
@@ -157,13 +186,13 @@ def rows_of(placement: Placement, size: Size, ranks: list[Row]) -> Iterator[Row]
             "ring_ratio": round(
                 times[RING, plain]["latency_us_median"] / times[method, transport]["latency_us_median"], 3
             ),
-            **moved((method, transport), size, ranks, is_alone=is_alone),
+            **moved((method, transport), size, ranks, placement.num_nodes, is_alone=is_alone),
             "repeats": len(taken),
             "is_network_private": bool(network.namespaces),
         }
 
 
-def moved(key: Key, size: Size, ranks: list[Row], *, is_alone: bool) -> Row:
+def moved(key: Key, size: Size, ranks: list[Row], num_nodes: int, *, is_alone: bool) -> Row:
     """Memory of the rank that needs most, and bytes per step of the mean rank. All ranks saw all interfaces."""
     key_bytes = size.key_bytes(size.context_tokens if is_alone else max(size.lengths(len(ranks))))
     peaks = [rank["peaks"][key] for rank in ranks]
@@ -174,14 +203,14 @@ def moved(key: Key, size: Size, ranks: list[Row], *, is_alone: bool) -> Row:
         "peak_beyond_keys_bytes_per_rank": beyond,
         "peak_bytes_per_rank": None if beyond is None else key_bytes + beyond,
         "bytes_sent_per_rank": round(sum(sent.values()) / len(ranks)),
-        "bytes_between_hosts": round(sent.get("cable", 0)),
+        "bytes_between_hosts": round(sum(sent[name] for name in sent if name != "lo") if num_nodes > 1 else 0),
     }
 
 
 def title(network: Network) -> str:
     """The network with its rates in Gbit/s, for instance `two-tier 10/1`."""
-    if network.name == LOOPBACK:
-        return LOOPBACK
+    if network.name != TWO_TIER:
+        return network.name
     inside, between = (f"{gbit:g}" if gbit else "unlimited" for gbit in (network.inside_gbit, network.between_gbit))
     return f"{network.name} {inside}/{between}"
 

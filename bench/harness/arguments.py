@@ -53,6 +53,22 @@ def parse(
     return Arguments(**given)
 
 
+def add_ray_address(parser: argparse.ArgumentParser) -> None:
+    help = "measure on the Ray cluster there, on its own nodes and network, instead of on this machine"
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help=help)
+
+
+def check_ray_address(parser: argparse.ArgumentParser, options: argparse.Namespace, **simulated: object) -> None:
+    """Ends the program where options contradict `--ray-address`; `simulated` are those that say where ranks are."""
+    if options.ray_address is None:
+        return
+    for name, value in simulated.items():
+        if value:
+            parser.error(f"--{name}: with --ray-address it is Ray that says where ranks are")
+    if options.out == RESULTS:
+        parser.error("--out: name a folder; what was published was not measured on the cluster of --ray-address")
+
+
 def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
     """Prints the rows, as JSON or as a table."""
     if arguments.json:

@@ -26,26 +26,28 @@ class Step:
     kv_bytes_read: int
 
 
-class CountingControl(Control):
+class DecodeSteps:
     """Notes what decode steps read."""
 
-    def __init__(self, config: EngineConfig, host: str) -> None:
-        super().__init__(config, host)
-        self.steps: list[Step] = []
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
 
-    async def step(self, plan: StepPlan) -> StepResult:
-        result = await super().step(plan)
+    def note(self, plan: StepPlan, result: StepResult) -> None:
         if isinstance(plan.work, Decode):
-            self.steps.append(Step(len(plan.work.rows), result.kv_bytes_read))
-        return result
+            self._steps.append(Step(len(plan.work.rows), result.kv_bytes_read))
+
+    def take(self) -> list[Step]:
+        """Those since the last call."""
+        steps, self._steps = self._steps, []
+        return steps
 
 
 class Generations:
     """Greedy generations on an engine, and how long they take."""
 
-    def __init__(self, engine: Engine, control: CountingControl) -> None:
+    def __init__(self, engine: Engine, steps: DecodeSteps) -> None:
         self._engine = engine
-        self._control = control
+        self._steps = steps
 
     @property
     def max_tokens(self) -> int:
@@ -73,22 +75,21 @@ class Generations:
 
     def take_steps(self) -> list[Step]:
         """The decode steps since the last call."""
-        steps, self._control.steps = self._control.steps, []
-        return steps
+        return self._steps.take()
 
 
 @asynccontextmanager
 async def running(config: EngineConfig) -> AsyncIterator[Generations]:
     """An engine and its ranks; they end with the block."""
     fleet = LocalFleet(worker_main)
-    control = CountingControl(config, await fleet.reserve(config))
-    engine = Engine(control, config, MAX_POSITIONS)
+    control, steps = Control(config, await fleet.reserve(config)), DecodeSteps()
+    engine = Engine(control, config, MAX_POSITIONS, observe=steps.note)
     loop: asyncio.Task[None] | None = None
     try:
         await fleet.launch(config, control.invitations, control.lost)
         await engine.start()
         loop = asyncio.create_task(engine.run())
-        yield Generations(engine, control)
+        yield Generations(engine, steps)
     finally:
         await engine.close()
         if loop is not None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import TypeVar
 
 from bench.harness.arguments import tell
@@ -101,7 +102,7 @@ def hosts(count: int, *, inside_gbit: float = 0, between_gbit: float = 0) -> Ite
 
     Raises subprocess.CalledProcessError where `obstacle` gives a reason.
     """
-    prefix = f"longleaf-{os.getpid()}"
+    prefix = f"longleaf-{os.getpid()}-{token_hex(2)}"  # a process may have several networks
     names = tuple(f"{prefix}-{i}" for i in range(count))
     addresses = tuple(f"10.77.0.{i + 1}" for i in range(count))
     with ExitStack() as stack:

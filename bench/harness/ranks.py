@@ -39,17 +39,29 @@ class Placement:
     """Which ranks run where. The network has one host for all nodes, or as many hosts as there are nodes."""
 
     world_size: int
-    num_nodes: int
+    num_simulated: int
+    """Nodes to deal the ranks among, of sizes that differ by one at most."""
     network: Network
     device: str = "cpu"
+    nodes: tuple[str, ...] = ()
+    """The machine of each rank, where they are not simulated."""
 
     @property
     def topology(self) -> Topology:
-        """Nodes of sizes that differ by one at most."""
-        return Topology(tuple(f"node-{self.node(rank)}" for rank in range(self.world_size)))
+        return Topology(self.nodes or tuple(f"node-{self.node(rank)}" for rank in range(self.world_size)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes)) or self.num_simulated
+
+    @property
+    def counting_ranks(self) -> tuple[int, ...]:
+        """The first rank of each host, which reads the host's counters."""
+        hosts = self.nodes or tuple(map(self.namespace, range(self.world_size)))
+        return tuple(hosts.index(host) for host in dict.fromkeys(hosts))
 
     def node(self, rank: int) -> int:
-        return rank * self.num_nodes // self.world_size
+        return rank * self.num_simulated // self.world_size
 
     def namespace(self, rank: int) -> str | None:
         """The host of a rank; None for this machine's own network."""
@@ -60,11 +72,12 @@ class Placement:
 class Rank:
     """One rank of a measurement, in its process."""
 
-    def __init__(self, rank: int, placement: Placement, store: Any) -> None:
+    def __init__(self, rank: int, placement: Placement, store: Any, gpu: int | None = None) -> None:
+        """`gpu`: which of those that it sees is its own; None: that of its number."""
         self.rank = rank
         self.world_size = placement.world_size
         self.placement = placement
-        self.device = f"cuda:{rank}" if placement.device == "cuda" else "cpu"
+        self.device = f"cuda:{rank if gpu is None else gpu}" if placement.device == "cuda" else "cpu"
         topology = placement.topology
         carrier = Carrier("shared_memory" if self.device == "cpu" else "nccl", self.device)
         self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, carrier=carrier)
@@ -73,7 +86,7 @@ class Rank:
         plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology, timeout=TIMEOUT)
         self.groups: dict[str, Groups] = {self.world.transport: plain, found.node.transport: found}
         """By the fastest transport that they use."""
-        self._counts = placement.namespace(rank) not in map(placement.namespace, range(rank))
+        self._counts = rank in placement.counting_ranks
 
     def take_turns(
         self, calls: Mapping[Name, Call], *, repeats: int, warm_up: int = 1, in_a_row: int = 1
@@ -113,7 +126,7 @@ class Rank:
         self.barrier()
         after = sent_bytes()
         tables = self.gather({name: after[name] - before[name] for name in after} if self._counts else {})
-        return {name: sum(table.get(name, 0) for table in tables) for name in after}
+        return {name: sum(table.get(name, 0) for table in tables) for name in sorted({*after}.union(*tables))}
 
     def barrier(self) -> None:
         dist.barrier()

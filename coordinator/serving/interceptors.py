@@ -1,7 +1,6 @@
 """The one place where errors become statuses."""
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -10,6 +9,7 @@ from typing import Any
 import grpc
 
 from coordinator.serving.gate import Gate, Handler, Incoming, StreamCall
+from coordinator.serving.lobby import Lobby
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.units import human_seconds
@@ -28,7 +28,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
     come as bytes, when they are asked for, and the library holds none of them while it is answered.
     """
 
-    def __init__(self, gate: Gate, unread_timeout: float) -> None:
+    def __init__(self, lobby: Lobby, gate: Gate, unread_timeout: float) -> None:
+        self._lobby = lobby
         self._gate = gate
         self._unread_timeout = unread_timeout
 
@@ -51,18 +52,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
 
     async def _serve(self, method: str, handler: Handler, call: StreamCall) -> None:
         with self._gate.of(method, handler) as incoming:
-            if not handler.response_streaming:
-                await call.write(await handler.unary_unary(await incoming.one(call), call))
-            elif handler.request_streaming:
-                try:
-                    await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
-                except LongleafError:
+            try:
+                with self._lobby.visit(method):
+                    await self._respond(handler, call, incoming)
+            except LongleafError:
+                if handler.request_streaming:
                     await incoming.drain(call)
-                    raise
-            elif inspect.iscoroutinefunction(handler.unary_stream):
-                await handler.unary_stream(await incoming.one(call), call)  # writes its responses itself
-            else:
-                await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
+                raise
+
+    async def _respond(self, handler: Handler, call: StreamCall, incoming: Incoming) -> None:
+        if not handler.response_streaming:
+            await call.write(await handler.unary_unary(await incoming.one(call), call))
+        elif handler.request_streaming:
+            await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+        else:
+            await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
     async def _send(self, responses: Any, call: StreamCall, incoming: Incoming) -> None:
         """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
@@ -102,7 +106,8 @@ async def _answer(method: str, work: Awaitable[None], call: StreamCall) -> None:
     except asyncio.CancelledError:
         raise
     except LongleafError as error:
-        logger.log(logging.WARNING if isinstance(error, Unavailable) else logging.INFO, "%s: %s", method, error)
+        is_failure = isinstance(error, Unavailable) and error.retry_seconds is None
+        logger.log(logging.WARNING if is_failure else logging.INFO, "%s: %s", method, error)
         refusal = _refusal(error)
         _forget(error)
     except grpc.aio.AbortError as error:  # the library's own services say no by themselves

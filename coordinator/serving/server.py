@@ -1,23 +1,29 @@
 """The gRPC server: the services, health and reflection on one port."""
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
+from grpc_health.v1 import health, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.gate import MAX_CALLS, Gate
+from coordinator.serving.health import HealthServicer
 from coordinator.serving.interceptors import ErrorInterceptor
+from coordinator.serving.lobby import Lobby
 from coordinator.serving.servicers import (
     ClusterServicer,
     ContextServicer,
+    Drain,
     GenerationServicer,
+    Refill,
     TokenizerServicer,
 )
 from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS, join_address
-from longleaf.errors import StartError
+from longleaf.errors import LongleafError, StartError, Unavailable
+from longleaf.messages import Draining
 from longleaf.v1 import (
     cluster_service_pb2_grpc,
     context_service_pb2_grpc,
@@ -29,6 +35,10 @@ MAX_PENDING_CALLS = 2 * MAX_CALLS
 """Calls that arrived and were not looked at yet. Of more, by default of more than 1000, the library ends some without a
 word; of one connection it takes in as many as may be open."""
 SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Context", "Tokenizer", "Cluster"))
+LIVENESS = "liveness"
+"""What is asked of health whether the process should live on; it says nothing of the model."""
+LOADING_SECONDS, DRAINING_SECONDS = 2.0, 1.0
+"""When to come again: to this service, and to the one that takes its place."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
@@ -52,19 +62,44 @@ def check_address(host: str, port: int) -> None:
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
-class Server:
-    """The door for gRPC. A stream that nobody reads for `unread_timeout` seconds is let go."""
+def _loading() -> LongleafError:
+    return Unavailable("loading", LOADING_SECONDS)
 
-    def __init__(self, use_cases: UseCases, unread_timeout: float = MAX_SECONDS) -> None:
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(Gate(), unread_timeout)], options=OPTIONS)
-        untyped: Any = health
-        self._health: Any = untyped.aio.HealthServicer()
-        self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(use_cases))
-        self._add(context_service_pb2_grpc, "ContextService", ContextServicer(use_cases))
-        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(use_cases))
-        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(use_cases))
+
+async def _undrained(_: bool) -> Draining:
+    raise Unavailable("nothing drains this server")
+
+
+def _unfilled() -> int:
+    raise Unavailable("nothing keeps the ranks of this server")
+
+
+class Server:
+    """The door for gRPC. It may be open before there is something to serve: `loading` tells callers what they wait for,
+    until `open`. A stream that nobody reads for `unread_timeout` seconds is let go. `drain` ends the service, `refill`
+    starts ranks in places that were given up."""
+
+    def __init__(
+        self,
+        use_cases: UseCases | None = None,
+        unread_timeout: float = MAX_SECONDS,
+        *,
+        loading: Callable[[], LongleafError] = _loading,
+        drain: Drain = _undrained,
+        refill: Refill = _unfilled,
+    ) -> None:
+        self._lobby = lobby = Lobby(loading)
+        if use_cases is not None:
+            lobby.open(use_cases)
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(lobby, Gate(), unread_timeout)], options=OPTIONS)
+        self._health = HealthServicer()
+        self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
+        self._add(context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
+        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
+        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
         self._add(health_pb2_grpc, "Health", self._health)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        untyped: Any = health
+        names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     def _add(self, generated: Any, service: str, servicer: object) -> None:
@@ -72,7 +107,8 @@ class Server:
         getattr(generated, f"add_{service}Servicer_to_server")(servicer, self._server)
 
     async def start(self, host: str, port: int) -> int:
-        """Listens on `host`:`port` and returns the port, chosen by the system for 0. Healthy from now on.
+        """Listens on `host`:`port` and returns the port, chosen by the system for 0. Alive from now on, and healthy
+        when there is something to serve.
 
         Raises StartError when the address cannot be had.
         """
@@ -81,16 +117,35 @@ class Server:
             bound = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
             raise StartError(f"cannot listen on {join_address(host, port)}: port {port} was taken just now") from error
+        self._tell_health(self._lobby.is_open)
+        self._health.set(LIVENESS, True)
         await self._server.start()
-        await self.set_serving(True)
         return bound
 
-    async def set_serving(self, is_serving: bool) -> None:
-        """What health checks are told."""
-        response = health_pb2.HealthCheckResponse
-        status = response.SERVING if is_serving else response.NOT_SERVING
+    def open(self, use_cases: UseCases) -> None:
+        """Lets calls in and is healthy from now on, unless none are taken any more."""
+        self._lobby.open(use_cases)
+        self._tell_health(self._lobby.is_open)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new calls, and is not healthy any more. Returns when none runs, after `seconds` at the latest."""
+        self._lobby.close(Unavailable("the service is stopping, and takes no new calls", DRAINING_SECONDS))
+        self._tell_health(False)
+        await self._lobby.wait_empty(seconds)
+
+    def end_calls(self, reason: str) -> None:
+        """Ends the calls that run with Unavailable for that reason."""
+        self._lobby.end(Unavailable(reason))
+
+    @property
+    def num_open(self) -> int:
+        """Calls that run."""
+        return self._lobby.num_open
+
+    def _tell_health(self, is_serving: bool) -> None:
+        """What health checks are told of the model."""
         for service in ("", *SERVICES):
-            await self._health.set(service, status)
+            self._health.set(service, is_serving)
 
     async def wait(self) -> None:
         """Waits until the server has stopped."""
@@ -98,5 +153,6 @@ class Server:
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
-        await self.set_serving(False)
+        self._tell_health(False)
+        self._health.end()
         await self._server.stop(grace)

@@ -1,22 +1,27 @@
-"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised."""
+"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised.
+
+They are there before the engine is: the lobby lets nobody in so long."""
 
 import base64
 import binascii
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
+from functools import cached_property
 from typing import ParamSpec, Protocol, TypeVar
 
 import msgspec
 from google.protobuf.empty_pb2 import Empty
 
-from coordinator.calls.tokens import MAX_TOKENS
-from coordinator.calls.use_cases import UseCases
+from coordinator.calls.tokens import MAX_TOKENS, Tokenization
+from coordinator.calls.use_cases import ContextStore
 from coordinator.changes import Watch
+from coordinator.serving.lobby import Lobby
+from coordinator.serving.neighbours import is_here
 from coordinator.text.threads import TextThreads
 from longleaf import codec
-from longleaf.errors import InvalidArgument
-from longleaf.messages import Generate, IngestHeader, IngestPiece, Verify
+from longleaf.errors import InvalidArgument, PermissionDenied
+from longleaf.messages import Draining, Generate, IngestHeader, IngestPiece, Verify
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -30,6 +35,8 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
 Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
+Drain = Callable[[bool], Awaitable[Draining]]
+Refill = Callable[[], int]
 Claiming = TypeVar("Claiming", Generate, IngestHeader, Verify)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -81,40 +88,43 @@ def random_seed() -> int:
 class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and ends those that are held."""
 
-    def __init__(self, use_cases: UseCases, seed: Callable[[], int] = random_seed) -> None:
-        self._generation = use_cases.generation
-        self._threads = use_cases.threads
+    def __init__(self, lobby: Lobby, seed: Callable[[], int] = random_seed) -> None:
+        self._lobby = lobby
         self._seed = seed
 
     async def Generate(
         self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
-        decoded = await _decoded(self._threads, request.token_ids, codec.decode_generate, request, self._seed())
+        use_cases = self._lobby.use_cases
+        decoded = await _decoded(use_cases.threads, request.token_ids, codec.decode_generate, request, self._seed())
         if isinstance(decoded, Generate):
             decoded = _by(decoded, caller(context))
-        async with aclosing(self._generation.run(decoded, context.time_remaining())) as answer:
+        async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer long
             async for event in answer:
                 yield codec.encode_event(event)
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._generation.cancel(codec.decode_cancel(request))
+        await self._lobby.use_cases.generation.cancel(codec.decode_cancel(request))
         return Empty()
 
 
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts."""
 
-    def __init__(self, use_cases: UseCases) -> None:
-        self._ingest = use_cases.ingest
-        self._threads = use_cases.threads
-        self._contexts = use_cases.contexts
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    @property
+    def _contexts(self) -> ContextStore:
+        return self._lobby.use_cases.contexts
 
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        pieces = _pieces(request_iterator, self._threads, caller(context))
-        async with aclosing(self._ingest.run(pieces, context.time_remaining())) as reports:
+        use_cases = self._lobby.use_cases
+        pieces = _pieces(request_iterator, use_cases.threads, caller(context))
+        async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
                 yield codec.encode_ingest_progress(report)
 
@@ -175,9 +185,12 @@ def _decode_page_token(token: str) -> str:
 class TokenizerServicer(TokenizerServiceServicer):
     """Turns texts into ids and back, and counts."""
 
-    def __init__(self, use_cases: UseCases) -> None:
-        self._tokenization = use_cases.tokenization
-        self._threads = use_cases.threads
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        return self._lobby.use_cases.tokenization
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
@@ -194,21 +207,26 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
         message, keep_special = request.token_ids, request.keep_special_tokens
-        token_ids = await _decoded(self._threads, message, codec.decode_ids, message, MAX_TOKENS)
+        token_ids = await _decoded(self._lobby.use_cases.threads, message, codec.decode_ids, message, MAX_TOKENS)
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes and verifies the cluster."""
+    """Describes, verifies and ends the cluster. `drain` begins the end, whatever runs; told to wait, it returns when
+    all that ran has ended or was told. `refill` starts ranks in places that were given up, and tells in how many."""
 
-    def __init__(self, use_cases: UseCases) -> None:
-        self._cluster = use_cases.cluster
-        self._verifications = use_cases.verifications
-        self._watch = Watch(self._look, use_cases.changes)
+    def __init__(self, lobby: Lobby, drain: Drain, refill: Refill) -> None:
+        self._lobby = lobby
+        self._drain = drain
+        self._refill = refill
+
+    @cached_property
+    def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
+        return Watch(self._look, self._lobby.use_cases.changes)
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
-        return codec.encode_cluster(self._cluster())
+        return codec.encode_cluster(self._lobby.use_cases.cluster())
 
     async def WatchCluster(
         self, request: cluster_pb.WatchClusterRequest, context: object
@@ -218,10 +236,30 @@ class ClusterServicer(ClusterServiceServicer):
                 yield response
 
     def _look(self) -> cluster_pb.WatchClusterResponse:
-        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._lobby.use_cases.cluster()))
 
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call
     ) -> cluster_pb.VerifyClusterResponse:
         wanted = _by(codec.decode_verify(request), caller(context))
-        return codec.encode_verification(await self._verifications.run(wanted, context.time_remaining()))
+        return codec.encode_verification(
+            await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
+        )
+
+    async def Drain(self, request: cluster_pb.DrainRequest, context: Call) -> cluster_pb.DrainResponse:
+        _check_here(context, "drained")
+        return codec.encode_draining(await self._drain(request.wait))
+
+    async def RefillSlots(
+        self, request: cluster_pb.RefillSlotsRequest, context: Call
+    ) -> cluster_pb.RefillSlotsResponse:
+        _check_here(context, "told to refill slots")
+        return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
+
+
+def _check_here(context: Call, done: str) -> None:
+    """Raises PermissionDenied for a call from another machine."""
+    if not is_here(context.peer()):
+        raise PermissionDenied(
+            f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"
+        )

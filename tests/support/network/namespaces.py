@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-import pytest
-
 from bench.harness.hosts import Network, hosts, obstacle
+from tests.support.tools import lacks
 
 
 @contextmanager
 def two_hosts(version: Literal[4, 6]) -> Iterator[Network]:
     """Two hosts with addresses of this version of IP alone. What still runs on them at the end is killed."""
     if reason := obstacle():
-        pytest.skip(reason)
+        lacks(reason)
     with hosts(2) as network:
         if version == 6:
             network = _with_addresses(network, ("fd77::1", "fd77::2"))

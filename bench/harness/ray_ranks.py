@@ -1,0 +1,112 @@
+"""Ranks as actors on a Ray cluster that runs already, wherever it has slots, and what they measure together.
+
+Where they are is what a service of as many ranks would get. Other machines need the packages of this project, of this
+version, but no checkout: the measurement travels there.
+"""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+
+import bench
+from bench.harness.arguments import tell
+from bench.harness.hosts import Network
+from bench.harness.ranks import Placement, Rank
+from coordinator.ranks.ray_connection import connect, ray_package
+from coordinator.ranks.ray_fleet import PLACE_SECONDS, bundle_for, bundles_of, in_bundle
+from longleaf.comm.process_group import connect_store, open_store
+from longleaf.config import DeviceName, EngineConfig, apply_environment, network_environment, rank_environment
+from longleaf.errors import StartError
+from longleaf.interfaces import interface_of
+from longleaf.launch import BAD_INPUT
+
+NETWORK = Network("ray", "", (), 0, 0)
+"""Machines of which nothing is known; whatever else they send is counted, too."""
+Work = Callable[..., Any]
+
+
+@contextmanager
+def joined(address: str) -> Generator[None, None, None]:
+    """Within the block, this process is in the Ray cluster at `address`.
+
+    Ends the program with exit code 2 when it cannot be, or when ranks cannot be placed there.
+    """
+    try:
+        with closing(connect(address, 1)):
+            carry_measurements()
+            yield
+    except StartError as error:
+        tell(f"error: {error}")
+        sys.exit(BAD_INPUT)
+
+
+def carry_measurements() -> None:
+    """From here on what is run on ranks takes the code of this package along: elsewhere there may be no such folder."""
+    ray_package().cloudpickle.register_pickle_by_value(bench)
+
+
+def num_gpus() -> int:
+    """GPUs of the cluster that was joined."""
+    return int(ray_package().cluster_resources().get("GPU", 0))
+
+
+class RankActor:
+    """One rank of a measurement, in its process."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        """Rank 0's: where the others meet it."""
+        self._store = open_store(host)
+        return host, self._store.port
+
+    def live(self, rank: int, placement: Placement, host: str, meeting: tuple[str, int], work: Work, args: Any) -> Any:
+        """What `work(rank, *args)` returns."""
+        apply_environment(network_environment(interface_of(host)))
+        torch.set_num_threads(1)
+        if placement.device == "cuda":
+            torch.cuda.set_device(0)  # Ray shows each rank its own alone
+        one = Rank(rank, placement, self._store or connect_store(*meeting), gpu=0)
+        with torch.inference_mode():
+            found = work(one, *args)
+        one.barrier()
+        one.close()
+        return found
+
+
+def run_on_ray(work: Work, world_size: int, device: DeviceName, *args: Any) -> tuple[Placement, list[Any]]:
+    """Where the ranks were, and what `work(rank, *args)` returned on each; all of it must be picklable.
+
+    Raises StartError when there are too few free slots, and RayError when a rank fails; no rank is left then, or after.
+    """
+    ray = ray_package()
+    config = EngineConfig(model="", world_size=world_size, device=device)
+    resources = bundle_for(config, ray.cluster_resources())
+    group = ray.util.placement_group([resources] * world_size, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not group.wait(timeout_seconds=PLACE_SECONDS):
+            raise StartError(f"world size {world_size} needs {world_size} free slots; some are in use")
+        bundles = bundles_of(group)
+        placement = Placement(world_size, 0, NETWORK, device, nodes=tuple(bundle.node for bundle in bundles))
+        variables = rank_environment(1)
+        actors += [in_bundle(RankActor, group, each.index, resources, variables).remote() for each in bundles]
+        meeting = ray.get(actors[0].open_store.remote(bundles[0].host))
+        given = zip(actors, bundles, strict=True)
+        runs = [
+            actor.live.remote(rank, placement, bundle.host, meeting, work, args)
+            for rank, (actor, bundle) in enumerate(given)
+        ]
+        waiting = list(runs)
+        while waiting:  # the first that fails ends all, though others may wait for it
+            ended, waiting = ray.wait(waiting)
+            ray.get(ended)
+        return placement, ray.get(runs)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(group)

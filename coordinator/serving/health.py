@@ -1,0 +1,53 @@
+"""Health as gRPC defines it (grpc.health.v1): what may be asked, and told to those who watch.
+
+The library's own servicer holds a lock while it writes: there one client that takes nothing keeps the service from ever
+being told to end.
+"""
+
+from collections.abc import AsyncGenerator
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
+
+from coordinator.changes import Changes
+from longleaf.errors import NotFound
+
+Request = health_pb2.HealthCheckRequest
+Response = health_pb2.HealthCheckResponse
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """Whether what has a name can be used now. `set` and `end` wait for nobody."""
+
+    def __init__(self) -> None:
+        self._is_serving: dict[str, bool] = {}
+        self._changes = Changes()
+
+    def set(self, service: str, is_serving: bool) -> None:
+        """What is told of `service` from now on."""
+        self._is_serving[service] = is_serving
+        self._changes.note()
+
+    def end(self) -> None:
+        """Ends the calls of those who watch, once they have seen the last change."""
+        self._changes.end()
+
+    async def Check(self, request: Request, context: object) -> Response:
+        if request.service not in self._is_serving:
+            raise NotFound(request.service)
+        return Response(status=self._status(request.service))
+
+    async def Watch(self, request: Request, context: object) -> AsyncGenerator[Response, None]:
+        told: int | None = None
+        while True:
+            count, status = self._changes.count, self._status(request.service)
+            if status != told:
+                told = status
+                yield Response(status=status)
+            if self._changes.is_over:
+                return
+            await self._changes.after(count)
+
+    def _status(self, service: str) -> int:
+        if service not in self._is_serving:
+            return Response.SERVICE_UNKNOWN
+        return Response.SERVING if self._is_serving[service] else Response.NOT_SERVING

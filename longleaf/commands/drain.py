@@ -1,0 +1,38 @@
+"""`longleaf drain`."""
+
+from typing import Annotated
+
+import typer
+
+from longleaf.commands.options import AsJson, Server, connect, print_json
+from longleaf.messages import Draining
+from longleaf.units import human_seconds
+
+Wait = Annotated[bool, typer.Option("--wait", help="Return when all that ran has ended, or was told why it could not.")]
+
+
+def drain(server: Server, wait: Wait = False, as_json: AsJson = False) -> None:
+    """End a running service without breaking off its answers.
+
+    From now on it is not healthy and takes no new calls; what runs may end within the --drain-seconds of its start, and
+    then it leaves with exit code 0. It listens to this on its own machine only, or in its pod; with --wait this is the
+    hook to run before a container is stopped.
+
+    Example: longleaf drain --wait
+    """
+    with connect(server, retries=0) as client:
+        found = client.drain(wait=wait)
+    if as_json:
+        print_json(found)
+    else:
+        print(told(found, wait))
+
+
+def told(found: Draining, has_waited: bool) -> str:
+    """How far the end is."""
+    calls = "1 call" if found.open_calls == 1 else f"{found.open_calls:,} calls"
+    if not has_waited:
+        return f"draining: {calls} may run for {human_seconds(found.limit)}"
+    if not found.open_calls:
+        return "drained"
+    return f"drained: {calls} had not ended after {human_seconds(found.limit)}"
