@@ -11,8 +11,9 @@ from typing import NoReturn
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
-from workers.control import Computation, serve
+from workers.control import serve
 from workers.imports import for_good
+from workers.life import Computation
 
 
 def main(spec: RankSpec) -> None:

@@ -1,18 +1,21 @@
 """A rank without a model: checks the plans it gets and answers by arithmetic."""
 
+import bisect
 import os
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from longleaf.channel.epochs import Join, Layout, Ready, SegmentLayout
 from longleaf.channel.fakes import echo_token
-from longleaf.channel.lives import Join, Ready
+from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Prefill, Row, StepPlan, StepResult
+from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult
 from longleaf.errors import ModelRefused
 from longleaf.runs import Run
 from longleaf.sampling import Token
@@ -25,7 +28,8 @@ FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank `rank` does wrong, at step number `step` (0: while loading), and perhaps once more when it closes."""
+    """What member number `rank` does wrong, at step number `step` (0: while loading), and perhaps once more when it
+    closes."""
 
     rank: int
     kind: FaultKind
@@ -49,29 +53,67 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EchoLedger:
-    """What a rank believes is stored, from whole plans alone. Raises AssertionError when one contradicts it."""
+    """What a rank believes is held, from layouts and whole plans alone. Raises AssertionError when a plan contradicts
+    it, or reads what is not held."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._starts: dict[int, int] = {}
         self._segments: dict[int, list[Run]] = {}
-        self._token_ids: dict[int, list[int]] = {}
+        """In order of position."""
+        self._token_ids: dict[int, dict[int, int]] = {}
+        """By position, of the tokens that were read here."""
         self._last: dict[int, int] = {}
+
+    def replace(self, segments: Sequence[SegmentLayout]) -> None:
+        """Has that be all that is held. Sequences begin anew."""
+        self._starts = {segment.segment: segment.start for segment in segments}
+        self._segments = {segment.segment: [] for segment in segments}
+        self._token_ids = {segment: self._token_ids.get(segment, {}) for segment in self._starts}
+        self._last.clear()
+        for segment in segments:
+            for run in segment.runs:
+                self._put(segment.segment, run)
+        self._audit_blocks()
 
     def apply(self, plan: StepPlan) -> dict[int, Token]:
         """Does the step; sampled tokens by sequence."""
         for segment in plan.release_segments:
-            del self._segments[segment], self._token_ids[segment]
+            del self._starts[segment], self._segments[segment], self._token_ids[segment]
         for sequence in plan.release_sequences:
             self._last.pop(sequence, None)
-        if isinstance(plan.work, Prefill):
-            self._prefill(plan.work)
-            return {}
-        assert plan.work.rows
-        return {row.sequence: self._row(row) for row in plan.work.rows}
+        match plan.work:
+            case Prefill() as work:
+                self._prefill(work)
+            case Move() as work:
+                self._move(work)
+            case Decode(rows=rows):
+                assert rows
+                return {row.sequence: self._row(row) for row in rows}
+        return {}
 
     def _prefill(self, work: Prefill) -> None:
         assert len({run.rank for run in work.pieces}) == len(work.pieces)
-        self._store(work.path, work.start, work.token_ids, work.pieces)
+        assert work.start == work.pieces[0].start
+        first = 0
+        for piece in work.pieces:
+            self._store(work.path, piece.start, work.token_ids[first : first + len(piece)], (piece,))
+            first += len(piece)
+        assert first == len(work.token_ids)
+
+    def _move(self, work: Move) -> None:
+        for transfer in work.transfers:
+            runs, old, new = self._segments[transfer.segment], transfer.source, transfer.target
+            assert (old.start, old.end, len(old.blocks)) == (new.start, new.end, len(new.blocks))
+            count = len(old.blocks)
+            found = [
+                run for run in runs if (run.rank, run.start, run.blocks[:count]) == (old.rank, old.start, old.blocks)
+            ]
+            assert found and old.end == min(found[0].end, old.start + count * self._block_size), "no such run moves"
+            rest = Run(old.rank, old.end, found[0].end, found[0].blocks[count:])
+            at = runs.index(found[0])
+            runs[at : at + 1] = [new, rest] if len(rest) else [new]
+        self._audit_blocks()
 
     def _row(self, row: Row) -> Token:
         assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
@@ -81,34 +123,47 @@ class EchoLedger:
         return Token(self._last[row.sequence])
 
     def _store(self, path: tuple[int, ...], start: int, token_ids: tuple[int, ...], runs: tuple[Run, ...]) -> None:
-        """Checks that the path is known and gapless and that `runs` receive the tokens from `start` on."""
-        own = self._segments.setdefault(path[-1], [])
-        if own and own[-1].start == runs[0].start:
-            grown = own.pop()
-            assert (grown.rank, grown.blocks) == (runs[0].rank, runs[0].blocks[: len(grown.blocks)])
-            assert grown.end == start < runs[0].end
-        held = [*self._held(path, runs[0].start), *runs]
-        assert [run.start for run in held] == [0, *(run.end for run in held)][:-1]
+        """Checks that the path is held without a gap and that `runs` receive the tokens from `start` on."""
+        segment = path[-1]
+        self._starts.setdefault(segment, runs[0].start)
+        self._segments.setdefault(segment, [])
         assert runs[-1].end == start + len(token_ids)
         assert runs[0].start <= start < runs[0].end
-        own.extend(runs)
-        self._token_ids.setdefault(path[-1], []).extend(token_ids)
+        for run in runs:
+            assert self._put(segment, run) == max(start, run.start), "a run has tokens that nobody brought"
+        held = self._held(path, runs[-1].end)
+        assert [run.start for run in held] == [0, *(run.end for run in held)][:-1], "keys are read that are not there"
+        known = self._token_ids.setdefault(segment, {})
+        known.update(enumerate(token_ids, start))
         self._audit_blocks()
+
+    def _put(self, segment: int, run: Run) -> int:
+        """Puts a run in its place, or in that of itself before it grew; its first position that was not held."""
+        held = self._segments[segment]
+        grown = next((other for other in held if other.start == run.start), None)
+        if grown is not None:
+            assert (grown.rank, grown.blocks) == (run.rank, run.blocks[: len(grown.blocks)])
+            assert grown.end < run.end
+            held.remove(grown)
+        assert len(run)
+        assert all(run.end <= other.start or other.end <= run.start for other in held), "positions are held twice"
+        bisect.insort(held, run, key=lambda run: run.start)
+        return grown.end if grown is not None else run.start
 
     def token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens that a path leads through."""
         found: list[int] = []
         for segment in path:
-            found[self._segments[segment][0].start :] = self._token_ids[segment]
+            known = self._token_ids[segment]
+            found[self._starts[segment] :] = [known[position] for position in sorted(known)]
         return found
 
     def _held(self, path: tuple[int, ...], end: int) -> list[Run]:
         """The runs of a path before `end`, each part cut where the next one starts."""
-        starts = [self._segments[segment][0].start for segment in path[1:] if self._segments[segment]]
-        ends = [*starts, end, end]  # the last segment may have no runs yet
+        ends = [*(min(self._starts[segment], end) for segment in path[1:]), end]
         return [
             msgspec.structs.replace(run, end=min(run.end, part_end))
-            for segment, part_end in zip(path, ends, strict=False)
+            for segment, part_end in zip(path, ends, strict=True)
             for run in self._segments[segment]
             if run.start < part_end
         ]
@@ -121,14 +176,18 @@ class EchoLedger:
 
 
 class EchoRank:
-    """Implements workers.control.Computation without torch."""
+    """Implements workers.life.Computation without torch."""
+
+    num_exchanges = 0
 
     def __init__(self, spec: RankSpec, fault: Fault | None = None, num_blocks: int = 256) -> None:
         self._spec = spec
-        self._fault = fault if fault is not None and fault.rank == spec.rank else None
+        self._fault = fault if fault is not None and fault.rank == spec.member else None
         self._num_blocks = num_blocks
-        self._sequences = Sequences(spec.config.block_size)
-        self._ledger = EchoLedger(spec.config.block_size)
+        self.leave()
+
+    def greet(self) -> Hello:
+        return Hello(self._spec.member, self._spec.node, self._spec.host, os.getpid())
 
     def open_store(self) -> int:
         return 0
@@ -138,14 +197,23 @@ class EchoRank:
             self._fault.strike(self._fault.kind)
 
     def join(self, join: Join) -> Ready:
-        assert len(join.nodes) == self._spec.config.world_size
-        assert join.nodes.count(self._spec.node) == self._spec.num_ranks_here
-        return Ready(self._spec.rank, "cpu", "float32", self._num_blocks, 64)
+        assert join.nodes[join.rank] == self._spec.node
+        return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch)
+
+    def take(self, layout: Layout) -> None:
+        self._ledger.replace(layout.segments)
 
     def start(self, plan: StepPlan) -> Pending:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
         return done(StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan))))
+
+    def fence(self) -> None:
+        """Nobody waits for others here."""
+
+    def leave(self) -> None:
+        self._sequences = Sequences(self._spec.config.block_size)
+        self._ledger = EchoLedger(self._spec.config.block_size)
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:

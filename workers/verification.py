@@ -50,11 +50,11 @@ class Compared:
 class Verifier:
     """Compares the answers of those sequences that ask for it."""
 
-    def __init__(self, model: Model, ledger: Ledger, config: EngineConfig) -> None:
+    def __init__(self, model: Model, ledger: Ledger, config: EngineConfig, world_size: int) -> None:
         self._model = model
         self._ledger = ledger
-        self._world_size = config.world_size
-        dtypes = [model.dtype, *([getattr(torch, config.partials)] if config.world_size > 1 else [])]
+        self._world_size = world_size
+        dtypes = [model.dtype, *([getattr(torch, config.partials)] if world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
         self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype

@@ -85,6 +85,16 @@ class Groups:
     one machine only."""
 
     @property
+    def inside_transport(self) -> str:
+        """What carries tensors among the ranks of a machine; empty where no machine has several."""
+        return self.node.transport if any(len(ranks) > 1 for ranks in self.topology.node_groups) else ""
+
+    @property
+    def between_transport(self) -> str:
+        """What carries them between machines; empty where there is one."""
+        return self.world.transport if len(self.topology.node_groups) > 1 else ""
+
+    @property
     def transport(self) -> str:
         """What carries tensors, inside the machines first."""
         return " + ".join(dict.fromkeys((self.node.transport, self.world.transport)))

@@ -59,6 +59,8 @@ struct place {
     int32_t rank;
     int32_t num_ranks;
     uint32_t step;
+    /* that this rank has begun so far; another thread of it may look */
+    int64_t num_exchanges;
 };
 
 int64_t longleaf_meet_header_bytes(int64_t num_ranks)
@@ -145,6 +147,7 @@ int longleaf_meet_exchange(struct place *place, const char *message, int64_t num
                            int64_t deed)
 {
     struct meeting *meeting = place->meeting;
+    place->num_exchanges++;
     /* cannot change before this rank arrives, and was loaded with acquire when the step before ended */
     place->step = atomic_load_explicit(&meeting->generation, memory_order_relaxed);
     char *board = place->boards + (place->step & 1) * place->num_ranks * place->capacity;

@@ -6,6 +6,8 @@ NCCL refuses, meet over gloo, and their tensors travel through the memory of the
 
 import logging
 import socket
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +28,9 @@ cuda: Any = torch.cuda
 Store = Any  # torch.distributed.Store
 ProcessGroup = Any  # torch.distributed.ProcessGroup
 
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 300.0
+"""For which a rank tries to reach the store, which is open by then or gone; and for which it waits for what it asks
+there, if nothing else is said."""
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,8 @@ class ProcessGroupComm:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.transport: Transport = "gloo" if dist.get_backend(group) == "gloo" else "nccl"
+        self.num_exchanges = 0
+        """Operations that this rank has begun so far. What is captured and replayed is not counted."""
         self._group = group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -45,22 +52,26 @@ class ProcessGroupComm:
         if self.transport == "gloo":
             # measured on two cores with four ranks: gloo's all-to-all of copies is 3 times faster than its all-gather
             return self.all_to_all(tensor[None].expand(self.world_size, *tensor.shape))
+        self.num_exchanges += 1
         out = tensor.new_empty((self.world_size, *tensor.shape))
         dist.all_gather_single(out, tensor, group=self._group)
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
+        self.num_exchanges += 1
         out = torch.empty_like(tensor)
         dist.all_to_all_single(out, tensor, group=self._group)
         return out
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        self.num_exchanges += 1
         out = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op=OPS[op], group=self._group)
         return out
 
     def broadcast(self, tensor: Tensor) -> Tensor:
+        self.num_exchanges += 1
         out = tensor.contiguous()
         dist.broadcast(out, group_src=0, group=self._group)
         return out
@@ -75,6 +86,7 @@ class ProcessGroupComm:
         return self._start(tensor if tensor.numel() else None, out if out.numel() else None, to, source)
 
     def _start(self, sent: Tensor | None, received: Tensor | None, to: int, source: int) -> Transfer:
+        self.num_exchanges += 1
         operations: list[Any] = []
         if received is not None:
             # first: gloo sends both ways of a pair at once only when both ends wait for data already (measured: twice
@@ -145,7 +157,10 @@ class ProcessGroups:
         carrier's device must be the current one.
         """
         self._is_nccl = carrier.transport == "nccl"
-        dist.init_process_group(
+        self._leaving = threading.Lock()
+        self._has_left = False
+        self._shared: SharedMemoryComm | None = None
+        _init(
             "nccl" if self._is_nccl else "gloo",
             store=epoch_store(store, epoch),
             rank=rank,
@@ -154,16 +169,37 @@ class ProcessGroups:
             # with it the communicator is made now, and those of nodes and rails are split off it as they are made
             device_id=torch.device(carrier.device) if self._is_nccl else None,
         )
-        self._shared: SharedMemoryComm | None = None
+        try:
+            self.groups = self._make(rank, topology, epoch, timeout, carrier)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _make(self, rank: int, topology: Topology, epoch: int, timeout: float, carrier: Carrier) -> Groups:
         nodes = topology.node_groups
         if carrier.transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
             self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
-        self.groups = make_groups(rank, topology, self._shared, timeout=timeout)
+        groups = make_groups(rank, topology, self._shared, timeout=timeout)
+        comms = dict.fromkeys((groups.world, groups.node, groups.rail))
+        self._counting = [comm for comm in comms if isinstance(comm, ProcessGroupComm | SharedMemoryComm)]
         if self._is_nccl:
-            connect(self.groups, carrier.device)
-        elif carrier.device != "cpu":
-            self.groups = staged(self.groups)
+            connect(groups, carrier.device)
+            return groups
+        return groups if carrier.device == "cpu" else staged(groups)
+
+    @property
+    def num_exchanges(self) -> int:
+        """Exchanges that this rank has entered so far, in all groups; any thread may look."""
+        return sum(comm.num_exchanges for comm in self._counting)
+
+    def fence(self) -> None:
+        """Has this rank raise where it waits for others, in shared memory and on a GPU. Any thread may call it. Gloo
+        is freed by its sockets alone: see `longleaf.comm.fence`."""
+        if self._shared is not None:
+            self._shared.fence()
+        if self._is_nccl:
+            self.abort()
 
     def close(self) -> None:
         """Leaves the groups in order, as all ranks must at the same time: NCCL waits for what is under way."""
@@ -171,14 +207,32 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """Leaves the groups though others may be gone: NCCL gives up what is under way, of all groups at once, and
-        waits for nobody. Gloo and shared memory never do."""
+        waits for nobody. Gloo and shared memory never do. Nothing is done the second time."""
         # torch has no public name for it: to abort one group after the other may wait for what hangs in the next one
         self._leave(dist.distributed_c10d._abort_process_group if self._is_nccl else dist.destroy_process_group)
 
     def _leave(self, leave: Callable[[], None]) -> None:
-        if self._shared is not None:
-            self._shared.close()
-        leave()
+        with self._leaving:
+            if self._has_left:
+                return
+            self._has_left = True
+            if self._shared is not None:
+                self._shared.close()
+            leave()
+
+
+def _init(backend: str, **options: Any) -> None:
+    """Has torch make its first group, and leaves no trace where that fails or ends."""
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(backend, **options)
+    except BaseException:
+        # torch has no public name for it: by what it counts it names keys in the store, and those of other ranks, for
+        # which it did not fail, would be others from now on
+        dist.distributed_c10d._world.group_count = 0
+        raise
+    finally:
+        sys.excepthook = hook  # torch puts one before it, each time
 
 
 def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None, *, timeout: float) -> Groups:
@@ -244,5 +298,8 @@ def open_store(host: str) -> Store:
 
 
 def connect_store(host: str, port: int) -> Store:
-    """The store of rank 0 as the other ranks see it."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    """The store of rank 0 as the other ranks see it. Raises torch's DistNetworkError where it is not reached."""
+    connected = timedelta(seconds=CONNECT_SECONDS)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=connected)
+    store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+    return store

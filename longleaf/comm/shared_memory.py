@@ -12,21 +12,19 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longleaf import native
 from longleaf.comm.base import ReduceOp, Transport
 from longleaf.comm.leftovers import FOLDER, Maker, sweep
-from longleaf.errors import RanksDisagree, WorkerLost
+from longleaf.comm.meet import KIND_BITS, Kind, Library, Place, Status
+from longleaf.errors import Fenced, RanksDisagree, WorkerLost
 from longleaf.machine import num_processors
 from longleaf.units import human_seconds
 
-SOURCE = Path(__file__).with_name("meet.c")
 CAPACITY = 1 << 20
 """Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""
 SPIN_NS = 50_000
@@ -35,81 +33,6 @@ SLICE_NS = 50_000_000
 """How long a rank sleeps before it looks after the others, and after signals."""
 
 log = logging.getLogger(__name__)
-
-
-class Status(IntEnum):
-    """What waiting for the others comes to; meet.c knows the same numbers."""
-
-    WAITING = 0
-    MET = 1
-    UNEQUAL = 2
-    """All are there, with messages of different kinds or sizes."""
-
-
-KIND_BITS = 8
-
-
-class Kind(IntEnum):
-    """What a message is for. Ranks say it beside the size, so that none reads what was written for something else."""
-
-    ALL_GATHER = 1
-    ALL_TO_ALL = 2
-    ALL_REDUCE_OF_MAX = 3
-    ALL_REDUCE_OF_SUM = 4
-    BROADCAST = 5
-    PERMUTE = 6
-
-    @staticmethod
-    def told(deed: int) -> str:
-        """A message's size and kind, for people."""
-        name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
-        return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
-
-
-class Place(ctypes.Structure):
-    """One rank's view of the segment; meet.c declares the same fields."""
-
-    _fields_ = (
-        ("meeting", ctypes.c_void_p),
-        ("boards", ctypes.c_void_p),
-        ("capacity", ctypes.c_int64),
-        ("spin_ns", ctypes.c_int64),
-        ("slice_ns", ctypes.c_int64),
-        ("rank", ctypes.c_int32),
-        ("num_ranks", ctypes.c_int32),
-        ("step", ctypes.c_uint32),
-    )
-
-
-class Library:
-    """The functions of meet.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
-
-    def __init__(self) -> None:
-        library = native.load(SOURCE, ("-O2", "-std=gnu11"))
-        place, number, size = ctypes.POINTER(Place), ctypes.c_int, ctypes.c_int64
-        self._header_bytes = library.longleaf_meet_header_bytes
-        self._header_bytes.argtypes, self._header_bytes.restype = [size], size
-        self.exchange = library.longleaf_meet_exchange
-        self.exchange.argtypes = [place, ctypes.c_void_p, size, size, size, size]
-        self.wait = library.longleaf_meet_wait
-        self.missing = library.longleaf_meet_missing
-        self.wait.argtypes = self.missing.argtypes = [place]
-        self.odd = library.longleaf_meet_odd
-        self.odd.argtypes = [place, ctypes.POINTER(size)]
-        self.blame = library.longleaf_meet_blame
-        self.blame.argtypes = [place, number]
-        self.enter = library.longleaf_meet_enter
-        self.leave = library.longleaf_meet_leave
-        self.is_there = library.longleaf_meet_is_there
-        self.enter.argtypes = self.leave.argtypes = self.is_there.argtypes = [number, size]
-
-    def header_bytes(self, num_ranks: int) -> int:
-        """Bytes before the boards."""
-        return self._header_bytes(num_ranks)
-
-    def segment_bytes(self, num_ranks: int) -> int:
-        """Bytes of header and boards."""
-        return self.header_bytes(num_ranks) + 2 * num_ranks * CAPACITY
 
 
 class Route(NamedTuple):
@@ -153,11 +76,12 @@ class SharedMemoryComm:
         self._members = tuple(members)
         self._timeout = timeout
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = torch.frombuffer(mmap.mmap(file, library.segment_bytes(num_ranks), flags), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(file, library.segment_bytes(num_ranks, CAPACITY), flags), dtype=torch.uint8)
         boards = memory[library.header_bytes(num_ranks) :].chunk(2)
         spin = SPIN_NS if num_ranks <= num_processors() else 0
         addresses = (memory.data_ptr(), boards[0].data_ptr())
-        self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0)
+        self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0, 0)
+        self._is_fenced = False
         # decode asks for the same few views in every layer, and making one takes longer than a small exchange
         self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
         self._gather = Route(Kind.ALL_GATHER.value, 1, True, 0, num_ranks)
@@ -187,6 +111,15 @@ class SharedMemoryComm:
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
         received = self._exchange(tensor, Route(Kind.PERMUTE.value, 1, to != self.rank, source, 1), tensor.shape)
         return tensor if source == self.rank else received
+
+    @property
+    def num_exchanges(self) -> int:
+        """Meetings that this rank has come to so far; any thread may look."""
+        return self._place.num_exchanges
+
+    def fence(self) -> None:
+        """Has this rank raise Fenced where it waits for others, within a slice. Any thread may call it."""
+        self._is_fenced = True
 
     def close(self) -> None:
         """Leaves: ranks that wait for this one raise WorkerLost. Tensors that lie in the segment stay valid."""
@@ -226,13 +159,16 @@ class SharedMemoryComm:
         return place.step & 1
 
     def _settle(self, status: int, deed: int) -> None:
-        """Waits for the ranks that are not there yet. Raises WorkerLost, or RanksDisagree for messages that differ.
+        """Waits for the ranks that are not there yet. Raises WorkerLost, RanksDisagree for messages that differ, or
+        Fenced.
 
         A rank that fails here leaves, so that the others need not wait for it.
         """
         try:
             deadline = time.monotonic() + self._timeout
             while status == Status.WAITING:
+                if self._is_fenced:
+                    raise Fenced("the epoch has ended")
                 lost, reason = self._suspect(time.monotonic() > deadline)
                 # a rank that is gone may have left after this meeting, so the end of that is looked for once more
                 if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
@@ -294,7 +230,7 @@ class Entrance:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 # without room, writing would end the process
-                os.posix_fallocate(file, 0, self._library.segment_bytes(len(self._members)))
+                os.posix_fallocate(file, 0, self._library.segment_bytes(len(self._members), CAPACITY))
             finally:
                 os.close(file)
 

@@ -1,15 +1,18 @@
-"""Which merge is the fastest here: measured at start-up, on the real groups, for the sizes that decode will use."""
+"""Which merge is the fastest here: measured at start-up, on the real groups, for the sizes that decode will use. Later
+groups of the same ranks, or of some of them, go by what was measured then."""
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
+import msgspec
 import torch
 
 from longleaf.attention import Partial
-from longleaf.channel.lives import MergeTiming
+from longleaf.channel.epochs import MergeTiming
 from longleaf.comm import Groups
+from longleaf.config import MergeName
 from longleaf.tree.base import Merge
 
 BATCHES = (1, 8, 64)
@@ -47,7 +50,7 @@ class Chosen:
 def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> Chosen:
     """Lets the merges take turns for each of BATCHES. Every rank sees the slowest rank's times, so all choose alike.
 
-    Owned rows go the one way that spares the slow links: node first where several machines have equally many ranks.
+    Owned rows go the one way that spares the slow links.
     """
     timings: list[MergeTiming] = []
     for num_rows in BATCHES:
@@ -57,8 +60,30 @@ def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int
     if groups.world.rank == 0:
         for timing in timings:
             log.info("merge for up to %d rows: %s", timing.rows, describe(timing))
-    is_tiered = groups.rail is not None and groups.topology.is_even
-    return Chosen(merges, tuple(timings), merges["hierarchy" if is_tiered else "gather"])
+    return Chosen(merges, tuple(timings), merges[_of_owners(groups)])
+
+
+def reuse(
+    told: Sequence[MergeTiming], merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str
+) -> Chosen:
+    """What was measured in other groups is taken to be so here: the choice of then for each number of rows, or the next
+    best where these groups lack it. Each is used once, for what is compiled or connected then; all ranks are told the
+    same, and call it at the same time."""
+    timings = tuple(msgspec.structs.replace(timing, merge=_next_best(timing, merges)) for timing in told)
+    for name in dict.fromkeys(timing.merge for timing in timings):
+        merges[name].to_all(Partial.identity(1, num_heads, dim, device=device))
+    return Chosen(merges, timings, merges[_of_owners(groups)])
+
+
+def _next_best(timing: MergeTiming, merges: Mapping[str, Merge]) -> str:
+    if timing.merge in merges:
+        return timing.merge
+    return min((name for name in timing.microseconds if name in merges), key=timing.microseconds.__getitem__)
+
+
+def _of_owners(groups: Groups) -> MergeName:
+    """The one way for rows that have an owner: node first where several machines have equally many ranks."""
+    return "hierarchy" if groups.rail is not None and groups.topology.is_even else "gather"
 
 
 def describe(timing: MergeTiming) -> str:

@@ -53,14 +53,14 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
     makes = iter([Compiled, without_compiler, Compiled])
 
     def watch(index, rank):
-        merge = rank.peers.merge.to_all
+        merge = rank.epoch.peers.merge.to_all
 
         def watched(partial):
             joined = merge(partial)
             found.setdefault(index, []).append(torch.cat([joined.out_THD, joined.lse_TH[..., None]], dim=-1).clone())
             return joined
 
-        rank.peers.merge.to_all = watched
+        rank.epoch.peers.merge.to_all = watched
 
     monkeypatch.setitem(table.TABLE, "compiled", table.Entry(lambda: next(makes)(), "cpu"))
     with caplog.at_level(logging.WARNING, "longleaf"):

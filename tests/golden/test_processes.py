@@ -20,7 +20,7 @@ from workers.__main__ import main
 
 
 def apart(spec: RankSpec) -> None:
-    main(msgspec.structs.replace(spec, node=f"machine-{spec.rank}"))
+    main(msgspec.structs.replace(spec, node=f"machine-{spec.member}"))
 
 
 @contextlib.asynccontextmanager

@@ -59,14 +59,16 @@ async def test_partials_count_only_where_they_travel(goldens, world_size, dtype)
 
 def deaf(index, rank):
     """What rank 2 has to say is lost in the merge of decoded rows."""
-    merge = rank.peers.merge.to_all
+    merge = rank.epoch.peers.merge.to_all
     if index == 2:
-        rank.peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
+        rank.epoch.peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
 
 
 def forgetful(index, rank):
-    """Rank 1 does not keep the first of its keys."""
+    """Rank 1 does not keep the first of its keys: it finds zeros there."""
     if index == 1:
+        for kept in (*rank.pool.keys.values(), *rank.pool.values.values()):
+            kept[:, 0].zero_()  # what memory holds before anything is stored may be anything
         store = rank.pool.store
         rank.pool.store = lambda backend, layer, slots_T, *kv: store(
             backend, layer, torch.where(slots_T == 0, 1, slots_T), *kv
@@ -140,7 +142,7 @@ def test_a_distance_is_a_share_of_the_spread_and_a_median():
 
 async def test_what_cannot_be_compared_is_told_and_the_ranks_live_on(goldens):
     def lame(index, rank):
-        rank._verifier._model = None
+        rank.epoch._verifier._model = None
 
     golden = goldens("llama")
     async with running(config_for(golden.folder, world_size=2), lame) as engine:

@@ -243,6 +243,6 @@ async def test_ranks_of_unequal_memory_agree_on_the_blocks_of_windows(goldens, m
     sizes = iter((8 << 20, 6 << 20, 7 << 20))
     monkeypatch.setattr(pools, "default_kv_bytes", lambda *_: next(sizes))
     ranks = ThreadRanks(replicated(goldens("gemma3"), world_size=3, kv_bytes=None))
-    readies = await ranks.start(1)
+    readies = (await ranks.start(1)).readies
     await ranks.close()
     assert [ready.windows.num_blocks for ready in readies] == [(3 << 20) // (32 << 10)] * 3

@@ -89,6 +89,8 @@ class CudaGraphs:
         """See `Graphs`."""
         while self._graphs:
             self._graphs.pop().reset()
+        self._num_bytes = 0
+        self._pool = cuda.graph_pool_handle()  # torch takes no pool again whose graphs are all gone
 
 
 class SharedGraphs:

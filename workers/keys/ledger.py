@@ -7,6 +7,8 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from longleaf.channel.epochs import SegmentLayout
+from longleaf.channel.step import Transfer
 from longleaf.geometry import EVERY_RANK
 from longleaf.runs import Extent, Run, extents, join
 
@@ -26,10 +28,33 @@ class Held:
         self.extents: list[Extent] = []
 
     def put(self, run: Run, block_size: int) -> None:
-        """Adds a run, or replaces the last one by its grown self."""
-        while self.extents and self.extents[-1].start >= run.start:
-            self.extents.pop()
-        self.extents.extend(extents(run, block_size))
+        """Notes a run, in place of all that was noted of its positions: of itself, before it grew."""
+        held = self.extents
+        if held and held[-1].end > run.start:
+            if held[-1].start != run.start or held[-1].end > run.end:
+                self._replace(run.start, run.end, extents(run, block_size))
+                return
+            held.pop()  # as it is with rows, in every step: the last one has grown
+        held.extend(extents(run, block_size))
+
+    def drop(self, start: int, end: int) -> None:
+        """Forgets the positions [start, end)."""
+        self._replace(start, end, ())
+
+    def _replace(self, start: int, end: int, found: Iterable[Extent]) -> None:
+        """Has `found` be all that is held of the positions [start, end)."""
+        held = self.extents
+        low = high = bisect.bisect_left(held, (start,))
+        if high < len(held):
+            high = bisect.bisect_left(held, (end,), low)
+        if low and held[low - 1].end > start:
+            low -= 1
+        if low < high and (held[low].start < start or held[high - 1].end > end):  # what is held of them goes on outside
+            first, last = held[low], held[high - 1]
+            before = [Extent(first.start, start, first.slot)] if first.start < start else []
+            behind = [Extent(end, last.end, last.slot + end - last.start)] if last.end > end else []
+            found = [*before, *found, *behind]
+        held[low:high] = found
 
     def within(self, start: int, end: int) -> Iterator[Extent]:
         """What is held of the positions [start, end)."""
@@ -55,13 +80,39 @@ class Ledger:
         self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
-        """Notes the runs of a step. The first of them all tells where the segment starts; those of windows replace
-        what was noted of them before."""
+        """Notes the runs of a step. Those of the first step of a segment begin where it starts; those of windows
+        replace what was noted of them before."""
         self._starts.setdefault(segment, runs[0].start)
         held = self._held.setdefault(segment, {})
         held.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
             held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def replace(self, segments: Sequence[SegmentLayout]) -> None:
+        """Forgets everything, and notes what is held instead."""
+        self.release([*self._held])
+        for segment in segments:
+            self._starts[segment.segment] = segment.start
+            held = self._held[segment.segment] = dict[int, Held]()
+            for run in (*segment.runs, *segment.window_runs):
+                held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def move(self, transfers: Sequence[Transfer]) -> None:
+        """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
+        old one."""
+        self.check(transfers)
+        for transfer in transfers:
+            held, source, target = self._held[transfer.segment], transfer.source, transfer.target
+            held[source.rank].drop(source.start, source.end)
+            held.setdefault(target.rank, Held()).put(target, self._block_size)
+
+    def check(self, transfers: Sequence[Transfer]) -> None:
+        """Raises ValueError where a run that is to move is not held at its old place."""
+        for transfer in transfers:
+            segment, source = transfer.segment, transfer.source
+            there = self.held(segment, source.start, source.end, source.rank) if segment in self._held else ()
+            if list(there) != list(extents(source, self._block_size)):
+                raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
 
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""

@@ -36,13 +36,14 @@ class QuantizedPool:
         self.dtype = dtype
         self.device = device
         self.trash_slot = num_blocks * block_size
+        self._windowed = {i for i, spec in layers.items() if num_window_blocks is not None and not spec.reach.is_full}
         self._bytes = {i: self._bytes_per_block(spec, block_size) for i, spec in layers.items()}
         num_window_blocks = num_blocks if num_window_blocks is None else num_window_blocks
         self.window_trash_slot = num_window_blocks * block_size
         self._layers = {
             i: int8.empty(spec.num_kv_heads, size, block_size, spec.head_dim, device)
             for i, spec in layers.items()
-            for size in [1 + (num_blocks if spec.reach.is_full else num_window_blocks)]
+            for size in [1 + (num_window_blocks if i in self._windowed else num_blocks)]
         }
 
     @staticmethod
@@ -86,3 +87,19 @@ class QuantizedPool:
     ) -> Partial:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)
+
+    def blocks(self, *, of_windows: bool) -> list[Tensor]:
+        """All that is kept, as views [K, B, ...] of B blocks, the last of them trash; those of windows, or the
+        others."""
+        layers = [kept for i, kept in self._layers.items() if (i in self._windowed) == of_windows]
+        size = (-1, self.block_size)
+        return [
+            tensor
+            for kept in layers
+            for tensor in (
+                kept.keys_KSD.unflatten(1, size),
+                kept.values_KSD.unflatten(1, size),
+                kept.exponents_KBD,
+                kept.scales_KS.unflatten(1, size),
+            )
+        ]

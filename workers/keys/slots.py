@@ -57,6 +57,11 @@ class Slots(Protocol):
         """The partial of queries over what is kept in the slots of the reads."""
         ...
 
+    def blocks(self, *, of_windows: bool) -> list[Tensor]:
+        """All that is kept, as views [K, B, ...] of B blocks; the blocks of layers that have others than the rest, or
+        of the rest."""
+        ...
+
 
 class Pool:
     """Keys and values as they were computed. A slot past the last block takes what nobody needs (trash).
@@ -81,13 +86,14 @@ class Pool:
         self.trash_slot = num_blocks * block_size
         self.window_trash_slot = self.trash_slot if num_window_blocks is None else num_window_blocks * block_size
         self._layers = layers
+        self._windowed = {i for i, spec in layers.items() if num_window_blocks is not None and not spec.reach.is_full}
         self._stored = {
             i: [
                 torch.empty(spec.num_kv_heads, size, spec.head_dim, dtype=dtype, device=device)
                 for _ in range(spec.num_tensors)
             ]
             for i, spec in layers.items()
-            for size in [1 + (self.trash_slot if spec.reach.is_full else self.window_trash_slot)]
+            for size in [1 + (self.window_trash_slot if i in self._windowed else self.trash_slot)]
         }
         self.keys = {i: stored[0] for i, stored in self._stored.items()}
         self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}
@@ -123,3 +129,9 @@ class Pool:
     ) -> Partial:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
+
+    def blocks(self, *, of_windows: bool) -> list[Tensor]:
+        """All that is stored, as views [K, B, block size, D] of B blocks; those of windows, or the others."""
+        end = self.window_trash_slot if of_windows else self.trash_slot
+        layers = [stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows]
+        return [tensor[:, :end].unflatten(1, (-1, self.block_size)) for stored in layers for tensor in stored]

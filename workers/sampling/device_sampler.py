@@ -176,6 +176,10 @@ class DeviceSampler:
             if (chooser := self._choosers.pop(sequence, None)) is not None and self._histories is not None:
                 self._histories.end(chooser.place)
 
+    def clear(self) -> None:
+        """Drops what was told of all sequences."""
+        self.forget([*self._choosers, *self.broken])
+
 
 def ids_of(told_RN: Tensor) -> Tensor:
     """The ids [R], int64, of what `fixed_shape.choose` tells, with one that is there for rows without a token."""

@@ -108,6 +108,10 @@ class Sampler:
             self.broken.discard(sequence)
             self._choosers.pop(sequence, None)
 
+    def clear(self) -> None:
+        """Drops what was told of all sequences."""
+        self.forget([*self._choosers, *self.broken])
+
 
 def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """The logits of some of the rows, in rising order; without a copy where they follow one another."""

@@ -101,8 +101,7 @@ class InputBuilder:
         self._ledger.put(work.path[-1], work.pieces, work.window_runs)
         num_tokens = max(len(piece) for piece in work.pieces)
         queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
-        mine = next((piece for piece in work.pieces if piece.rank == self._rank), Run(self._rank, 0, 0, ()))
-        ids = work.token_ids[mine.start - work.start : mine.end - work.start] if len(mine) else ()
+        mine, ids = own_piece(work, self._rank)
         padding = num_tokens - len(mine)
         slots = [*self._slots(mine, mine.start, mine.end), *[self.pool.trash_slot] * padding]
         positions = [*range(mine.start, mine.end), *[0] * padding]
@@ -192,12 +191,14 @@ class InputBuilder:
         return Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
 
     def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
-        """Without a limit: all rows see the past before the first query; from there on, causally."""
-        first, last = min(run.start for run in runs), max(run.end for run in runs)
-        for slots in stretches(self._ledger.extents(path, 0, first)):
+        """Without a limit: all rows see the past before the first query, each run also what lies between that and
+        itself; from there on, causally."""
+        for slots in stretches(self._ledger.extents(path, 0, runs[0].start)):
             yield Read(*past_row, *slots)
-        for extent in self._ledger.extents(path, first, last):
-            for run in runs:
+        for run in runs:
+            for slots in stretches(self._ledger.extents(path, runs[0].start, run.start)):
+                yield Read(run.row, run.row + run.end - run.start, *slots)
+            for extent in self._ledger.extents(path, run.start, run.end):
                 yield from causal_reads(run, extent)
 
     def _near(self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
@@ -219,3 +220,13 @@ class InputBuilder:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.long), self.pool.device)
+
+
+def own_piece(work: Prefill, rank: int) -> tuple[Run, Sequence[int]]:
+    """The piece of a chunk that a rank computes, and its ids; empty where it has none."""
+    first = 0
+    for piece in work.pieces:
+        if piece.rank == rank:
+            return piece, work.token_ids[first : first + len(piece)]
+        first += len(piece)
+    return Run(rank, 0, 0, ()), ()

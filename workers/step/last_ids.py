@@ -36,6 +36,10 @@ class LastIds(Protocol):
         """Sequences that have ended need not be known."""
         ...
 
+    def clear(self) -> None:
+        """No sequence is known any more."""
+        ...
+
 
 class HostIds(dict[int, int]):
     """Ids by sequence. Implements LastIds."""
@@ -88,3 +92,6 @@ class DeviceIds:
         for sequence in sequences:
             if (place := self._places.pop(sequence, None)) is not None:
                 self._free.append(place)
+
+    def clear(self) -> None:
+        self.forget([*self._places])

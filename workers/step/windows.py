@@ -36,7 +36,9 @@ class WindowBuilder:
         self._device = device
 
     def chunk(self, work: Prefill) -> dict[int, Replicating]:
-        """By layer."""
+        """By layer. Raises ValueError for pieces that are not neighbours: of what lies between nothing is held."""
+        if any(one.end != other.start for one, other in zip(work.pieces[:-1], work.pieces[1:], strict=True)):
+            raise ValueError("with replicated windows, pieces must follow one another")
         made = {reach: self._replicating(work, reach) for reach in {spec.reach for spec in self._layers.values()}}
         return {layer: made[spec.reach] for layer, spec in self._layers.items()}
 

@@ -143,8 +143,8 @@ def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
     """When it has told whether its keys are finite: these are there by then."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
-    assert by_file(log, "to host") == {("workers/rank.py", "copy"): 1}
-    assert by_file(log, "wait") == {("workers/rank.py", "event"): 1}
+    assert by_file(log, "to host") == {("workers/epoch.py", "copy"): 1}
+    assert by_file(log, "wait") == {("workers/epoch.py", "event"): 1}
     assert log.events[-1] == log.of("wait")[0]
 
 

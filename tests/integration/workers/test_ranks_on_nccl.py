@@ -7,13 +7,14 @@ from unittest.mock import patch
 
 import pytest
 
-from longleaf.channel.lives import Join
+from longleaf.channel.epochs import Join
 from longleaf.channel.step import Decode, Prefill
 from longleaf.comm import process_group
 from longleaf.comm.fakes import FakeDistributed
 from longleaf.errors import RanksDisagree
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
+from workers import rank as module
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
 
@@ -33,7 +34,7 @@ class Fleet:
         self.ranks = [Rank(make_spec(rank, config)) for rank in range(size)]
         for rank in self.ranks:
             rank.load()
-            rank._store = self.calls.store
+        self.ranks[0]._opened = self.calls.store
         ready = self.ranks[0]._ready
         same = ("chunk_size", "block_size", "replicate_below", "window_keys", "max_sequences")
         options = {name: getattr(config, name) for name in same}
@@ -50,7 +51,7 @@ class Fleet:
 
         def work(number: int) -> str:
             rank = self.ranks[number]
-            ready = rank.join(Join(1, "", 0, self._nodes))
+            ready = rank.join(Join(1, number, "", 0, self._nodes))
             for plan in plans[:-1] if number == forgetful else plans:
                 rank.execute(plan)
             rank.close()
@@ -58,6 +59,7 @@ class Fleet:
 
         with (
             patch.object(process_group, "dist", self.calls),
+            patch.object(module, "connect_store", lambda *_: self.calls.store),
             patch.object(process_group, "place_of", lambda _: f"GPU-{self.calls.own_rank}"),
         ):
             assert set(self.calls.run(work)) == {"nccl"}
@@ -88,7 +90,9 @@ def test_a_rank_that_leaves_out_a_step_is_found(folder):
 def test_graphs_are_given_back_before_the_groups_that_they_exchange_in_end(folder):
     ends: list[str] = []
     rank = Rank(make_spec(0, config_for(folder, world_size=1)))
+    rank.load()
     rank.graphs = SimpleNamespace(release=lambda: ends.append("graphs"))
+    rank.join(Join(1, 0, "", 0, ("here",)))
     rank._process_groups = SimpleNamespace(abort=lambda: ends.append("groups"))
     rank.close()
     assert ends == ["graphs", "groups"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from longleaf.geometry import Reach
 from longleaf.runs import Run
 from longleaf.tree import MERGES
-from tests.support.attention.dealt import Case, cases, decode, prefill
+from tests.support.attention.dealt import Case, cases, decode, lose, prefill, read
 from tests.support.attention.dense import reaches, visible
 from workers.model.model import LayerSpec
 from workers.step.past import before_pieces
@@ -20,6 +20,17 @@ from workers.step.past import before_pieces
 def test_a_chunk_sees_what_a_dense_mask_shows(way, case, merge):
     found, _ = prefill(case, way, merge)
     torch.testing.assert_close(found.double(), case.expected(), atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("way", ["queries", "keys", "auto"])
+@settings(max_examples=70, deadline=None)
+@given(case=cases(most_new=150), merge=st.sampled_from(sorted(MERGES)))
+def test_what_was_lost_sees_what_a_dense_mask_shows(way, case, merge):
+    """Pieces that are no neighbours: each sees those before it, all that is held between them, and nothing behind."""
+    held, pieces = lose(case)
+    found, _ = read(case, held, pieces, way, merge)
+    positions = [position - case.start for piece in pieces for position in range(piece.start, piece.end)]
+    torch.testing.assert_close(found.double(), case.expected()[positions], atol=5e-6, rtol=5e-6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,14 +1,17 @@
-"""When a rank begins steps and when it answers them, with a device that is done whenever the test says so."""
+"""When a rank begins steps and when it answers them, with a device that is done whenever the test says so; and which
+epochs it joins and leaves."""
 
 from collections import deque
 
 import pytest
 
-from longleaf.channel.lives import Join, Ready, Stop
+from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.channel.lives import Hello, Load, Progress, Stop
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
+from longleaf.errors import Fenced, ModelRefused, WorkerLost
 from tests.support.threads import make_spec
-from workers.control import Life
+from workers.life import Life, Standing
 from workers.pending import Pending, done
 
 PLAN = Decode(())
@@ -34,29 +37,60 @@ class ScriptedChannel:
     def receive(self) -> object:
         while isinstance(self._messages[0], int):  # who has nothing under way waits
             self._messages.popleft()
+        if callable(self._messages[0]):  # what happens elsewhere meanwhile
+            self._messages.popleft()()
+            return self.receive()
         return self._messages.popleft()
 
     def send(self, message: object) -> None:
-        if isinstance(message, StepResult):
-            self._log.append(("answer", message.step))
+        match message:
+            case StepResult():
+                self._log.append(("answer", message.step))
+            case Ready() | StoreOpened():
+                self._log.append((type(message).__name__.lower(), message.epoch))
+            case Broken():
+                self._log.append(("broken", message.epoch, message.step, message.reason, message.blamed))
 
 
 class ScriptedRank:
-    """A device that is done with a step after so many looks; None: only when it is waited for."""
+    """A device that is done with a step after so many looks; None: only when it is waited for. `errors` are raised, by
+    what is done: the number of a step, `join`, `leave` or another name."""
 
-    def __init__(self, log: list, looks: int | None, rank: int = 0) -> None:
+    num_exchanges = 0
+
+    def __init__(self, log: list, looks: int | None, rank: int = 0, errors: dict | None = None) -> None:
         self._log = log
         self._looks = looks
         self._rank = rank
+        self._errors = errors or {}
 
-    def open_store(self) -> int:
-        return 0
+    def _do(self, *deed: object) -> None:
+        self._log.append(deed)
+        if error := self._errors.get(deed[1] if deed[0] == "end" else deed[0]):
+            raise error
+
+    def greet(self) -> Hello:
+        return Hello(self._rank, "here", "127.0.0.1", 1)
 
     def load(self) -> None:
         pass
 
+    def open_store(self) -> int:
+        self._do("open")
+        return 0
+
     def join(self, join: Join) -> Ready:
-        return Ready(self._rank, "cpu", "float32", 8, 64)
+        self._do("join", join.epoch)
+        return Ready(self._rank, "cpu", "float32", 8, 64, epoch=join.epoch)
+
+    def take(self, layout: Layout) -> None:
+        self._do("take", layout.epoch)
+
+    def leave(self) -> None:
+        self._do("leave")
+
+    def fence(self) -> None:
+        self._do("fence")
 
     def close(self) -> None:
         pass
@@ -71,22 +105,33 @@ class ScriptedRank:
             return self._looks is not None and not looks
 
         def finish() -> StepResult | None:
-            self._log.append(("end", plan.step))
+            self._do("end", plan.step)
             return StepResult(plan.epoch, plan.step, {}) if self._rank == 0 else None
 
         return Pending(is_done, finish)
 
 
-def plan(step: int, work: Decode | Prefill = PLAN, **released: tuple[int, ...]) -> StepPlan:
-    return StepPlan(1, step, work, **released)
+def plan(step: int, work: Decode | Prefill = PLAN, epoch: int = 1, **released: tuple[int, ...]) -> StepPlan:
+    return StepPlan(epoch, step, work, **released)
+
+
+def join(epoch: int, rank: int = 0) -> Join:
+    return Join(epoch, rank, "", 0, ("here", "here"))
+
+
+def live(log: list, *messages: object, standing: Standing | None = None, **how: object) -> list:
+    """What is done and said, in `log`."""
+    spec = make_spec(0, EngineConfig(model="none", world_size=2))
+    channel = ScriptedChannel(log, Load(), *messages, Stop())
+    Life(spec, ScriptedRank(log, **{"looks": 0, **how}), channel, standing or Standing()).run()
+    return log
 
 
 def lived(*messages: object, looks: int | None = None, rank: int = 0) -> list:
-    log: list = []
-    spec = make_spec(rank, EngineConfig(model="none", world_size=2))
-    channel = ScriptedChannel(log, Join(1, "", 0, ("here", "here")), *messages, Stop())
-    Life(spec, ScriptedRank(log, looks, rank), channel).run()
-    return log
+    """What is done and said once an epoch is joined."""
+    log = live([], join(1, rank), *messages, looks=looks, rank=rank)
+    assert log[:2] == [("join", 1), ("ready", 1)]
+    return log[2:]
 
 
 def of(step: int) -> list:
@@ -131,3 +176,87 @@ def test_a_result_is_made_once():
     assert pending.is_done
     assert made == [1]
     assert done(None).is_done
+
+
+JOINED, LEFT = [("join", 1), ("ready", 1)], [("leave",)]
+AGAIN = [("join", 2), ("ready", 2)]
+
+
+def test_what_is_raised_in_a_step_ends_the_epoch_and_not_the_member():
+    """Of the plans that were sent before the coordinator knew, none is done."""
+    errors = {2: WorkerLost(1, "died")}
+    late = (plan(3), plan(4), Layout(1, ()), OpenStore(1), join(1))
+    log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
+    broken = [("begin", 2), ("end", 2), *LEFT, ("broken", 1, 2, "died", 1)]
+    assert log == [*JOINED, ("begin", 1), *of(1), *broken, *AGAIN, ("begin", 6), *of(6)]
+
+
+def test_the_step_that_broke_is_told_though_the_next_one_was_begun():
+    log = live([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
+    assert log == [*JOINED, ("begin", 1), ("begin", 2), ("end", 1), *LEFT, ("broken", 1, 1, "ValueError: no", None)]
+
+
+def test_what_was_begun_when_an_epoch_ends_is_not_answered():
+    log = live([], join(1), plan(1), join(2), plan(2, epoch=2), 1, looks=None)
+    assert log == [*JOINED, ("begin", 1), *LEFT, *AGAIN, ("begin", 2)]
+
+
+def test_who_cannot_join_says_so_and_joins_the_next_one():
+    rank_errors: dict = {"join": RuntimeError("nobody came")}
+    log = live([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
+    assert log == [("join", 1), *LEFT, ("broken", 1, 0, "RuntimeError: nobody came", None), *AGAIN]
+
+
+def test_who_fails_twice_for_a_reason_of_its_own_ends():
+    log: list = []
+    with pytest.raises(OSError, match="no room"):
+        live(log, join(1), join(2), errors={"join": OSError("no room")})
+    assert log == [("join", 1), *LEFT, ("broken", 1, 0, "OSError: no room", None), ("join", 2)]
+
+
+def test_a_store_is_opened_for_an_epoch_that_comes():
+    log = live([], OpenStore(1), join(1), OpenStore(2), join(2))
+    opened = [[("open",), ("storeopened", epoch)] for epoch in (1, 2)]
+    assert log == [*opened[0], *JOINED, *LEFT, *opened[1], *AGAIN]
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [({"leave": RuntimeError("stuck"), 1: ValueError()}, RuntimeError), ({1: ModelRefused("bad")}, ModelRefused)],
+)
+def test_who_cannot_leave_or_work_ends(errors, raised):
+    with pytest.raises(raised):
+        live([], join(1), plan(1), errors=errors)
+
+
+def test_a_layout_is_taken_in_its_epoch():
+    log = live([], join(2), Layout(1, ()), Layout(2, ()), plan(1, epoch=2))
+    assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
+
+
+def test_an_epoch_that_has_ended_for_all_is_not_joined():
+    standing, log = Standing(), []
+    live(log, lambda: standing.fence(2), join(1), join(2), plan(1, epoch=2), join(3), standing=standing)
+    assert log == [("join", 3), ("ready", 3)]
+
+
+def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
+    """Who is freed from an exchange goes on as if something had come."""
+    standing, log = Standing(), []
+    fence = lambda: standing.fence(1)  # noqa: E731
+    live(log, join(1), plan(1), fence, plan(2), join(2), standing=standing, looks=None)
+    freed = [("fence",), ("begin", 2), ("end", 1), *LEFT, ("broken", 1, 1, "epoch 1 was ended", None)]
+    assert log == [*JOINED, ("begin", 1), *freed, *AGAIN]
+
+
+def test_a_pulse_tells_how_far_a_member_has_come():
+    standing, log, seen = Standing(), [], []
+    rank = ScriptedRank(log, None)
+    standing.fence(1)
+    with pytest.raises(Fenced):
+        standing.enter(1, rank)
+    for deed in (lambda: standing.enter(2, rank), lambda: standing.begin(2, 5, rank), standing.leave):
+        deed()
+        rank.num_exchanges += 7
+        seen.append(standing.progress)
+    assert seen == [Progress(2, 0, 7), Progress(2, 5, 7), Progress()]

@@ -1,0 +1,86 @@
+"""The functions of meet.c, by which ranks of one machine meet in shared memory, and the numbers that it knows, too."""
+
+import ctypes
+from enum import IntEnum
+from pathlib import Path
+
+from longleaf import native
+
+SOURCE = Path(__file__).with_name("meet.c")
+FLAGS = ("-O2", "-std=gnu11")
+
+
+class Status(IntEnum):
+    """What waiting for the others comes to; meet.c knows the same numbers."""
+
+    WAITING = 0
+    MET = 1
+    UNEQUAL = 2
+    """All are there, with messages of different kinds or sizes."""
+
+
+KIND_BITS = 8
+
+
+class Kind(IntEnum):
+    """What a message is for. Ranks say it beside the size, so that none reads what was written for something else."""
+
+    ALL_GATHER = 1
+    ALL_TO_ALL = 2
+    ALL_REDUCE_OF_MAX = 3
+    ALL_REDUCE_OF_SUM = 4
+    BROADCAST = 5
+    PERMUTE = 6
+
+    @staticmethod
+    def told(deed: int) -> str:
+        """A message's size and kind, for people."""
+        name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
+        return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
+
+
+class Place(ctypes.Structure):
+    """One rank's view of the segment; meet.c declares the same fields."""
+
+    _fields_ = (
+        ("meeting", ctypes.c_void_p),
+        ("boards", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("spin_ns", ctypes.c_int64),
+        ("slice_ns", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("step", ctypes.c_uint32),
+        ("num_exchanges", ctypes.c_int64),
+    )
+
+
+class Library:
+    """The functions of meet.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
+
+    def __init__(self) -> None:
+        library = native.load(SOURCE, FLAGS)
+        place, number, size = ctypes.POINTER(Place), ctypes.c_int, ctypes.c_int64
+        self._header_bytes = library.longleaf_meet_header_bytes
+        self._header_bytes.argtypes, self._header_bytes.restype = [size], size
+        self.exchange = library.longleaf_meet_exchange
+        self.exchange.argtypes = [place, ctypes.c_void_p, size, size, size, size]
+        self.wait = library.longleaf_meet_wait
+        self.missing = library.longleaf_meet_missing
+        self.wait.argtypes = self.missing.argtypes = [place]
+        self.odd = library.longleaf_meet_odd
+        self.odd.argtypes = [place, ctypes.POINTER(size)]
+        self.blame = library.longleaf_meet_blame
+        self.blame.argtypes = [place, number]
+        self.enter = library.longleaf_meet_enter
+        self.leave = library.longleaf_meet_leave
+        self.is_there = library.longleaf_meet_is_there
+        self.enter.argtypes = self.leave.argtypes = self.is_there.argtypes = [number, size]
+
+    def header_bytes(self, num_ranks: int) -> int:
+        """Bytes before the boards."""
+        return self._header_bytes(num_ranks)
+
+    def segment_bytes(self, num_ranks: int, capacity: int) -> int:
+        """Bytes of header and boards, on which each rank has a share of `capacity` bytes."""
+        return self.header_bytes(num_ranks) + 2 * num_ranks * capacity

@@ -1,0 +1,152 @@
+"""What a ledger finds after runs came in any order, went elsewhere and were lost, against a table of positions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longleaf.channel.epochs import SegmentLayout
+from longleaf.channel.step import Transfer
+from longleaf.geometry import EVERY_RANK
+from longleaf.runs import Run, ceil_div
+from workers.keys.ledger import Held, Ledger
+
+BLOCK = 4
+RANGES = st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+def run_at(start, end, rank=0, first_block=0, step=1):
+    return Run(rank, start, end, tuple(first_block + step * i for i in range(ceil_div(end - start, BLOCK))))
+
+
+def table_of(extents):
+    """Slot by position; in order of position, and nothing twice."""
+    positions = [position for extent in extents for position in range(extent.start, extent.end)]
+    assert positions == sorted(set(positions))
+    return {extent.slot + i: extent.start + i for extent in extents for i in range(extent.end - extent.start)}
+
+
+def slots_of(run):
+    return {run.blocks[i // BLOCK] * BLOCK + i % BLOCK: run.start + i for i in range(len(run))}
+
+
+@given(
+    st.lists(st.tuples(RANGES, st.booleans(), st.sampled_from([1, 2])), max_size=25),
+    st.tuples(st.integers(-1, 90), st.integers(-1, 90)),
+)
+def test_what_is_held_is_what_was_put_last(puts, asked):
+    held, model = Held(), dict[int, int]()
+    for number, ((start, end), is_put, step) in enumerate(puts):
+        model = {slot: position for slot, position in model.items() if not start <= position < end}
+        if is_put:
+            run = run_at(start, end, first_block=100 * number, step=step)
+            held.put(run, BLOCK)
+            model |= slots_of(run)
+        else:
+            held.drop(start, end)
+        assert table_of(held.extents) == model
+    low, high = asked
+    found = table_of(list(held.within(low, high)))
+    assert found == {slot: position for slot, position in model.items() if low <= position < high}
+
+
+def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
+    """What vanished here was missing in every answer, without an error."""
+    held = Held()
+    for start in (0, 256, 512, 768, 128):
+        held.put(run_at(start, start + 128, first_block=start), BLOCK)
+    assert [(extent.start, extent.end) for extent in held.extents] == [
+        (0, 128),
+        (128, 256),
+        *((s, s + 128) for s in (256, 512, 768)),
+    ]
+
+
+def test_a_run_that_grew_is_there_once():
+    held = Held()
+    held.put(Run(0, 5, 8, (7,)), BLOCK)
+    held.put(Run(0, 5, 12, (7, 3)), BLOCK)
+    assert table_of(held.extents) == {28: 5, 29: 6, 30: 7, 31: 8, 12: 9, 13: 10, 14: 11}
+
+
+FIRST, SECOND, THIRD = Run(1, 0, 8, (4, 5)), Run(0, 8, 16, (1, 2)), Run(1, 16, 20, (9,))
+
+
+def positions(ledger, path, end, rank):
+    return [p for extent in ledger.extents(path, 0, end, rank) for p in range(extent.start, extent.end)]
+
+
+def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
+    ledger = Ledger(0, BLOCK)
+    ledger.replace([SegmentLayout(3, 0, (SECOND,)), SegmentLayout(4, 12, ())])
+    assert ledger.parts((3, 4), 20) == [(3, 0, 12), (4, 12, 20)]
+    assert positions(ledger, (3, 4), 20, 0) == [8, 9, 10, 11]
+    ledger.put(3, [run_at(0, 8, 0, 20)])
+    assert positions(ledger, (3,), 20, 0) == list(range(16))
+
+
+def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_it_is_guessed():
+    """A guess from the runs that were left: the keys of the first one are there, and nobody looks for them."""
+    told, guessed = Ledger(0, BLOCK), Ledger(0, BLOCK)
+    told.replace([SegmentLayout(3, 0, (SECOND,))])
+    guessed.put(3, [SECOND])
+    seen = []
+    for ledger in (told, guessed):
+        ledger.put(3, [run_at(0, 8, 0, 20)])
+        (part,) = ledger.parts((3,), 16)
+        seen.append(table_of(list(ledger.held(3, part.start, part.end))).values())
+    assert [sorted(found) for found in seen] == [list(range(16)), list(range(8, 16))]
+
+
+def test_a_layout_is_all_that_is_held():
+    ledger = Ledger(0, BLOCK)
+    ledger.put(3, [FIRST], [run_at(4, 8, EVERY_RANK)])
+    ledger.put(5, [run_at(0, 8, 0, 30)])
+    ledger.replace([SegmentLayout(3, 0, (SECOND, THIRD), (run_at(10, 20, EVERY_RANK, 2),))])
+    assert [positions(ledger, (3,), 20, rank) for rank in (0, 1, EVERY_RANK)] == [
+        list(range(8, 16)),
+        list(range(16, 20)),
+        list(range(10, 20)),
+    ]
+    with pytest.raises(KeyError):
+        ledger.parts((5,), 8)
+
+
+def test_runs_move_to_where_they_are_told_and_no_others():
+    ledger = Ledger(0, BLOCK)
+    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    half = Transfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
+    ledger.move([half, Transfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
+    found = {rank: table_of(list(ledger.extents((3,), 0, 20, rank))) for rank in range(3)}
+    assert found == {
+        0: slots_of(Run(0, 0, 8, (11, 30))) | slots_of(Run(0, 8, 12, (1,))),
+        1: slots_of(THIRD),
+        2: slots_of(half.target),
+    }
+
+
+def test_a_run_that_moved_grows_at_its_new_place():
+    ledger = Ledger(0, BLOCK)
+    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    ledger.move([Transfer(3, THIRD, Run(0, 16, 20, (7,)))])
+    ledger.put(3, [grown := Run(0, 16, 22, (7, 8))])
+    assert [positions(ledger, (3,), 30, rank) for rank in range(2)] == [list(range(8, 22)), list(range(8))]
+    assert table_of(list(ledger.extents((3,), 16, 30))) == slots_of(grown)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Transfer(3, Run(0, 0, 8, (4, 5)), Run(1, 0, 8, (8, 9))),
+        Transfer(3, Run(1, 0, 8, (5, 4)), Run(0, 0, 8, (8, 9))),
+        Transfer(3, Run(1, 0, 12, (4, 5, 6)), Run(0, 0, 12, (8, 9, 10))),
+        Transfer(9, FIRST, Run(0, 0, 8, (8, 9))),
+    ],
+    ids=["of another rank", "in other blocks", "longer than it is", "of a segment that is none"],
+)
+def test_nothing_moves_when_one_run_is_not_there(wrong):
+    ledger = Ledger(0, BLOCK)
+    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    before = [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)]
+    with pytest.raises(ValueError, match="not there"):
+        ledger.move([Transfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
+    assert [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)] == before

@@ -1,0 +1,253 @@
+"""A rank in one epoch: what it knows of the others and of what is held, and how it does the steps of that."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.channel.epochs import Layout, MergeTiming
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult
+from longleaf.comm import Groups
+from longleaf.config import EngineConfig
+from longleaf.geometry import FLOAT32_POSITIONS
+from longleaf.kernels.backend import Backend, FixedBackend
+from longleaf.tree import Merge, Wire, choose_merge, make_merge
+from workers.buckets import bucket_sizes
+from workers.decode.bucket import Bucket
+from workers.decode.choosing import Choosing, Telling
+from workers.decode.graphs import Graphs
+from workers.decode.steps import FixedSteps, Launched, try_out
+from workers.keys.ledger import Ledger
+from workers.keys.pools import sharded_layers, windowed_layers
+from workers.keys.quantized import QuantizedPool
+from workers.keys.slots import Pool
+from workers.model.model import Model
+from workers.pending import Pending, done
+from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
+from workers.sampling.sampler import Sampler
+from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
+from workers.step.inputs import InputBuilder, Inputs, RowNumbers
+from workers.step.last_ids import DeviceIds, HostIds, LastIds
+from workers.step.layers import RowLayer
+from workers.step.moving import move
+from workers.step.past import PastBuilder
+from workers.step.windows import WindowBuilder
+from workers.transfers import Moment, ToHost
+from workers.verification import Verifier
+
+log = logging.getLogger("longleaf.rank")  # what the library logs while a rank joins, people are told
+
+
+class Means(Protocol):
+    """What a rank computes with, in whatever epoch."""
+
+    config: EngineConfig
+    device: str
+    model: Model
+    pool: Pool | QuantizedPool
+    backend: Backend
+    sampler: Sampler | DeviceSampler
+    last_ids: LastIds
+    graphs: Graphs | None
+    """None where nothing is captured."""
+
+
+class Epoch:
+    """What a rank is and knows in one epoch. Nothing of it outlasts that, and nothing is known at its beginning.
+
+    `peers` are None at world size 1.
+    """
+
+    def __init__(self, means: Means, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
+        """With `groups`, all of their ranks begin at the same time. `merges` are what other groups measured."""
+        self._means = means
+        self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
+        config, model = means.config, means.model
+        self._ledger = Ledger(self._number, config.block_size)
+        self._sequences = Sequences(config.block_size)
+        self._wire = Wire(means.backend, getattr(torch, config.partials))
+        self._verifier = Verifier(model, self._ledger, config, self._size)
+        self._inputs = self._make_inputs(self._size)
+        self._graphs = means.graphs
+        self._fixed: FixedSteps | None = None
+        self._before = done(None)
+        """The step that was begun last."""
+        self.merges: tuple[MergeTiming, ...] = ()
+        """What the choice of the merge goes by, if it was chosen."""
+        self.peers = Peers(groups.world, self._make_merge(groups, merges)) if groups else None
+        if groups and self._graphs is not None and groups.world.transport == "gloo":
+            log.info("graphs: none, for tensors travel through the host's memory")
+            self._graphs = None
+
+    def _make_merge(self, groups: Groups, told: Sequence[MergeTiming]) -> Merge:
+        model, config, device = self._means.model, self._means.config, self._means.device
+        self._wire.agree(groups.world, device)
+        widest = max(model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+        heads, dim = widest.num_heads, widest.value_dim
+        if config.merge == "auto":
+            chosen = choose_merge(groups, self._wire, heads, dim, device, told)
+            self.merges = chosen.timings
+            return chosen
+        merge = make_merge(config.merge, groups, self._wire)
+        # what is compiled or connected at the first use must not make the first step wait
+        merge.to_all(Partial.identity(1, heads, dim, device=device))
+        return merge
+
+    def _make_inputs(self, size: int) -> InputBuilder:
+        model, config, ledger, pool = self._means.model, self._means.config, self._ledger, self._means.pool
+        sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
+        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._means.device)
+        return InputBuilder(
+            ledger,
+            pool,
+            model.layers,
+            world_size=size,
+            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            windows=windows if windowed else None,
+        )
+
+    def fewest(self, number: int) -> int:
+        """The smallest of the numbers of all ranks, which ask at the same time."""
+        if self.peers is None:
+            return number
+        return int(self.peers.comm.all_gather(torch.tensor([number], device=self._means.device)).min())
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
+        time."""
+        backend, sampler, last_ids = self._means.backend, self._means.sampler, self._means.last_ids
+        can_prepare = isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)
+        if not self._agree(can_prepare):  # ranks exchange as many rows in a step
+            return
+        assert isinstance(backend, FixedBackend)
+        assert isinstance(last_ids, DeviceIds)
+        rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_sequences)
+        may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
+        buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
+        logits_RV = try_out(buckets, backend, self._logits)
+        telling, choosing = Telling(sizes[-1], last_ids, self._tell, self._means.device), None
+        if logits_RV is not None and isinstance(sampler, DeviceSampler):
+            choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
+        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device)
+        self._fixed.prepare(self._logits, self._graphs, self._agree)
+
+    def take(self, layout: Layout) -> None:
+        """Takes for held what is told, and nothing else."""
+        self._ledger.replace(layout.segments)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Pending:
+        """Begins a step, before the end of the one before it if that `may_overlap`."""
+        plan = self._sequences.complete(plan)
+        self._ledger.release(plan.release_segments)
+        self._means.last_ids.forget(plan.release_sequences)
+        self._means.sampler.forget(plan.release_sequences)
+        self._verifier.forget(plan.release_sequences)
+        result = StepResult(plan.epoch, plan.step, {})
+        match plan.work:
+            case Prefill() as work:
+                self._before = self._prefill(work, result)
+            case Decode() as work:
+                self._before = self._decode(work, result)
+            case Move() as work:
+                self._before = self._move(work, result)
+        return self._before
+
+    def close(self) -> None:
+        """Gives back what was captured. No step may be begun afterwards."""
+        self._fixed, self._before = None, done(None)
+        if self._graphs is not None:
+            self._graphs.release()
+
+    def _prefill(self, work: Prefill, result: StepResult) -> Pending:
+        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by now,
+        and nothing has waited for it."""
+        inputs = self._inputs.prefill(work)
+        step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
+        with contextlib.suppress(PrefillDone):
+            self._forward(self._means.model.decoder, inputs, step)
+        told = ToHost(step.has_finite_keys())
+
+        def finish() -> StepResult | None:
+            has_finite_keys = bool(told.wait())
+            is_first = self._number == 0
+            return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
+
+        return Pending(lambda: told.arrival.is_past, finish)
+
+    def _move(self, work: Move, result: StepResult) -> Pending:
+        """An answer says that all that moved is at its new place, on all ranks."""
+        comm = self.peers.comm if self.peers else None
+        move(work, comm, self._means.pool, self._ledger)
+        return done(result if self._number == 0 else None)
+
+    def _decode(self, work: Decode, result: StepResult) -> Pending:
+        rows = self._inputs.numbers(work, self._means.last_ids)
+        sampled = [row for row in work.rows if row.token_index >= 0]
+        begun = (self._fixed and self._fixed.begin(rows, sampled)) or self._begin(rows, sampled)
+        result = msgspec.structs.replace(result, kv_bytes_read=self._inputs.kv_bytes_read(rows))
+        pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
+        if isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
+            self._before.result()  # what breaks in a step must not show in the answer to the one before
+            pending.result()  # logits that are compared must not be overwritten by the next step
+        return pending
+
+    def _begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched:
+        """A step of any shape, over tensors of its own."""
+        inputs = self._inputs.tensors(rows, self._means.last_ids)
+        logits_RV = self._logits(inputs)
+        choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
+        if sampled:
+            ids_R = choice.ids() if choice else inputs.token_ids_T.new_zeros(len(sampled))
+            self._means.last_ids.note(sampled, self._tell(ids_R))
+        end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
+        return Launched(end, choice, logits_RV)
+
+    def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
+        """What is to be answered, once the device is done with a step."""
+        begun.end.wait()
+        if begun.logits_RV is None:
+            return None
+        tokens = begun.choice.tokens() if begun.choice else []
+        self._verifier.take(sampled, tokens, begun.logits_RV)
+        broken = self._means.sampler.broken
+        return msgspec.structs.replace(
+            result,
+            tokens={row.sequence: token for row, token in zip(sampled, tokens, strict=True) if token is not None},
+            not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
+            comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
+        )
+
+    def _agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks, which ask at the same time."""
+        if self.peers is None:
+            return is_so
+        told = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
+        return is_so and bool(told.min())
+
+    def _tell(self, ids_T: Tensor) -> Tensor:
+        """The ids that rank 0 has chosen."""
+        return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
+
+    def _logits(self, inputs: Inputs[RowLayer]) -> Tensor | None:
+        """Goes through the model. On rank 0 logits [R, V] of the R rows to sample from."""
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers)
+        if self._number != 0:
+            self._forward(self._means.model.decoder, inputs, step)
+            return None
+        assert inputs.sample_rows_R is not None
+        return self._forward(self._means.model.module, inputs, step, logits_to_keep=inputs.sample_rows_R)[0][0]
+
+    def _forward(
+        self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
+    ) -> tuple[Tensor, ...]:
+        self._means.model.ropes.rows = inputs.ropes
+        arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        return module(**arguments, return_dict=False, **options)
