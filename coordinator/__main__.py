@@ -3,8 +3,9 @@
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
 The composition root: the one place that knows both roles, and that hands the fleet its worker class.
-Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome.
-Exit code 2: the settings cannot work; 1: the service failed.
+Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, and on standard error what
+becomes of ranks that are lost. A signal drains the service, a second one ends it at once. Exit code 0: it was ended; 2:
+the settings cannot work; 1: the service failed.
 """
 
 import os
@@ -26,7 +27,8 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import sys
-import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, get_args, get_origin
@@ -36,17 +38,19 @@ from msgspec.structs import fields
 
 from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.ranks.ray_connection import connect
+from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.service import ServiceConfig
 from longleaf.config import EngineConfig, join_address
-from longleaf.errors import StartError
+from longleaf.errors import InvalidArgument, StartError
 from longleaf.launch import BAD_INPUT, ERROR, LISTENING
+from longleaf.units import human_seconds
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
+TELL_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
@@ -57,8 +61,9 @@ def main(arguments: list[str]) -> int:
         return report(Reply(error=_of_option(error), exit_code=BAD_INPUT))
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
+        config.check()  # before Ray is waited for
         return report(run(config))
-    except StartError as error:
+    except (InvalidArgument, StartError) as error:
         return report(describe(error))
 
 
@@ -80,9 +85,13 @@ def _of_option(error: msgspec.ValidationError) -> str:
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {told}"
 
 
-def announce(config: ServiceConfig, reply: Reply) -> None:
+def tell_notes(reply: Reply) -> None:
     for note in reply.notes:
         print(note, file=sys.stderr, flush=True)
+
+
+def announce(config: ServiceConfig, reply: Reply) -> None:
+    tell_notes(reply)
     address = join_address(config.host, reply.port)
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(told, flush=True)
@@ -100,95 +109,146 @@ def serve_locally(config: ServiceConfig) -> Reply:
 
 
 async def _serve_here(config: ServiceConfig) -> Reply:
-    stop = asyncio.Event()
-    for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     actor = CoordinatorActor(config, partial(LocalFleet, worker_main))
-    starting, stopping = asyncio.create_task(actor.start()), asyncio.create_task(stop.wait())
-    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
+    loop = asyncio.get_running_loop()
+    ends = set[asyncio.Task[None]]()  # the loop itself does not keep them
+
+    def end(*_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the service has ended
+            loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(actor.end())))
+
+    for number in SIGNALS:  # not by the loop, which would give them up before the process can ignore signals
+        signal.signal(number, end)
+    reply = await actor.start()
+    if reply.port:
+        announce(config, reply)
+        while (reply := await actor.wait(until_news=True)).notes:
+            tell_notes(reply)
+    if not reply.error:
         await actor.stop()
-        return Reply()
-    reply = starting.result()
-    if reply.error:
-        return reply
-    announce(config, reply)
-    ending = asyncio.create_task(actor.wait())
-    await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done() and not ending.done():
-        await actor.stop()
-    return await ending
+    return reply
 
 
-def _ray() -> Any:
-    """The package, untyped (its annotations are partial), and imported late: it reads the environment then."""
-    import ray
+class Signals:
+    """Signals so far that ask for the end."""
 
-    return ray
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0.0
+        """When the first one came, on the clock that never jumps."""
+
+    def take(self, *_: object) -> None:
+        self.first = self.first or time.monotonic()
+        self.count += 1
+
+
+class Waiting:
+    """Says on standard error what is waited for, now and every ten seconds."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+        self._began = time.monotonic()
+        self._next = self._began
+
+    @property
+    def seconds_left(self) -> float:
+        """What is left of the time to wait; enough to look once where there was some, whatever joining took of it."""
+        limit = self._config.wait_for_ranks
+        return max(min(limit, POLL_SECONDS), self._began + limit - time.monotonic())
+
+    def say(self, what: str, **facts: object) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + TELL_SECONDS
+        seconds, limit = round(now - self._began), self._config.wait_for_ranks
+        told = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
+        line = f"waiting for {what}, since {human_seconds(seconds)}"
+        print(msgspec.json.encode(told).decode() if self._config.as_json else line, file=sys.stderr, flush=True)
 
 
 def serve_on_ray(config: ServiceConfig) -> Reply:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
+    waiting = Waiting(config)
+    say = partial(waiting.say, f"the Ray cluster at {config.ray_address}")
     try:
-        connection = connect(config.ray_address, config.engine.world_size)
+        connection = connect(config.ray_address, config.engine.world_size, config.wait_for_ranks, say)
     except SystemExit:  # how Ray answers SIGTERM while it starts; what it started ends with this process
         leave()
-    stop = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-
+    signals = Signals()
     for number in SIGNALS:  # only now: Ray put its own handlers in the place of earlier ones
-        signal.signal(number, on_signal)
+        signal.signal(number, signals.take)
     try:
-        return _serve_actor(config, stop)
+        return _serve_actor(msgspec.structs.replace(config, wait_for_ranks=waiting.seconds_left), signals, waiting)
     finally:
         connection.close()
 
 
-def _serve_actor(config: ServiceConfig, stop: threading.Event) -> Reply:
-    ray = _ray()
+def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> Reply:
+    ray = ray_package()
     actor = _place(config)
+    follow = partial(_follow, actor, signals, config.drain_seconds + STOP_SECONDS)
+    reply = Reply()
     try:
-        reply = _await(actor.start.remote(), stop)
-        if reply.error or stop.is_set():
-            return reply
-        announce(config, reply)
-        reply = _await(actor.wait.remote(), stop)
+        reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
+        if reply.port:
+            announce(config, reply)
+            while (reply := follow(actor.wait.remote(until_news=True))).notes:
+                tell_notes(reply)
     except ray.exceptions.RayError as error:
-        return Reply(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
+        if not signals.count:  # else Ray may have been ended with this
+            reply = Reply(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
-            if stop.is_set():
+            if not reply.error:
                 ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
             ray.kill(actor)
     return reply
+
+
+def _say_missing(actor: Any, waiting: Waiting) -> None:
+    """What slots are waited for, if any."""
+    ray = ray_package()
+    with suppress(ray.exceptions.GetTimeoutError):  # the actor is not there yet
+        loading = ray.get(actor.loading.remote(), timeout=POLL_SECONDS)
+        if missing := loading.num_missing:
+            facts = {"num_missing": missing, "world_size": loading.world_size}
+            waiting.say(f"{missing} of {loading.world_size} slots", **facts)
 
 
 def _place(config: ServiceConfig) -> Any:
     """The coordinator's actor, on the node of this command; it takes no slot."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray = _ray()
+    ray = ray_package()
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(CoordinatorActor)
     options: dict[str, Any] = {"name": NAME, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": 0}
     try:
         return actor_class.options(scheduling_strategy=here, **options).remote(config, partial(RayFleet, WorkerActor))
     except ValueError as error:
-        raise StartError(f"this Ray cluster runs a coordinator already: {error}") from error
+        raise StartError("ray_address: this Ray cluster runs a coordinator already, and takes one alone") from error
 
 
-def _await(reference: Any, stop: threading.Event) -> Reply:
-    """The call's reply, or an empty one when a signal comes first."""
-    ray = _ray()
-    while not stop.is_set():
+def _follow(
+    actor: Any, signals: Signals, most_seconds: float, reference: Any, meanwhile: Callable[[], None] = lambda: None
+) -> Reply:
+    """The call's reply. The actor is told of every signal, and given up when it does not end in `most_seconds`."""
+    ray, num_told = ray_package(), 0
+    while True:
+        while num_told < signals.count:
+            actor.end.remote()
+            num_told += 1
         done, _ = ray.wait([reference], timeout=POLL_SECONDS)
         if done:
             return ray.get(reference)
-    return Reply()
+        if signals.count and time.monotonic() > signals.first + most_seconds:
+            return Reply()
+        meanwhile()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _code = main(sys.argv[1:])
+    for _number in SIGNALS:  # one that comes late would kill: Python gives up its handlers before the process ends
+        signal.signal(_number, signal.SIG_IGN)
+    sys.exit(_code)

@@ -1,13 +1,15 @@
 """The coordinator as an actor. The composition root gives this class to Ray; nothing here knows Ray."""
 
 import asyncio
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from coordinator.ranks.ports import Fleet
-from coordinator.service import Service, ServiceConfig
-from longleaf.errors import LongleafError, WorkerLost
+from coordinator.service import Loading, Service, ServiceConfig
+from longleaf.errors import EpochBroken, LongleafError, WorkerLost
 from longleaf.launch import BAD_INPUT
 
 NAME = "longleaf-coordinator"
@@ -17,11 +19,12 @@ FAILED = 1
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """How a call went: the port when the service listens, else what to tell the user and the process's exit code."""
+    """How a call went: the port when the service is ready, else what to tell the user and the process's exit code."""
 
     port: int = 0
     notes: tuple[str, ...] = ()
-    """What ranks say of their start: which merge was chosen and why, and what is slower than it could be."""
+    """What ranks say of their start: which merge was chosen and why, and what is slower than it could be. Later, what
+    has happened: ranks that were lost, and what became of that."""
     error: str = ""
     exit_code: int = 0
 
@@ -30,7 +33,35 @@ def describe(error: Exception) -> Reply:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
     if not isinstance(error, LongleafError):
         return Reply(error=repr(error), exit_code=FAILED)
-    return Reply(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost) else BAD_INPUT)
+    return Reply(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost | EpochBroken) else BAD_INPUT)
+
+
+class News(logging.Handler):
+    """What the coordinator logs, until it is told. Needs a running event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = asyncio.get_running_loop()
+        self._texts: list[str] = []
+        self._has_some = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Any thread may call it."""
+        with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
+            self._loop.call_soon_threadsafe(self._add, self.format(record))
+
+    def _add(self, text: str) -> None:
+        self._texts.append(text)
+        self._has_some.set()
+
+    async def wait(self) -> None:
+        """Returns when there is something to tell."""
+        await self._has_some.wait()
+
+    def take(self) -> tuple[str, ...]:
+        texts, self._texts = tuple(self._texts), []
+        self._has_some.clear()
+        return texts
 
 
 class CoordinatorActor:
@@ -39,19 +70,41 @@ class CoordinatorActor:
     def __init__(self, config: ServiceConfig, make_fleet: Callable[[], Fleet]) -> None:
         self._service = Service(config, make_fleet())
         self._is_stopping = False
+        self._news: News | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> Reply:
-        """Brings the service up."""
+        """Brings the service up, unless it is ended meanwhile."""
+        starting = asyncio.create_task(self._service.start())
+        ending = asyncio.create_task(self._service.wait_drained())
+        await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return Reply()
         try:
-            return Reply(port=await self._service.start(), notes=self._service.notes)
+            return Reply(port=starting.result(), notes=self._service.notes)
         except Exception as error:
             await self._service.stop()
             return describe(error)
 
-    async def wait(self) -> Reply:
-        """Waits for the end of the service; when a rank is lost, reaps the others first."""
+    async def loading(self) -> Loading:
+        """How far the start is."""
+        return self._service.loading
+
+    async def end(self) -> None:
+        """Ends the service: `start` or `wait` returns when it is drained, and at once when this is called again."""
+        self._service.drain()
+
+    async def wait(self, until_news: bool = False) -> Reply:
+        """Waits until the service is drained, and to be stopped; when it has failed, ends it first. With `until_news`,
+        returns notes whenever there are some; then it is to be called again."""
+        self._ending = self._ending or asyncio.create_task(self._service.wait())
+        if until_news and (notes := await self._wait_for_news(self._ending)):
+            return Reply(notes=notes)
         try:
-            await self._service.wait()
+            await self._ending
         except asyncio.CancelledError:
             return Reply()
         except Exception as error:
@@ -61,7 +114,19 @@ class CoordinatorActor:
             return msgspec.structs.replace(describe(error), exit_code=FAILED)
         return Reply()
 
+    async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
+        """What there is to tell, once there is something, or the service has ended."""
+        if self._news is None:
+            self._news = News()
+            logging.getLogger(__package__).addHandler(self._news)
+        waiting = asyncio.create_task(self._news.wait())
+        await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        return self._news.take()
+
     async def stop(self) -> None:
         """Takes the service down."""
         self._is_stopping = True
         await self._service.stop()
+        if self._news is not None:
+            logging.getLogger(__package__).removeHandler(self._news)

@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 
 from longleaf.channel.step import Comparison
-from longleaf.errors import LongleafError, NotFinite
-from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress
+from longleaf.errors import LongleafError
+from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress, Recovering
 from longleaf.sampling import Sampling, Token
 
 EndReason = Literal["end_token", "length", "stop_token"]
@@ -98,10 +98,19 @@ class Ended(msgspec.Struct, frozen=True):
     """If the prompt asked for it."""
 
 
+class GivenUp(msgspec.Struct, frozen=True):
+    """A context that is gone, because the ranks that are left cannot hold it."""
+
+    context: str
+    """Id of the context, without the `contexts/` prefix."""
+    num_tokens: int
+    reason: str
+
+
 class Failed(msgspec.Struct, frozen=True):
     """A sample has ended with an error; the stream raises it when all samples have ended."""
 
-    error: NotFinite
+    error: LongleafError
     sample: int = 0
 
 
@@ -111,6 +120,6 @@ class Acknowledged(msgspec.Struct, frozen=True):
     context: str
 
 
-Event = Admitted | Progress | Tokens | Ended
+Event = Admitted | Progress | Recovering | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
 """Id of a request, and what its stream gets: last an error, the last Ended or Failed, or Acknowledged."""

@@ -4,29 +4,34 @@ order."""
 import asyncio
 import os
 import sys
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from coordinator.calls.use_cases import UseCases
-from coordinator.engine.engine import Engine
+from coordinator.engine.engine import STOPPING, Engine
 from coordinator.memory import return_large
 from coordinator.placement.positions import UNLIMITED
 from coordinator.ranks.control import Control
+from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
-from coordinator.serving.server import Server, check_address
+from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.lives import Ready
-from longleaf.config import LOOPBACK, EngineConfig, Launcher, check_model_name
-from longleaf.errors import StartError
-from longleaf.messages import ModelInfo
+from longleaf.channel.epochs import Ready
+from longleaf.config import DRAIN_SECONDS, LOOPBACK, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.errors import StartError, Unavailable
+from longleaf.messages import Draining, ModelInfo
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
 """How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a
 tenth of the interpreter's own measure, for it waits many times while it serves one step."""
+TELL_SECONDS = 0.5
+"""How long answers that were ended may take to say what they have."""
 GRACE_SECONDS = 2.0
 """How long open calls may take to hear why the service ends."""
 
@@ -43,8 +48,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What clients see of the model; None: the name of its folder."""
     ray_address: str | None = None
     """A Ray cluster to join; None starts one."""
+    wait_for_ranks: float = 0.0
+    """Seconds to wait for slots that the cluster does not have yet."""
+    drain_seconds: float = DRAIN_SECONDS
+    """Seconds that running calls may take to end once the service is told to."""
     as_json: bool = False
-    """Tell the address as a JSON object instead of a line for people."""
+    """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
 
     @property
     def shown_name(self) -> str:
@@ -52,43 +61,83 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         folder = Path(self.engine.model).resolve().name
         return self.model_name or os.fsencode(folder).decode(errors="replace")  # it may be any bytes
 
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first setting that is out of range."""
+        self.engine.check()
+        check_waits(self.wait_for_ranks, self.drain_seconds)
+        if self.model_name is not None:
+            check_model_name(self.model_name)
+
+
+class Loading(msgspec.Struct, frozen=True):
+    """How far the start is."""
+
+    world_size: int
+    num_ready: int
+    """Ranks that have loaded the model."""
+    num_missing: int
+    """Slots that are waited for."""
+
+    def __str__(self) -> str:
+        missing = f", {self.num_missing} of their slots missing" if self.num_missing else ""
+        return f"loading, {self.num_ready} of {self.world_size} ranks ready{missing}"
+
 
 class Service:
-    """Life: start, wait, stop. `stop` may be called at any time, also when `start` failed."""
+    """Life: start, wait, drain, stop. `stop` may be called at any time, also when `start` failed."""
 
     def __init__(self, config: ServiceConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
         self._renderer = Renderer()
+        self._control: Control | None = None
+        self._keeper: Keeper | None = None
         self._engine: Engine | None = None
         self._use_cases: UseCases | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
+        self._end = End()
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
 
     async def start(self) -> int:
-        """Brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument or WorkerLost."""
+        """Opens the port, brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument
+        or WorkerLost."""
         return_large()
         sys.setswitchinterval(SWITCH_SECONDS)
+        self._config.check()
         config = self._config.engine
-        config.check()
-        check_address(self._config.host, self._config.port)
-        if self._config.model_name is not None:
-            check_model_name(self._config.model_name)
+        self._server = Server(
+            unread_timeout=config.unread_timeout,
+            loading=self._not_yet,
+            drain=self.answer_drain,
+            refill=self._refill,
+        )
+        port = await self._server.start(self._config.host, self._config.port)
         tokenizer = await self._load_tokenizer(config)
-        control = Control(config, await self._fleet.reserve(config))
+        host = await self._fleet.reserve(config, self._config.wait_for_ranks)
+        self._control = Control(config, host, self._fleet.kill, self._fleet.where)
         # without a limit of its own the model is bounded by the pool alone
-        self._engine = Engine(control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
-        await self._fleet.launch(config, control.invitations, control.lost)
+        self._engine = Engine(self._control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
+        await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
+        self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
         self._use_cases = UseCases(self._engine, tokenizer, describe)
-        self._server = Server(self._use_cases, config.unread_timeout)
-        return await self._server.start(self._config.host, self._config.port)
+        self._server.open(self._use_cases)
+        return port
+
+    @property
+    def loading(self) -> Loading:
+        """How far the start is."""
+        num_ready = self._control.num_ready if self._control is not None else 0
+        return Loading(self._config.engine.world_size, num_ready, self._fleet.num_missing)
+
+    def _not_yet(self) -> Unavailable:
+        return Unavailable(str(self.loading), LOADING_SECONDS)
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
         """Raises ModelRefused, and StartError when it takes longer than `start_timeout`."""
@@ -111,21 +160,115 @@ class Service:
         return engine.positions.describe_model(model)
 
     async def wait(self) -> None:
-        """Returns when the service was stopped; raises what ended it, for instance WorkerLost."""
+        """Returns when the service was drained or stopped; raises what ended it, for instance WorkerLost."""
         assert self._loop is not None
-        await asyncio.shield(self._loop)
+        drained = asyncio.create_task(self._end.drained.wait())
+        await asyncio.wait([self._loop, drained], return_when=asyncio.FIRST_COMPLETED)
+        if not self._end.is_told:
+            drained.cancel()
+            await asyncio.shield(self._loop)
+        await drained
+
+    async def wait_drained(self) -> None:
+        """Returns when the service was drained, whether it had started or not."""
+        await self._end.drained.wait()
+
+    # --- end ---
+
+    def drain(self) -> None:
+        """Takes no new calls, and lets those that run end for `drain_seconds`; the rest is told then, and at once when
+        this is called again."""
+        if self._end.is_ordered:
+            self._end.hurry.set()
+        self._end.is_ordered = True
+        self._begin_drain()
+
+    def _begin_drain(self) -> None:
+        self._end.task = self._end.task or asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        end = self._end
+        if self._server is not None:
+            await either(self._server.drain(self._config.drain_seconds), end.hurry.wait())
+            end.num_cut, end.is_told = self._server.num_open, True
+            waited = f", and waited {human_seconds(self._config.drain_seconds)} for calls to end"
+            await self._tell(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
+        end.drained.set()
+
+    async def _tell(self, server: Server, reason: str) -> None:
+        """Ends all calls: first those that the engine answers, with what it has computed, then those that wait for
+        something else, such as the next piece of a document."""
+        if self._engine is not None:
+            self._engine.end_streams(reason)
+        await server.drain(TELL_SECONDS)
+        server.end_calls(reason)
+        await server.drain(GRACE_SECONDS)
+
+    async def answer_drain(self, wait: bool) -> Draining:
+        """As `drain`, and hurries nothing. Answers one who waits only when whoever runs the service knows that it ends
+        well: what it runs in may be killed right after. Raises Unavailable when it does not."""
+        self._begin_drain()
+        assert self._server is not None
+        if wait:
+            await self._end.leaving.wait()
+            if not self._end.is_told:
+                raise Unavailable(f"the service did not drain: {self._failure or STOPPING}")
+        num_open = self._end.num_cut if wait else self._server.num_open
+        return Draining(open_calls=num_open, limit=self._config.drain_seconds)
+
+    def _refill(self) -> int:
+        assert self._keeper is not None
+        return self._keeper.refill()
+
+    @property
+    def _failure(self) -> BaseException | None:
+        """What ended the engine's loop by itself."""
+        loop = self._loop
+        return loop.exception() if loop is not None and loop.done() and not loop.cancelled() else None
 
     async def stop(self) -> None:
         """Tells open calls, then ranks, then reaps all processes."""
+        self._end.leaving.set()
+        if self._end.task is not None:
+            self._end.task.cancel()
         self._renderer.stop()
-        if self._engine is not None:
-            self._engine.end_streams()
         if self._server is not None:
+            await self._tell(self._server, str(self._failure or STOPPING))
             await self._server.stop(GRACE_SECONDS)
         if self._use_cases is not None:
             await self._use_cases.close()
+        if self._keeper is not None:
+            await self._keeper.close()
         if self._engine is not None:
             await self._engine.close()
         await self._fleet.shutdown()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
+
+
+class End:
+    """How far the end of a service is."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.is_ordered = False
+        """Whoever runs the service asked for it, not a call alone."""
+        self.hurry = asyncio.Event()
+        """Whoever ends the service waits no longer."""
+        self.is_told = False
+        """Calls that had not ended were told."""
+        self.num_cut = 0
+        """How many these were."""
+        self.drained = asyncio.Event()
+        self.leaving = asyncio.Event()
+        """Whoever runs the service takes it down."""
+
+
+async def either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them has, and ends the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from coordinator import events
 from coordinator.text.detokenizer import Alphabet, Piece, TextStream
 from coordinator.text.spelling import Speller
-from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started, Timings, Usage
+from longleaf.messages import Delta, Event, Finished, Generate, Progress, Recovering, Started, Timings, Usage
 from longleaf.sampling import Token
 
 
@@ -73,7 +73,7 @@ class Answer:
                         is_exact=self._is_exact,
                     )
                 ]
-            case Progress():
+            case Progress() | Recovering():
                 return [event]
             case events.Tokens() | events.Ended() if self._samples[event.sample].is_finished:
                 return []

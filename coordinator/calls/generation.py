@@ -19,7 +19,7 @@ from longleaf.messages import Event, Finished, Generate, Resume
 
 
 class EventStream(Protocol):
-    """One request's events. Raises WorkerLost when a rank is lost."""
+    """One request's events. Raises WorkerLost when the last rank is lost."""
 
     def __aiter__(self) -> AsyncIterator[events.Event]: ...
 

@@ -19,7 +19,16 @@ from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.vocabulary import STEP_TOKENS
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound
-from longleaf.messages import Context, IngestHeader, IngestPhase, IngestPiece, IngestProgress, Progress, expired
+from longleaf.messages import (
+    Context,
+    IngestHeader,
+    IngestPhase,
+    IngestPiece,
+    IngestProgress,
+    Progress,
+    Recovering,
+    expired,
+)
 from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
@@ -201,12 +210,19 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         began = self._clock()
         async for event in stream:
-            if isinstance(event, Progress):
-                seconds = self._clock() - began
-                speed = event.processed / seconds if seconds > 0 else 0.0
-                report = replace(report, processed=event.processed, tokens_per_second=speed)
-                yield report
-        yield replace(report, phase="ready", processed=report.total, context=self._acknowledged(header))
+            match event:
+                case Recovering():
+                    report = replace(report, phase="recovering", recovering=event)
+                case Progress(processed):
+                    seconds = self._clock() - began
+                    speed = processed / seconds if seconds > 0 else 0.0
+                    counts = {"processed": processed, "tokens_per_second": speed}
+                    report = replace(report, phase="prefilling", recovering=None, **counts)
+                case _:
+                    continue
+            yield report
+        context = self._acknowledged(header)
+        yield replace(report, phase="ready", processed=report.total, context=context, recovering=None)
 
     def _acknowledged(self, header: IngestHeader) -> Context:
         """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from longleaf.errors import Cancelled, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
-from longleaf.messages import Delta, Event, Generate, Started
+from longleaf.messages import Delta, Event, Generate, Recovering, Started
 
 MAX_HELD = 256
 """Generations held at once."""
@@ -59,6 +59,8 @@ class Replay:
         self._dropped_tokens = 0
         self._weight = 0
         self._started: Started | None = None
+        self._recovering: Recovering | None = None
+        """What was said of a recovery, if that was the last of all: it is not kept, for it tells of now alone."""
         self._error: Exception | None = None
         """What ended it."""
         self._is_over = False
@@ -72,19 +74,23 @@ class Replay:
         return _question(request) == self._question
 
     async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
-        """Events from the token at `token_index` on, Started first. Closing the iterator ends nothing but itself.
+        """Events from the token at `token_index` on, Started first, and what is said of a recovery meanwhile. Closing
+        the iterator ends nothing but itself.
 
         Raises InvalidArgument for an index where no delta begins, or that is no longer held, and what the generation
         raises.
         """
         self._enter()
         try:
-            number = self._find(token_index)
+            number, recovering = self._find(token_index), None
             if number > 0 and self._started is not None:
                 yield self._started
-            while (event := await self._get(number)) is not None:
+            while (event := await self._get(number, recovering)) is not None:
                 yield event
-                number += 1
+                if isinstance(event, Recovering):
+                    recovering = event
+                else:
+                    number += 1
         finally:
             self._leave()
 
@@ -104,9 +110,12 @@ class Replay:
             raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
         return number
 
-    async def _get(self, number: int) -> Event | None:
-        """The event of this number; None after the last one."""
+    async def _get(self, number: int, recovering: Recovering | None) -> Event | None:
+        """The event of this number, or what is said of a recovery before it comes, unless that is the one that was
+        told; None after the last event."""
         while number >= self._num_dropped + len(self._log):
+            if self._recovering is not None and self._recovering is not recovering:
+                return self._recovering
             if self._is_over:
                 return None
             if self._error is not None:
@@ -133,6 +142,9 @@ class Replay:
             self._be_over()  # a retry shall start anew
 
     def _keep(self, event: Event) -> None:
+        self._recovering = event if isinstance(event, Recovering) else None
+        if self._recovering is not None:
+            return
         self._started = event if isinstance(event, Started) else self._started
         self._log.append(event)
         self._weight += _weight(event)

@@ -26,7 +26,7 @@ class ContextStore(Protocol):
         ...
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
-        """Raises NotFound, AlreadyExists or InvalidArgument."""
+        """Raises NotFound, AlreadyExists, InvalidArgument or Unavailable."""
         ...
 
     def update_context(self, context_id: str, settings: ContextSettings) -> Context:

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from coordinator.changes import Changes
-from coordinator.engine.epoch import Epoch
+from coordinator.engine.epochs import Epochs
 from coordinator.engine.readers import Readers
+from coordinator.engine.recoveries import Recoveries
+from coordinator.engine.steps import Steps
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_worker
 from coordinator.events import Document, Outcome, Prompt
@@ -17,18 +18,18 @@ from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
-from longleaf.channel.lives import Ready
+from longleaf.channel.epochs import Ready
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
-from longleaf.errors import LongleafError, NotFound, Unavailable
+from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Rotary
 from longleaf.messages import Cluster, ContextSettings, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
 raise."""
-FIRST_EPOCH = 1
 ANY_MODEL = ModelInfo(name="")
+STOPPING = "the service is stopping"
 
 
 def unobserved(*_: object) -> None:
@@ -56,14 +57,15 @@ class Engine:
         """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._epoch: Epoch | None = None
+        self._recoveries = Recoveries(clock)
+        self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
-        self._steps: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
         self._next_id = 0
         self._wake = asyncio.Event()
+        self._steps = Steps(self._wake.set)
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
         self.changes = Changes()
@@ -91,20 +93,16 @@ class Engine:
     @property
     def total_tokens(self) -> int:
         """Tokens that the pools of all ranks can hold."""
-        return self._epoch.num_tokens if self._epoch else 0
+        return self._epochs.current.num_tokens if self._epochs.is_begun else 0
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
-        readies = await self._ranks.start(FIRST_EPOCH)
-        self._begin(Epoch.of(FIRST_EPOCH, self._ranks.hellos, readies, self._config.block_size))
-        return readies
-
-    def _begin(self, epoch: Epoch) -> None:
-        """Serves with the ranks of an epoch."""
-        self._epoch = epoch
-        self.positions = self.positions.told(epoch.readies[0].rotary)
-        self._scheduler = Scheduler(self._config, epoch.placer, self.positions, epoch.number)
+        epoch = await self._epochs.start(self._config.block_size)
+        readies = epoch.formation.readies
+        self.positions = self.positions.told(readies[0].rotary)
+        self._scheduler = Scheduler(self._config, epoch.placer, self.positions, epoch.number, epoch.max_moved_blocks)
         self._failure = None
+        return readies
 
     # --- what clients do ---
 
@@ -122,7 +120,10 @@ class Engine:
         return self._admit(document)
 
     def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
-        self._open().admit(self._next_id, asked, self._clock())
+        with self._recoveries.explaining():
+            self._open().admit(self._next_id, asked, self._clock())
+        if isinstance(asked, Document):
+            self._recoveries.forget(asked.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -135,11 +136,15 @@ class Engine:
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
-        return self._open().contexts.get(context_id).num_tokens
+        return self._named(context_id).num_tokens
+
+    def _named(self, context_id: str) -> NamedPath:
+        with self._recoveries.explaining():
+            return self._open().contexts.get(context_id)
 
     def get_context(self, context_id: str) -> messages.Context:
         """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
-        return self._view(self._open().contexts.get(context_id))
+        return self._view(self._named(context_id))
 
     def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
         """Sorted by id: those that come after `after`, at most `limit`."""
@@ -148,9 +153,12 @@ class Engine:
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
-        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
-        return self._view(self._open().fork_context(source, context_id, num_tokens, self._wall_clock()))
+        with self._recoveries.explaining():
+            forked = self._open().fork_context(source, context_id, num_tokens, self._wall_clock())
+        self._recoveries.forget(context_id)
+        return self._view(forked)
 
     def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, and InvalidArgument for a time that has passed."""
@@ -183,26 +191,34 @@ class Engine:
 
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
         """The ranks and the load. Which model they serve, and what started them, the engine is told."""
-        scheduler, config, epoch = self._open(), self._config, self._epoch
-        assert epoch is not None
+        scheduler, config, epoch = self._open(), self._config, self._epochs.current
+        hellos, readies = epoch.formation.hellos, epoch.formation.readies
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        pairs, size = zip(epoch.hellos, epoch.readies, strict=True), config.block_size
+        members, size = zip(held, hellos, readies, strict=True), config.block_size
         return Cluster(
             model=model,
-            workers=tuple(view_worker(hello, ready, held[ready.rank], windowed, size) for hello, ready in pairs),
-            world_size=len(epoch.readies),
+            workers=tuple(
+                view_worker(rank, hello, ready, tokens, windowed, size)
+                for rank, (tokens, hello, ready) in enumerate(members)
+            ),
+            world_size=len(readies),
             epoch=epoch.number,
             launcher=launcher,
             merge=config.merge,
-            transport=epoch.readies[0].transport,
-            merge_timings=epoch.readies[0].merges,
+            transport=readies[0].transport,
+            merge_timings=readies[0].merges,
+            inside_transport=readies[0].inside_transport,
+            between_transport=readies[0].between_transport,
+            tier_merges=readies[0].tiers,
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             block_size=size,
             is_exact=config.is_exact,
             window_keys=config.window_keys,
             window_tokens=windowed,
-            max_window_tokens=max_window_tokens(epoch.readies[0], size),
+            max_window_tokens=max_window_tokens(readies[0], size),
+            recovery=self._recoveries.latest,
+            losses=self._ranks.losses,
         )
 
     def audit(self) -> None:
@@ -227,10 +243,9 @@ class Engine:
         return self._scheduler
 
     def _view(self, context: NamedPath) -> messages.Context:
-        assert self._epoch is not None
         assert self._scheduler is not None
-        holdings = self._scheduler.segments.holdings
-        return view_context(context, holdings, self._epoch.readies, self.positions, self.is_exact)
+        holdings, readies = self._scheduler.segments.holdings, self._epochs.current.formation.readies
+        return view_context(context, holdings, readies, self.positions, self.is_exact)
 
     def _cancel(self, request_id: int) -> None:
         self._readers.remove(request_id)
@@ -251,18 +266,21 @@ class Engine:
     # --- the loop ---
 
     async def run(self) -> None:
-        """Runs steps until `close`. When a rank is lost every stream fails with WorkerLost, and it is raised here."""
-        self._current()
+        """Runs steps until `close`, from epoch to epoch. When no rank is left that could go on, every stream fails with
+        WorkerLost, and it is raised here."""
+        scheduler = self._current()
         self._loop_task = asyncio.current_task()
-        lost = asyncio.create_task(self._ranks.wait_lost())
-        lost.add_done_callback(lambda _: self._wake.set())
+        self._epochs.watch(self._wake.set)
         try:
             while not self._is_closing:
-                if lost.done():
-                    raise lost.result()
-                await self._turn()
+                self._turn()
+                if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
+                    await self._steps.abandon()
+                    await self._epochs.follow(scheduler, lambda: self._tell(scheduler))
+                else:
+                    await self._wait(scheduler)
         except asyncio.CancelledError:
-            self._fail(Unavailable("the service is stopping"))
+            self._fail(Unavailable(STOPPING))
             if not self._is_closing:
                 raise
         except LongleafError as error:
@@ -272,30 +290,32 @@ class Engine:
             self._fail(Unavailable(f"the engine failed: {error!r}"))
             raise
         finally:
-            lost.cancel()
-            await self._abandon_steps()
+            self._epochs.unwatch()
+            await self._steps.abandon()
 
-    async def _turn(self) -> None:
+    def _turn(self) -> None:
         """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
         scheduler, outcomes, answered = self._current(), list[Outcome](), list[tuple[StepPlan, StepResult]]()
         self._wake.clear()
-        while self._steps and self._steps[0][1].done():
-            plan, step = self._steps.popleft()
-            result = step.result()
-            outcomes += scheduler.commit(plan, result, self._wall_clock())
-            answered.append((plan, result))
-        while (plan := scheduler.schedule(self._clock())) is not None:
+        with suppress(WorkerLost, EpochBroken):  # the epoch has ended, or is about to
+            while (answer := self._steps.take()) is not None:
+                outcomes += scheduler.commit(*answer, self._wall_clock())
+                answered.append(answer)
+        self._epochs.settle(scheduler)
+        while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
             # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
-            step = asyncio.create_task(self._ranks.step(plan))
-            step.add_done_callback(lambda _: self._wake.set())
-            self._steps.append((plan, step))
-        for request_id in self._readers.publish(outcomes + scheduler.drain()):
-            self._pause(request_id, True)
+            self._steps.begin(self._epochs.current.formation.group, plan)
+        self._tell(scheduler, outcomes)
         for plan, result in answered:
             self._observe(plan, result)
+
+    def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
+        """Tells the readers what happened."""
+        for request_id in self._readers.publish([*outcomes, *scheduler.drain()]):
+            self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)
-        await self._wait(scheduler)
+        self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Waits for something to do, at most until a request's deadline or a context's expiry."""
@@ -307,21 +327,16 @@ class Engine:
         await self._wake.wait()
         timer.cancel()
 
-    async def _abandon_steps(self) -> None:
-        steps = [step for _, step in self._steps]
-        for step in steps:
-            step.cancel()
-        await asyncio.gather(*steps, return_exceptions=True)
-
     def _fail(self, error: LongleafError) -> None:
         """Ends every stream with `error` and refuses what comes later."""
         self._failure = error
         self._readers.close_all(error)
         self.changes.end()
 
-    def end_streams(self) -> None:
-        """Ends every stream with Unavailable, or with what ended the service, and refuses what comes later."""
-        self._fail(self._failure or Unavailable("the service is stopping"))
+    def end_streams(self, reason: str = STOPPING) -> None:
+        """Ends every stream with Unavailable for that reason, or with what ended the service before, and refuses what
+        comes later."""
+        self._fail(self._failure or Unavailable(reason))
 
     async def close(self) -> None:
         """Ends every stream and tells the ranks to leave."""

@@ -1,31 +1,47 @@
 """The life of one process group."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from coordinator.placement.blocks import Placer
-from longleaf.channel.lives import Hello, Ready
+from coordinator.placement.ranking import Ranking
+from coordinator.ranks.ports import Formation
+
+MOVED_BYTES = 64 << 20
+"""Of keys that one step moves from rank to rank at most: streams wait for it."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who the ranks are, from when they are ready until one of them is lost, and the blocks that they have."""
+    """Who the ranks are, from when they are ready until one of them is lost or others join, and where blocks are."""
 
-    number: int
-    hellos: tuple[Hello, ...]
-    """In rank order."""
-    readies: tuple[Ready, ...]
-    """In rank order."""
+    formation: Formation
     placer: Placer
+    """The same in all epochs."""
 
     @classmethod
-    def of(cls, number: int, hellos: Sequence[Hello], readies: Sequence[Ready], block_size: int) -> Self:
-        """An epoch that begins: nothing is held yet."""
-        placer = Placer([ready.num_blocks for ready in readies], block_size, readies[0].windows)
-        return cls(number, tuple(hellos), tuple(readies), placer)
+    def first(cls, formation: Formation, block_size: int) -> Self:
+        """The one in which nothing is held yet."""
+        readies = formation.readies
+        return cls(formation, Placer([ready.num_blocks for ready in readies], block_size, readies[0].windows))
+
+    @property
+    def number(self) -> int:
+        return self.formation.epoch
 
     @property
     def num_tokens(self) -> int:
         """What the pools of all ranks can hold."""
         return self.placer.num_blocks.sharded * self.placer.block_size
+
+    @property
+    def max_moved_blocks(self) -> int:
+        """Blocks that one step moves at most."""
+        block_bytes = self.placer.block_size * self.formation.readies[0].bytes_per_token
+        return max(1, MOVED_BYTES // max(1, block_bytes))
+
+    def ranking(self, formation: Formation) -> Ranking:
+        """What becomes of these ranks in the next epoch."""
+        old = {member: rank for rank, member in enumerate(self.formation.members)}
+        before = tuple(old.get(member) for member in formation.members)
+        return Ranking(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))

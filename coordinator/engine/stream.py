@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Admitted, Ended, Event, Tokens
-from longleaf.messages import Progress
+from longleaf.messages import Progress, Recovering
 from longleaf.sampling import Token
 
 MAX_UNREAD = 256
@@ -39,11 +39,13 @@ class Unread:
 
 
 class Stream:
-    """Events of one request, read by one task: Admitted, Progress, then each sample's Tokens and Ended, in this order.
+    """Events of one request, read by one task: Admitted, Progress, then each sample's Tokens and Ended, then
+    Recovering, in this order.
 
     However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
-    joined. When many tokens are joined it `is_full`; `on_read` is called when the reader has then taken them.
-    An error is raised after the events that came before it, that of a sample after those of all samples.
+    joined, and a Recovering is forgotten when the request goes on. When many tokens are joined it `is_full`; `on_read`
+    is called when the reader has then taken them. An error is raised after the events that came before it, that of a
+    sample after those of all samples.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Stream:
         self._changed = asyncio.Event()
         self._admitted: Admitted | None = None
         self._progress: Progress | None = None
+        self._recovering: Recovering | None = None
         self._unread: dict[int, Unread] = {}
         self._error: Exception | None = None
         self._is_closed = False
@@ -74,9 +77,13 @@ class Stream:
         return any(unread.is_full for unread in self._unread.values())
 
     def put(self, event: Event) -> None:
+        if not isinstance(event, Admitted) or event.queue_position == 0:
+            self._recovering = None
         match event:
             case Admitted():
                 self._admitted = event
+            case Recovering():
+                self._recovering = event
             case Progress():
                 self._progress = event
             case Tokens():
@@ -142,6 +149,8 @@ class Stream:
         else:
             was_full = self.is_full
             event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
+            if event is None:
+                event, self._recovering = self._recovering, None
             if was_full and not self.is_full and not self._is_closed:
                 self._on_read()
         return event

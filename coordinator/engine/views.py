@@ -6,7 +6,8 @@ from coordinator.placement.contexts import NamedPath
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
 from longleaf import messages
-from longleaf.channel.lives import Hello, Ready
+from longleaf.channel.epochs import Ready
+from longleaf.channel.lives import Hello
 
 
 def view_context(
@@ -30,15 +31,18 @@ def view_context(
     )
 
 
-def view_worker(hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int) -> messages.Worker:
-    """A rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
+def view_worker(
+    rank: int, hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int
+) -> messages.Worker:
+    """The member with a rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
     return messages.Worker(
-        rank=ready.rank,
+        rank=rank,
         node=hello.node,
         pid=hello.pid,
         device=ready.device,
         kernels=ready.kernels,
+        address=hello.host,
         tokens=num_tokens,
         max_tokens=max_tokens,
         kv_bytes=_kv_bytes(ready, num_tokens, num_windowed),

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.placement.pool import BlockPool
+from coordinator.placement.ranking import Ranking
 from coordinator.placement.windows import WindowPool
 from longleaf.errors import ResourceExhausted
 from longleaf.geometry import EVERY_RANK, Windows
@@ -77,6 +78,13 @@ class Placer:
         self.num_reserved += blocks
         return Reservation(blocks)
 
+    def add(self, reservation: Reservation, blocks: Blocks) -> bool:
+        """Promises more blocks, or says that there are too few."""
+        if (more := self.reserve(blocks)) is None:
+            return False
+        reservation.left += more.left
+        return True
+
     def release(self, reservation: Reservation) -> None:
         """Gives back what is left of a promise."""
         self.num_reserved -= reservation.left
@@ -140,9 +148,74 @@ class Placer:
         if self.windows is None:
             return ()
         stored_from = max(start, self.windows.first(end)) if is_chunk else start
-        rolled = self.window_pool.grow(self.window_pool.trim(runs, start), stored_from, end)
+        return self._roll(runs, start, (stored_from, end), reservation)
+
+    def roll_again(
+        self, runs: tuple[Run, ...], chunk: tuple[int, int], kept_from: int, place: int, reservation: Reservation
+    ) -> tuple[Run, ...]:
+        """The window runs of a segment when a chunk of it is read again: with what is seen from `place` on, and with
+        what lies from `kept_from` on, because later segments see it."""
+        if self.windows is None:
+            return ()
+        start, end = chunk
+        stored_from = max(start, min(self.windows.first(end), kept_from))
+        return self._roll(runs, min(start, place), (stored_from, end), reservation)
+
+    def _roll(
+        self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
+    ) -> tuple[Run, ...]:
+        rolled = self.window_pool.grow(self.window_pool.trim(runs, place), *fresh)
         self._spend(reservation, Blocks(windows=count_blocks(rolled) - count_blocks(runs)))
         return rolled
+
+    def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
+        """Frees runs that nothing was written to for good: their blocks are promised again."""
+        blocks = Blocks(count_blocks(runs))
+        self.free(runs)
+        reservation.left += blocks
+        self.num_reserved += blocks
+
+    def roll_back(self, runs: tuple[Run, ...], end: int, reservation: Reservation | None) -> tuple[Run, ...]:
+        """Window runs without what lies from position `end` on; with a reservation these blocks are promised again."""
+        kept = self.window_pool.cut(runs, end)
+        if reservation is not None:
+            freed = Blocks(windows=count_blocks(runs) - count_blocks(kept))
+            reservation.left += freed
+            self.num_reserved += freed
+        return kept
+
+    def place_again(self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs for the first `size` tokens of some ranges, whole blocks of each from its start on: in order, at most
+        one per rank, and none much longer than others.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        room = {rank: pool.num_free for rank, pool in enumerate(self.pools) if pool.num_free}
+        left, runs = max(1, size // self.block_size), list[Run]()
+        most = ceil_div(left, len(self.pools))
+        for start, end in ranges:
+            while start < end and room and left:
+                rank = max(room, key=room.__getitem__)
+                count = min(ceil_div(end - start, self.block_size), room.pop(rank), most, left)
+                self._spend(reservation, Blocks(count))
+                stop = min(start + count * self.block_size, end)
+                runs.append(Run(rank, start, stop, self.pools[rank].allocate(count)))
+                start, left = stop, left - count
+        return tuple(runs)
+
+    def place_on(self, rank: int, start: int, end: int) -> Run:
+        """A run for positions that come to a rank from another one: in blocks that are promised to nobody."""
+        count = ceil_div(end - start, self.block_size)
+        assert count <= self.num_free.sharded
+        return Run(rank, start, end, self.pools[rank].allocate(count))
+
+    def change_ranks(self, ranking: Ranking) -> None:
+        """Has the pools of those that are still there under their new ranks, and empty ones of those that come. What
+        was promised must have been released: there may be fewer blocks."""
+        assert self.num_reserved == Blocks()
+        old = self.pools
+        pairs = zip(ranking.before, ranking.num_blocks, strict=True)
+        self.pools = tuple(BlockPool(count) if rank is None else old[rank] for rank, count in pairs)
 
     def _spend(self, reservation: Reservation, blocks: Blocks) -> None:
         if not blocks.fits(reservation.left):

@@ -9,13 +9,15 @@ from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
-from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.geometry import Rope
 from longleaf.messages import UNCHANGED, ContextSettings
 from longleaf.units import human_number
 
 LAST_ENDS = 4
 """Documents of a context at whose ends the windows are held: any number of appends takes no more."""
+RETRY_SECONDS = 1.0
+"""After which it is worth asking again for what waits for a recovery."""
 
 
 class NamedPath:
@@ -34,6 +36,8 @@ class NamedPath:
         """Positions that its rope was chosen for: it can never have more."""
         self.created = now
         self.updated = now
+        self.last_use = 0
+        """Number of its last use among the uses of all contexts."""
         self.display_name = ""
         self.is_pinned = False
         self.expires: float | None = None
@@ -77,6 +81,7 @@ class Contexts:
         self._by_id: dict[str, NamedPath] = {}
         self._ids: list[str] = []
         """Sorted."""
+        self._num_uses = 0
         self._expiries = Deadlines[str]()
         """When contexts that are not pinned expire, in seconds since the epoch."""
 
@@ -88,6 +93,11 @@ class Contexts:
         if context_id not in self._by_id:
             raise NotFound(f"contexts/{context_id}")
         return self._by_id[context_id]
+
+    def use(self, context: NamedPath) -> None:
+        """Notes that a context is asked, appended to or forked."""
+        self._num_uses += 1
+        context.last_use = self._num_uses
 
     def list(self, after: str = "", limit: int | None = None) -> list[NamedPath]:
         """Sorted by id: those that come after `after`, at most `limit`."""
@@ -120,6 +130,7 @@ class Contexts:
             self._segments.let_go(context.path, end)
         context.ends = context.ends[-LAST_ENDS:]
         context.updated = now
+        self.use(context)
         self.change(context_id, settings, now)
 
     def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedPath:
@@ -141,7 +152,7 @@ class Contexts:
     def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedPath:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
-        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
         parent = self.get(source)
         path = parent.path
@@ -158,13 +169,21 @@ class Contexts:
         for end in context.ends[:-1]:
             self._segments.hold(context.path, end)
         self._add(context)
+        self.use(parent)
+        self.use(context)
         return context
 
     def _check_seam(self, context: NamedPath, position: int) -> None:
-        """Raises InvalidArgument where windowed layers lack the keys to go on."""
-        windows = self._segments.holdings.windows
-        below, above = self._segments.holdings.seams(context.path, position)
-        if windows is None or below == above:
+        """Raises InvalidArgument where windowed layers lack the keys to go on, Unavailable where they have them for a
+        moment only."""
+        holdings, path = self._segments.holdings, context.path
+        if (windows := holdings.windows) is None or position in context.ends:
+            return  # even while what is seen from there is read again
+        below, above = holdings.seams(path, position)
+        if below == above:
+            if position > holdings.whole_end(path) and any(path.seen(position, windows)):
+                told = f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
+                raise Unavailable(told, RETRY_SECONDS)
             return
         why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
         where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"

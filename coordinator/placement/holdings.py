@@ -1,10 +1,11 @@
 """What the ranks of an epoch hold of segments, and so of the paths that lead through these."""
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from coordinator.placement.blocks import Blocks
+from coordinator.placement.losses import Loss
 from coordinator.placement.paths import Path, Segment
 from longleaf.geometry import Windows
 from longleaf.runs import Run, join
@@ -26,10 +27,25 @@ class Holding:
         self.num_references = 1
         self.num_kept = 0
         """References that only keep the segment for prompts to come."""
+        self.loss: Loss | None = None
+        """What of it is lost, if anything."""
+        self.arriving: tuple[Run, ...] = ()
+        """Runs of tokens that are read again or come from another rank, by the plan that is under way."""
 
     @property
     def num_blocks(self) -> Blocks:
         return count_all([self])
+
+    @property
+    def num_promised(self) -> Blocks:
+        """Blocks that are held for it otherwise than in runs: those of a plan under way, and those promised for what is
+        lost."""
+        arriving = Blocks(sum(len(run.blocks) for run in self.arriving))
+        return arriving + self.loss.promise.left if self.loss and self.loss.promise else arriving
+
+    def num_wanted(self, block_size: int) -> Blocks:
+        """Its blocks once nothing of it is lost."""
+        return self.num_blocks + self.loss.num_blocks(block_size) if self.loss else self.num_blocks
 
     @property
     def num_reclaimable(self) -> Blocks:
@@ -46,14 +62,54 @@ class Holding:
             self.num_sharded += len(run.blocks)
         self.segment.extend(token_ids)
 
+    def put(self, runs: Iterable[Run]) -> None:
+        """Adds runs of tokens that were lost."""
+        for run in runs:
+            insort(self.runs, run, key=_start)
+            self.num_sharded += len(run.blocks)
+
+    def cut(self, end: int) -> list[Run]:
+        """Takes out the runs from position `end` on, where one begins, and gives them."""
+        index = bisect_left(self.runs, end, key=_start)
+        taken, self.runs = self.runs[index:], self.runs[:index]
+        assert not self.runs or self.runs[-1].end <= end
+        self.num_sharded -= sum(len(run.blocks) for run in taken)
+        return taken
+
+    def replace(self, old: Run, new: Run) -> None:
+        """Has the positions of `old`, the first blocks of a run, lie in `new` instead."""
+        index = bisect_left(self.runs, old.start, key=_start)
+        run = self.runs[index]
+        assert (run.rank, run.start, run.blocks[: len(old.blocks)]) == (old.rank, old.start, old.blocks)
+        rest = Run(run.rank, old.end, run.end, run.blocks[len(old.blocks) :])
+        self.runs[index : index + 1] = [new, rest] if len(rest) else [new]
+
+    def change_ranks(self, after: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Keeps the runs of those that are still there, under their new ranks; gives what is lost, neighbours joined:
+        with what was lost before and with what was about to come."""
+        gone = [(run.start, run.end) for run in self.runs if run.rank not in after]
+        lost = sorted([*gone, *(self.loss.left if self.loss else ())])
+        if gone or any(old != new for old, new in after.items()):
+            runs = [run for run in self.runs if run.rank in after]
+            self.runs = [Run(after[run.rank], run.start, run.end, run.blocks) for run in runs]
+            self.num_sharded = sum(len(run.blocks) for run in runs)
+        return join(lost)
+
     def audit(self) -> None:
-        """The runs cover the tokens, in order and without gaps."""
-        ends = [self.segment.start, *(run.end for run in self.runs)]
-        assert [run.start for run in self.runs] == ends[:-1]
+        """The runs and what is lost cover the tokens, in order and without gaps."""
+        lost = self.loss.left if self.loss else []
+        stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
+        ends = [self.segment.start, *(end for _, end in stretches)]
+        assert [start for start, _ in stretches] == ends[:-1]
         assert ends[-1] == self.segment.end
-        assert all(len(run) > 0 for run in self.runs)
+        assert all(start < end for start, end in stretches)
+        assert self.loss is None or lost
         assert self.num_sharded == sum(len(run.blocks) for run in self.runs)
         assert self.num_references >= max(1, self.num_kept)
+
+
+def _start(run: Run) -> int:
+    return run.start
 
 
 def count_all(holdings: Iterable[Holding]) -> Blocks:
@@ -72,6 +128,7 @@ class Holdings:
     def __init__(self, windows: Windows | None = None) -> None:
         self.windows = windows
         self._by_segment: dict[Segment, Holding] = {}
+        self._lossy: dict[Segment, Holding] = {}
 
     def __iter__(self) -> Iterator[Holding]:
         return iter(self._by_segment.values())
@@ -84,6 +141,51 @@ class Holdings:
 
     def remove(self, holding: Holding) -> None:
         del self._by_segment[holding.segment]
+
+    @property
+    def lossy(self) -> list[Holding]:
+        """Those of which something is lost, each after what it continues."""
+        return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is lost."""
+        return not self._lossy
+
+    def note_loss(self, holding: Holding, loss: Loss | None) -> None:
+        """Notes what is lost of a segment, or that nothing is any more."""
+        holding.loss = loss
+        if loss is None:
+            self._lossy.pop(holding.segment, None)
+        else:
+            self._lossy[holding.segment] = holding
+
+    def first_lost(self, path: Path) -> tuple[Holding, int] | None:
+        """What is lost first of a path, if anything is: of which segment, and the position at which its use ends."""
+        if self._lossy:
+            for segment, _, end in path.parts():
+                if (holding := self._lossy.get(segment)) and holding.loss and holding.loss.first < end:
+                    return holding, end
+        return None
+
+    def num_lost(self, path: Path) -> int:
+        """Tokens of a path that are lost."""
+        if not self._lossy:
+            return 0
+        parts = ((self._lossy.get(segment), end) for segment, _, end in path.parts())
+        return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
+
+    def holds(self, path: Path) -> bool:
+        """Nothing of a path is lost."""
+        return self.first_lost(path) is None
+
+    def whole_end(self, path: Path) -> int:
+        """Up to where a path can be used now: the first position that is lost, or its end. Where windows are replicated
+        the first that was lost: what is seen further on is held only until more is read again."""
+        found = self.first_lost(path)
+        if found is None or found[0].loss is None:
+            return path.end
+        return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
     def of(self, segments: Iterable[Segment]) -> list[Holding]:
         """Holdings of `segments`, in order."""
@@ -132,7 +234,7 @@ class Holdings:
     def audit(self, path: Path) -> None:
         """A path is sound and can be continued: what its next token sees is held."""
         path.audit()
-        if self.windows is not None:
+        if self.windows is not None and self.holds(path):
             runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]
             held = {position for run, end in runs for position in range(run.start, min(run.end, end))}
             assert held.issuperset(range(self.windows.first(path.end), path.end))

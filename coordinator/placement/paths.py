@@ -116,6 +116,11 @@ class Segment:
         assert not self.is_sealed
         self.token_ids.extend(token_ids)
 
+    def cut(self, end: int) -> None:
+        """Takes back the tokens from position `end` on."""
+        assert not self.is_sealed
+        del self.token_ids[end - self.start :]
+
     def fill(self, position: int, token_id: int) -> None:
         """Tells the id of a token that was placed before it was known."""
         self.token_ids[position - self.start] = token_id

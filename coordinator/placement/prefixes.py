@@ -64,7 +64,7 @@ class Prefixes:
 
     def _beginning(self, path: Path, token_ids: "array[int]") -> Path:
         """What `token_ids` have in common with a path, as far as it can be continued."""
-        end, _ = self._holdings.seams(path, path.num_common(token_ids))
+        end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
         return path.cut(end)
 
     def _link(self, continued: Segment, num_blocks: int) -> int:

@@ -2,10 +2,11 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.blocks import Blocks, Placer, count_blocks
 from coordinator.placement.holdings import Holding, Holdings
+from coordinator.placement.losses import Loss
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.prefixes import Prefixes
@@ -57,7 +58,8 @@ class Segments:
     def release(self, path: Path, origin: Path = NOWHERE) -> None:
         """Takes a retain back; what nobody refers to is freed and will be forgotten by the ranks."""
         self.let_go(path, path.end)
-        for holding in self.holdings.of(path.segments[len(origin.segments) :]):
+        # the end first: what is lost of a segment has a place on those before it
+        for holding in self.holdings.of(reversed(path.segments[len(origin.segments) :])):
             self._refer(holding, -1, 0)
 
     def drop(self, segment: Segment) -> None:
@@ -75,13 +77,18 @@ class Segments:
             holding.seams[end] -= 1
             if not holding.seams[end]:
                 del holding.seams[end]
-                self._trim(holding)
+                self.trim(holding)
 
-    def _trim(self, holding: Holding) -> None:
+    def trim(self, holding: Holding) -> None:
         """Frees the windows of a segment that are seen from none of its seams: from the first one most is seen."""
         self.num_reclaimable -= holding.num_reclaimable
-        pool, first_seam = self._placer.window_pool, min(holding.seams, default=UNLIMITED)
-        holding.window_runs = pool.trim(holding.window_runs, first_seam)
+        next_place = UNLIMITED if holding.segment.is_sealed else holding.segment.end
+        pool, first_seam = self._placer.window_pool, min(holding.seams, default=next_place)
+        trimmed = pool.trim(holding.window_runs, first_seam)
+        if holding.loss is not None and holding.loss.promise is not None:  # more of it will be read again
+            freed = Blocks(windows=count_blocks(holding.window_runs) - count_blocks(trimmed))
+            self._placer.add(holding.loss.promise, freed)
+        holding.window_runs = trimmed
         self.num_reclaimable += holding.num_reclaimable
 
     def _refer(self, holding: Holding, references: int, kept: int) -> None:
@@ -96,11 +103,56 @@ class Segments:
             self._free(holding)
 
     def _free(self, holding: Holding) -> None:
+        self.end_loss(holding)
         self.holdings.remove(holding)
         self._prefixes.remove(holding.segment)
-        self._placer.free((*holding.runs, *holding.window_runs))
-        # A segment without runs was never in a plan, so no rank knows it.
-        self._forgotten += [holding.segment.id] if holding.runs else []
+        self._placer.free((*holding.runs, *holding.window_runs, *holding.arriving))
+        # A segment without tokens was never in a plan, so no rank knows it.
+        self._forgotten += [holding.segment.id] if holding.segment.token_ids else []
+        holding.arriving = ()
+
+    # --- what is lost ---
+
+    def begin_loss(self, holding: Holding, loss: Loss) -> None:
+        """Notes what is lost of a segment, in place of what was noted before."""
+        self.end_loss(holding)
+        self.holdings.note_loss(holding, loss)
+
+    def hold_front(self, holding: Holding, position: int) -> None:
+        """Keeps the windows from which the segment is read again, which is at this position of its path."""
+        loss, path = holding.loss, holding.segment.path
+        assert loss is not None
+        self.hold(path, position)
+        if loss.front is not None:
+            self.let_go(path, loss.front)
+        loss.front = position
+
+    def end_loss(self, holding: Holding) -> None:
+        """Nothing is lost of a segment any more, or nobody needs it; what is left of its promise is given back."""
+        if (loss := holding.loss) is None:
+            return
+        self.holdings.note_loss(holding, None)
+        if loss.promise is not None:
+            self._placer.release(loss.promise)
+        self._let_front_go(holding, loss)
+
+    def drop_front(self, holding: Holding) -> None:
+        """Keeps of the windows of a segment only what is seen from elsewhere: all of it is held again."""
+        assert holding.loss is not None
+        self._let_front_go(holding, holding.loss)
+        self.trim(holding)
+
+    def _let_front_go(self, holding: Holding, loss: Loss) -> None:
+        if loss.front is not None:
+            self.let_go(holding.segment.path, loss.front)
+            loss.front = None
+
+    def drop_kept(self, is_lost: Callable[[Path], bool]) -> None:
+        """Forgets prompts that are kept for others where something of their paths is lost."""
+        for segment in [segment for segment in self.kept if is_lost(segment.path)]:
+            self._forget_kept(segment)
+
+    # --- what is held ---
 
     def tokens_by_rank(self) -> list[int]:
         """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
@@ -161,12 +213,16 @@ class Segments:
         if not blocks.fits(self._placer.num_free + self.num_reclaimable):
             return False
         while not blocks.fits(self._placer.num_free):
-            segment = next(kept.segment for kept in self._kept.values() if kept.num_kept == kept.num_references)
-            del self._kept[segment.id]
-            self.let_go(segment.path, segment.end)
-            for part in self.holdings.of(segment.path.segments):
-                self._refer(part, -1, -1)
+            self._forget_kept(
+                next(kept.segment for kept in self._kept.values() if kept.num_kept == kept.num_references)
+            )
         return True
+
+    def _forget_kept(self, segment: Segment) -> None:
+        del self._kept[segment.id]
+        self.let_go(segment.path, segment.end)
+        for part in self.holdings.of(segment.path.segments):
+            self._refer(part, -1, -1)
 
     def audit(self) -> None:
         """Segments and what is held of them are sound; what they continue is alive; what is kept is counted."""

@@ -45,6 +45,16 @@ class WindowPool(BlockPool):
                 kept.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
         return tuple(kept)
 
+    def cut(self, runs: tuple[Run, ...], end: int) -> tuple[Run, ...]:
+        """`runs` up to position `end`; blocks that hold nothing before it are freed."""
+        kept = list[Run]()
+        for run in runs:
+            count = min(len(run.blocks), ceil_div(max(0, end - run.start), self._block_size))
+            self.free(run.blocks[count:])
+            if count:
+                kept.append(Run(run.rank, run.start, min(run.end, end), run.blocks[:count]))
+        return tuple(kept)
+
     def grow(self, runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
         """`runs` and positions [start, end), in the last run if it ends there. Raises ResourceExhausted."""
         if start == end:

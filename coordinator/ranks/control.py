@@ -1,240 +1,262 @@
-"""The control channel: step messages to the ranks and one answer back, over ZMQ.
+"""The ranks over the control channel: members that load the model, and the epochs that they form.
 
-Each rank has two connections: one on which it receives and answers, and one on which a thread of its own reports that
-the process lives. Ray never carries a step: a ZMQ message costs tens of microseconds, a Ray call milliseconds.
-
-Whoever is no member is refused while connecting (coordinator.ranks.members), and a member is heard for its own rank
-only: what else arrives is ignored and counted.
+A verdict ends an epoch, not its members: who is left has its model and keys still, and can be a rank of the next one.
 """
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
-import zmq
-import zmq.asyncio
-
-from coordinator.ranks.blame import Losses
-from coordinator.ranks.members import Members, Tally
-from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat, Hello, Join, Ready, Stop
-from longleaf.channel.step import StepPlan, StepResult
-from longleaf.config import LOOPBACK, EngineConfig, join_address
-from longleaf.errors import LongleafError, StartError, WorkerLost
+from coordinator.ranks.agreement import check_models
+from coordinator.ranks.channel import Channel
+from coordinator.ranks.epochs.group import Group
+from coordinator.ranks.epochs.meeting import in_rank_order
+from coordinator.ranks.history import History
+from coordinator.ranks.ports import EpochEnd, Formation, Joined, Kill, MemberEvent, MemberLost, Where, nowhere
+from coordinator.ranks.roster import Member, Roster
+from longleaf.channel.encoding import FromRank
+from longleaf.channel.epochs import Broken, MergeTiming, Ready, StoreOpened
+from longleaf.channel.lives import Died, Heartbeat, Hello, Loaded
+from longleaf.channel.step import StepResult
+from longleaf.config import LOOPBACK, EngineConfig
+from longleaf.errors import EpochBroken, LongleafError, StartError, Unavailable
+from longleaf.messages import Loss
 from longleaf.topology import Topology
 from longleaf.units import human_seconds
 
-LINGER_MILLISECONDS = 500
-MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
-"""What a rank says at most, and for each sequence of a step. More ends its connection before memory is taken."""
+MAX_ATTEMPTS = 6
+"""Numbers that are tried one after the other before no epoch can be formed."""
+FORM_SHARE = 2.0
+"""Of the time that the first group took to form, that a later one may take at least: on GPUs all is captured anew."""
+MAX_LATE = 2
+"""Epochs one after the other that a member may be too late for; then it is killed."""
+ANSWER_SECONDS = 2.0
+"""How long members may take to give up an epoch that was not formed in time: who does not is what the others waited
+for."""
 log = logging.getLogger(__name__)
+
+
+async def nobody(member: int) -> None:
+    """There is no fleet, hence nobody to kill."""
+    del member
+
+
+def _log(event: MemberEvent) -> None:
+    """Tells who runs the service, whose standard error shows warnings alone."""
+    log.warning("%s", event)
 
 
 class Control:
     """The ranks over ZMQ. Must be made inside a running event loop; `lost` may be called from any thread.
 
-    `max_missed` is the number of seconds without a word after which a rank that has spoken before is given up.
+    `kill` ends the process of a member: of one that is silent, or holds up the others, before it counts as lost.
+    `where` tells its place, as `Fleet.where`. `wall_clock` dates losses.
     """
 
-    def __init__(self, config: EngineConfig, host: str = LOOPBACK, *, max_missed: int = 15) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: str = LOOPBACK,
+        kill: Kill = nobody,
+        where: Where = nowhere,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._config = config
-        self._max_missed = max_missed
-        self._context = zmq.asyncio.Context()
-        self._members = Members(self._context)
-        # Untyped, because the package's own annotations are partial.
-        self._socket: Any = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES + config.max_sequences * MAX_ROW_BYTES)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        self._members.guard(self._socket)
-        self._socket.bind(f"tcp://{join_address(host, 0)}")
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where the ranks connect."""
-        self.invitations = tuple(self._members.invite(rank, self.address) for rank in range(config.world_size))
-        """What each rank needs to connect, in rank order."""
-        self._ignored = Tally("ignored messages of ranks")
-        self._loop = asyncio.get_running_loop()
-        self._losses = Losses(self._loop)
-        self._hellos: dict[int, Hello] = {}
-        self._readies: dict[int, Ready] = {}
-        self._missed: dict[int, int] = {}
-        self._changed = asyncio.Event()
-        self._sending = asyncio.Lock()
-        self._results: dict[tuple[int, int], asyncio.Future[StepResult]] = {}
-        """By the epoch and number of a step under way: an answer to any other is dropped."""
-        self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch_pulses())]
+        self._channel = Channel(config, host, self._take)
+        self.roster = Roster(self._channel, kill, where, config.lost_after)
+        """The members that live."""
+        self.invitations = tuple(self.roster.invite()[1] for _ in range(config.world_size))
+        """What the first members need to connect, in the order of their numbers."""
+        self._group = self._begin(0, list(self.roster))
+        self._form_seconds = config.form_timeout
+        self._merges: tuple[MergeTiming, ...] = ()
+        self._history = History(wall_clock)
+        self.roster.watch(self._history.take)
+        self.roster.watch(_log)
+        self.roster.watch(self._take_loss)
         self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Where the members connect."""
+        return self._channel.address
 
     @property
     def num_refused(self) -> int:
         """Connections of strangers so far that were ended."""
-        return self._members.num_refused
+        return self._channel.num_refused
 
     @property
     def num_ignored(self) -> int:
-        """Messages so far that a rank may not send."""
-        return self._ignored.count
+        """Messages so far that a member may not send."""
+        return self._channel.num_ignored
 
     @property
     def hellos(self) -> tuple[Hello, ...]:
-        """Who the ranks are, in rank order."""
-        return tuple(self._hellos[rank] for rank in sorted(self._hellos))
+        """Who the living members are that have said so, in the order of their numbers."""
+        return self.roster.hellos
 
-    def lost(self, rank: int, reason: str) -> None:
-        """Tells that the process of `rank` ended. Any thread may call it, at any time."""
-        with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
-            self._loop.call_soon_threadsafe(self._losses.died, rank, reason)
+    @property
+    def num_ready(self) -> int:
+        """Members that have loaded the model."""
+        return len(self.roster.loaded())
 
-    async def wait_lost(self) -> LongleafError:
-        return await asyncio.shield(self._losses.verdict)
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return self._history.losses
 
-    # --- start ---
+    def lost(self, member: int, reason: str) -> None:
+        """Tells that the process of a member has ended. Any thread may call it, at any time."""
+        self.roster.lost(member, reason)
 
-    async def start(self, epoch: int) -> tuple[Ready, ...]:
-        """All ranks say hello, are told where to meet, load, meet and report."""
+    @property
+    def group(self) -> Group:
+        """The ranks of the epoch that stands, or is being formed."""
+        return self._group
+
+    async def wait_joinable(self) -> None:
+        await self.roster.wait(lambda: any(member.number not in self._group.members for member in self.roster.loaded()))
+
+    async def wait_settled(self) -> None:
+        await self.roster.wait(lambda: not self._history.is_filling)
+
+    # --- epochs ---
+
+    async def start(self, epoch: int) -> Formation:
+        """All members say hello; if they have the same model, they load it, meet and report."""
+        members, wait, verdict = list(self.roster), self.roster.wait, self._group.verdict
         try:
             async with asyncio.timeout(self._config.start_timeout):
-                await self._wait_for(self._hellos)
-                await self._send_all(self._join(epoch))
-                await self._wait_for(self._readies)
+                await wait(lambda: all(member.hello for member in members), verdict)
+                Topology(tuple(member.node for member in members)).check(self._config.world_size)
+                await check_models(self.hellos, Path(self._config.model))
+                self.roster.agree()
+                await self.roster.load(members)
+                await wait(lambda: all(member.is_loaded for member in members), verdict)
+                return await self._meet_first(epoch, members)
         except TimeoutError:
-            raise self._late() from None
-        return tuple(self._readies[rank] for rank in sorted(self._readies))
+            late = [str(number) for number in (self._group.late() if self._group.epoch else self._unloaded(members))]
+            seconds = human_seconds(self._config.start_timeout)
+            raise StartError(f"rank {', '.join(late)} did not start within {seconds}") from None
 
-    def _join(self, epoch: int) -> Join:
-        first = self._hellos[0]
-        topology = Topology(tuple(hello.node for hello in self.hellos))
-        topology.check(self._config.world_size)
-        return Join(epoch, first.host, first.store_port, topology.nodes)
+    async def _meet_first(self, epoch: int, members: Sequence[Member]) -> Formation:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        formation = await self._meet(epoch, members)
+        self._form_seconds = max(self._form_seconds, FORM_SHARE * (clock() - began))
+        return formation
 
-    async def _wait_for(self, reports: dict[int, Hello] | dict[int, Ready]) -> None:
-        """Waits until every rank has put something into `reports`. Raises what ended a rank."""
-        while len(reports) < self._config.world_size:
-            self._changed.clear()
-            changed = self._loop.create_task(self._changed.wait())
-            await asyncio.wait([changed, self._losses.verdict], return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-            if self._losses.verdict.done():
-                raise self._losses.verdict.result()
+    @staticmethod
+    def _unloaded(members: Sequence[Member]) -> list[int]:
+        return [member.number for member in members if not member.is_loaded]
 
-    def _late(self) -> StartError:
-        late = [rank for rank in range(self._config.world_size) if rank not in self._readies]
-        names = ", ".join(map(str, late))
-        return StartError(f"rank {names} did not start within {human_seconds(self._config.start_timeout)}")
+    async def form(self, epoch: int) -> Formation:
+        before, verdict = self._group.members, self._group.verdict
+        if self._group.is_suspected:
+            await self._group.wait_ended()
+        for number in range(epoch, epoch + MAX_ATTEMPTS):
+            if number == epoch + MAX_ATTEMPTS // 2:
+                self._end_newcomers(before)
+            members = in_rank_order(await self._wait_loaded(verdict), before)
+            try:
+                async with asyncio.timeout(self._form_seconds):
+                    formation = await self._meet(number, members)
+            except TimeoutError:
+                await self._blame_late()
+            except LongleafError as error:
+                log.warning("epoch %d was not formed: %s", number, error)
+            else:
+                log.warning("epoch %d begins with %d of %d ranks", number, len(members), self._config.world_size)
+                self._tell_joined(formation, before)
+                return formation
+            verdict = self._group.verdict
+        raise Unavailable(f"the ranks could not be joined in {MAX_ATTEMPTS} attempts")
 
-    # --- step ---
+    def _end_newcomers(self, before: Sequence[int]) -> None:
+        """Kills those that were not in the epoch before, if others are left that were: those could join each other."""
+        loaded = [member.number for member in self.roster.loaded()]
+        if any(number in before for number in loaded):
+            for number in set(loaded).difference(before):
+                self.roster.end(number, "no epoch could be formed with it")
 
-    async def step(self, plan: StepPlan) -> StepResult:
-        """Sends the plan to every rank and waits for rank 0's answer. Raises WorkerLost.
+    async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
+        """Those that can join, once those are gone that are being killed, and somebody has loaded the model. Raises the
+        verdict of the epoch before when nobody will."""
+        roster = self.roster
+        await roster.settle()
+        await roster.wait(lambda: roster.loaded() or not (list(roster) or self._history.is_filling))
+        if not (loaded := roster.loaded()):
+            raise (await asyncio.shield(verdict)).error
+        return loaded
 
-        Its deadline counts from the answer to the plan before it: only then do the ranks begin.
-        """
-        before = tuple(self._results.values())
-        result = self._results[plan.epoch, plan.step] = self._loop.create_future()
-        try:
-            async with self._sending:
-                await self._send_all(plan)
-            for earlier in before:
-                await self._wait_or_lose(earlier)
-            # Plain attention computes on one rank what the step shares, and in coarse types twice.
-            num_tokens = plan.num_tokens + 2 * plan.num_reference * self._config.world_size
-            seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
-            await self._wait_or_lose(result, seconds)
-            if not result.done():
-                self._losses.conclude(self._overdue(plan, seconds))
-                raise await self.wait_lost()
-            return result.result()
-        finally:
-            del self._results[plan.epoch, plan.step]
+    def _begin(self, epoch: int, members: Sequence[Member]) -> Group:
+        self._group = Group(epoch, members, self._config, self._channel, self.roster)
+        self.roster.epoch, self.roster.ranks = epoch, self._group.members
+        return self._group
 
-    async def _wait_or_lose(self, result: asyncio.Future[StepResult], seconds: float | None = None) -> None:
-        """Waits until `result` is there or `seconds` are over. Raises WorkerLost."""
-        awaited = [result, self._losses.verdict]
-        if not result.done():
-            await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if self._losses.is_suspected:
-            raise await self.wait_lost()
+    async def _meet(self, epoch: int, members: Sequence[Member]) -> Formation:
+        """Forms an epoch of these ranks. Raises what ended it."""
+        formation = await self._begin(epoch, members).meet(members, self._merges)
+        self._merges = self._merges or formation.readies[0].merges
+        for member in members:
+            member.num_late = 0
+        return formation
 
-    def _overdue(self, plan: StepPlan, seconds: float) -> WorkerLost:
-        """Blames the rank that is silent longest; when all have a pulse, rank 0, which owes the answer."""
-        rank = max(self._missed, key=lambda rank: (self._missed[rank], -rank), default=0)
-        rank = rank if self._missed.get(rank, 0) > 2 else 0
-        return WorkerLost(rank, f"step {plan.step} took longer than its {human_seconds(seconds)}")
+    async def _blame_late(self) -> None:
+        """Ends an epoch that was not formed in time, and kills those that were late a second time. Who gives it up
+        now has only waited for another one."""
+        group = self._group
+        seconds = human_seconds(self._form_seconds)
+        group.conclude(EpochBroken(f"epoch {group.epoch} was not formed within {seconds}"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self.roster.wait(lambda: not group.late())
+        if len(late := group.late()) == group.num_asked > 1:
+            return  # nobody knows whom they waited for
+        for member in filter(None, map(self.roster.get, late)):
+            member.num_late += 1
+            if member.num_late >= MAX_LATE:
+                self.roster.end(member.number, f"did not join {MAX_LATE} epochs")
 
-    async def _send_all(self, message: ToRank) -> None:
-        data = encode(message)
-        for invitation in self.invitations:
-            await self._socket.send_multipart([invitation.commands_id, data])
+    def _tell_joined(self, formation: Formation, before: Sequence[int]) -> None:
+        for rank, hello in enumerate(formation.hellos):
+            if hello.member not in before:
+                self.roster.tell(Joined(hello.member, rank, hello.node, formation.epoch))
 
     # --- receive ---
 
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            try:
-                message = self._read(frames)
-            except ValueError as error:
-                self._ignored.add(str(error))
-                continue
-            self._take(message)
-
-    def _read(self, frames: list[Any]) -> FromRank:
-        """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
-        rank = self._members.rank_of(frames[-1].get("User-Id").encode())
-        if rank is None or len(frames) != 2:
-            raise ValueError(f"{len(frames)} frames of {'a former member' if rank is None else f'rank {rank}'}")
-        message = decode_from_rank(frames[1].buffer)
-        invitation = self.invitations[rank]
-        expected = invitation.pulse_id if isinstance(message, Heartbeat) else invitation.commands_id
-        speaks_for = 0 if isinstance(message, StepResult) else message.rank
-        blamed = (message.blamed or 0) if isinstance(message, Died) else 0
-        if speaks_for != rank or frames[0].bytes != expected or not 0 <= blamed < self._config.world_size:
-            raise ValueError(f"rank {rank} sends what it may not: {type(message).__name__} for rank {speaks_for}")
-        return message
-
-    def _take(self, message: FromRank) -> None:
+    def _take(self, number: int, message: FromRank) -> None:
+        """Raises ValueError for what the member may not say."""
+        member = self.roster.get(number)
+        assert member is not None  # who is gone from the roster is a stranger to the channel
         match message:
-            case Hello():
-                self._hellos[message.rank] = message
-            case Ready():
-                self._readies[message.rank] = message
             case StepResult():
-                result = self._results.get((message.epoch, message.step))
-                if result is not None and not result.done():
-                    result.set_result(message)
+                self._group.take_result(number, message)
                 return
-            case Died(refused=True):
-                self._losses.conclude(StartError(message.reason))
+            case Hello() | Loaded() | Heartbeat():
+                member.take(message)
+            case StoreOpened() | Ready():
+                self._group.take_meeting(message)
+            case Broken():
+                self._group.take_broken(message)
             case Died():
-                self._losses.failed(message.rank, message.reason, message.blamed)
-            case Heartbeat():
-                pass
-        self._missed[message.rank] = 0
-        self._changed.set()
+                self._group.take_death(message)
+                self.roster.lose(number, message.reason)
+        member.num_missed = 0
+        self.roster.note_change()
 
-    async def _watch_pulses(self) -> None:
-        """Counts the seconds in which a rank said nothing. Counting, unlike comparing times, forgives a coordinator
-        that was itself stopped for a while."""
-        while True:
-            await asyncio.sleep(PULSE_SECONDS)
-            for rank in self._missed:
-                self._missed[rank] += 1
-                if self._missed[rank] > self._max_missed:
-                    self._losses.conclude(WorkerLost(rank, f"has been silent for {human_seconds(self._max_missed)}"))
+    def _take_loss(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberLost):
+            self._group.died(event.member, event.reason)
 
     # --- close ---
 
     async def close(self) -> None:
-        """Tells the ranks to leave. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
-        await self._send_all(Stop())
-        await self._members.close(self._socket)
-        self._socket.close()
-        await asyncio.to_thread(self._context.term)
+        """Tells the members to leave. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self.roster.close()
+            await self._channel.close()

@@ -1,15 +1,21 @@
-"""Ranks without processes, for tests of all that lies above the control channel."""
+"""Ranks without processes, for tests of all that lies above the control channel, and a fleet that has no place."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
+from coordinator.ranks.history import is_filling
+from coordinator.ranks.ports import EpochEnd, Formation, OnDeath
+from longleaf.channel.epochs import Layout, Ready
 from longleaf.channel.fakes import VOCAB, echo_token
-from longleaf.channel.lives import Hello, Ready
+from longleaf.channel.lives import Hello
+from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.step import Comparison, Decode, Row, StepPlan, StepResult
-from longleaf.errors import LongleafError, WorkerLost
+from longleaf.config import EngineConfig
+from longleaf.errors import EpochBroken, StartError, WorkerLost
 from longleaf.geometry import Rotary, Windows
+from longleaf.messages import Loss
 from longleaf.sampling import Logprobs, Token
 
 
@@ -49,28 +55,48 @@ class FakeRanks:
         self._last: dict[int, int] = {}
         self._asking: set[int] = set()
         """Sequences that ask for logprobs."""
-        self._loss: asyncio.Future[LongleafError] | None = None
+        self._changed = asyncio.Event()
+        self._end: EpochEnd | None = None
+        self.members = list(range(world_size))
+        """Those that live, in rank order."""
+        self.joinable: list[int] = []
+        """Those that have loaded the model and are in no epoch."""
+        self.losses: tuple[Loss, ...] = ()
+        self.layouts: list[Layout] = []
 
-    @property
-    def hellos(self) -> tuple[Hello, ...]:
-        return tuple(Hello(rank, "fake", "127.0.0.1", 1000 + rank) for rank in range(self.world_size))
+    async def start(self, epoch: int) -> Formation:
+        return await self.form(epoch)
 
-    async def start(self, epoch: int) -> tuple[Ready, ...]:
+    async def form(self, epoch: int) -> Formation:
+        self.members, self.joinable = [*self.members, *self.joinable], []
+        if not self.members:
+            assert self._end is not None
+            raise self._end.error
+        self._end = None
+        self._last.clear()
+        self._asking.clear()
         ready = Ready(
-            rank=0,
+            member=0,
             device="cpu",
             dtype="float32",
             num_blocks=self.num_blocks,
             bytes_per_token=64,
             rotary=self.rotary,
             windows=self.windows,
+            epoch=epoch,
         )
-        return tuple(replace(ready, rank=rank) for rank in range(self.world_size))
+        hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
+        return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
+
+    async def lay_out(self, layout: Layout) -> None:
+        self.layouts.append(layout)
 
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         if plan.step == self.lose_at:
-            raise WorkerLost(self.lost_rank, "was told to die")
+            self.lose(self.lost_rank, "was told to die", plan.step)
+        if self._end is not None:
+            raise self._end.error
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
         self._forget(plan.release_sequences)
         return StepResult(
@@ -95,16 +121,72 @@ class FakeRanks:
         token_id = self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
         return Token(token_id, Logprobs(-float(token_id), ()) if row.sequence in self._asking else None)
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Loses a rank between steps."""
-        self._future().set_result(WorkerLost(rank, reason))
+    def lose(self, rank: int, reason: str, step: int | None = None) -> None:
+        """Loses a rank, between steps if none is given."""
+        self._end = EpochEnd(WorkerLost(rank, reason), step)
+        self.members.pop(rank)
+        self._change()
 
-    def _future(self) -> asyncio.Future[LongleafError]:
-        self._loss = self._loss or asyncio.get_running_loop().create_future()
-        return self._loss
+    def break_epoch(self, reason: str, step: int | None = None) -> None:
+        """Ends the epoch; all ranks live."""
+        self._end = EpochEnd(EpochBroken(reason), step)
+        self._change()
 
-    async def wait_lost(self) -> LongleafError:
-        return await asyncio.shield(self._future())
+    def load(self, member: int) -> None:
+        """Another member has loaded the model."""
+        self.joinable.append(member)
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_ended(self) -> EpochEnd:
+        while self._end is None:
+            await self._changed.wait()
+        return self._end
+
+    async def wait_joinable(self) -> None:
+        while not self.joinable:
+            await self._changed.wait()
+
+    async def wait_settled(self) -> None:
+        while is_filling(self.losses):
+            await self._changed.wait()
+
+    def tell(self, losses: tuple[Loss, ...]) -> None:
+        """Says what became of the places of those that were lost."""
+        self.losses = losses
+        self._change()
 
     async def close(self) -> None:
         self.is_closed = True
+
+
+class FakeFleet:
+    """A fleet whose slots never come: `reserve` waits, and tells with `asked` that it does."""
+
+    def __init__(self, num_missing: int) -> None:
+        self.num_missing = num_missing
+        self.patience = 0.0
+        self.asked = asyncio.Event()
+
+    async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
+        self.patience = patience
+        self.asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        raise AssertionError("there is no place")
+
+    def where(self, member: int) -> str:
+        return ""
+
+    async def kill(self, member: int) -> None:
+        """There is nobody."""
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        raise StartError("there is no place")
+
+    async def shutdown(self) -> None:
+        """There is nothing to end."""

@@ -8,26 +8,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
-from coordinator.ranks.ports import OnDeath
+from coordinator.ranks.ports import OnDeath, unheard
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
+from longleaf.errors import StartError
 
-POLL_SECONDS = 0.5
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 
 
 @contextmanager
-def _interrupts_blocked() -> Generator[None, None, None]:
-    """A process started in here never sees SIGINT: Ctrl-C reaches the whole terminal, also while it imports."""
-    resource_tracker.ensure_running()  # starting it would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _deaf_to_terminals() -> Generator[None, None, None]:
+    """A process started in here never sees what reaches the whole terminal, Ctrl-C or its end, also while it imports:
+    what runs on ranks may end first."""
+    resource_tracker.ensure_running()  # starting it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:
@@ -41,72 +42,117 @@ def _enter(variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> No
     pickle.loads(pickled_main)(spec)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A member's process, in the slot of this index."""
+
+    slot: int
+    process: SpawnProcess
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class LocalFleet:
     """One process per rank, spawned to run `main(spec)`, for instance workers.__main__.main."""
 
     def __init__(self, main: Callable[[RankSpec], None]) -> None:
         self._main = main
-        self._processes: list[SpawnProcess] = []
-        self._is_stopping = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._num_slots = 0
+        self._places: dict[int, _Place] = {}
+        """By member; of one that has ended, until it is replaced."""
+        self._on_death: OnDeath = unheard
+        self._is_stopping = False
+        self._spawning = threading.Lock()
 
-    async def reserve(self, config: EngineConfig) -> str:
+    @property
+    def num_missing(self) -> int:
+        return 0  # this machine will not grow
+
+    async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
         check_slots_here(config.world_size)
         return LOOPBACK
 
     async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
-        await asyncio.to_thread(self._launch, config, invitations)
-        self._watcher = threading.Thread(target=self._watch, args=(on_death,), name="fleet", daemon=True)
-        self._watcher.start()
+        self._loop = asyncio.get_running_loop()
+        self._num_slots, self._on_death = len(invitations), on_death
+        for member, invitation in enumerate(invitations):
+            await self._start(self._spec(member, member, invitation, config), member)
 
-    def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
+    def _spec(self, member: int, slot: int, invitation: Invitation, config: EngineConfig) -> RankSpec:
+        return RankSpec(
+            member=member,
+            config=config,
+            invitation=invitation,
+            host=LOOPBACK,
+            node=socket.gethostname(),
+            num_ranks_here=self._num_slots,
+            is_first_here=member == 0 or member != slot,  # who comes later tells what it has
+            gpu=slot,
+            num_ranks_seeing=self._num_slots,
+        )
+
+    async def _start(self, spec: RankSpec, slot: int) -> None:
+        place = await asyncio.to_thread(self._spawn, spec, slot)
+        if place is not None:
+            self._loop.add_reader(place.process.sentinel, self._note_end, spec.member, place)
+
+    def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
+        """None when the fleet is shut down."""
+        variables, main = rank_environment(spec.config.threads_per_rank), pickle.dumps(self._main)
         context = multiprocessing.get_context("spawn")
-        variables, main = rank_environment(config.threads_per_rank), pickle.dumps(self._main)
-        node = socket.gethostname()
-        for rank, invitation in enumerate(invitations):
-            if self._is_stopping.is_set():
-                return
-            spec = RankSpec(
-                rank=rank,
-                config=config,
-                invitation=invitation,
-                host=LOOPBACK,
-                node=node,
-                num_ranks_here=config.world_size,
-                gpu=rank,
-                num_ranks_seeing=config.world_size,
-            )
-            process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{rank}", daemon=True)
-            with _interrupts_blocked():
+        process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{spec.member}", daemon=True)
+        with self._spawning:
+            if self._is_stopping:
+                return None
+            with _deaf_to_terminals():
                 process.start()
-            self._processes.append(process)
+            place = self._places[spec.member] = _Place(slot, process)
+            return place
 
-    def _watch(self, on_death: OnDeath) -> None:
-        alive = {process.sentinel: rank for rank, process in enumerate(self._processes)}
-        while alive and not self._is_stopping.is_set():
-            for sentinel in wait(list(alive), timeout=POLL_SECONDS):
-                assert isinstance(sentinel, int)
-                rank = alive.pop(sentinel)
-                if not self._is_stopping.is_set():
-                    on_death(rank, _describe(self._processes[rank]))
+    def _note_end(self, member: int, place: _Place) -> None:
+        self._loop.remove_reader(place.process.sentinel)
+        place.has_ended.set()
+        if not self._is_stopping:
+            self._on_death(member, _describe(place.process))
+
+    def where(self, member: int) -> str:
+        return ""  # as all are
+
+    async def kill(self, member: int) -> None:
+        place = self._places.get(member)
+        if place is not None and not place.has_ended.is_set():
+            place.process.kill()
+            with suppress(TimeoutError):  # what hangs in the kernel ends some time
+                await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        if lost not in self._places:
+            raise StartError(f"member {lost} has no slot")
+        await self.kill(lost)
+        slot = self._places[lost].slot
+        await self._start(self._spec(member, slot, invitation, config), slot)
+        self._places.pop(lost, None)  # now, for a slot is not lost when no process can be started
 
     async def shutdown(self) -> None:
         """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
-        self._is_stopping.set()
-        await asyncio.to_thread(self._reap)
-
-    def _reap(self) -> None:
-        _join_all(self._processes, LEAVE_SECONDS)
-        for end in (BaseProcess.terminate, BaseProcess.kill):
-            for process in self._processes:
-                end(process)
-            _join_all(self._processes, END_SECONDS)
-        if self._watcher is not None:
-            self._watcher.join()
-        self._processes.clear()
+        self._is_stopping = True
+        await asyncio.to_thread(self._spawning.acquire)  # what is being started now is ended, too
+        self._spawning.release()
+        processes = [place.process for place in self._places.values()]
+        for process in processes:
+            self._loop.remove_reader(process.sentinel)
+        await asyncio.to_thread(_reap, processes)
+        self._places.clear()
 
 
-def _join_all(processes: list[SpawnProcess], seconds: float) -> None:
+def _reap(processes: Sequence[SpawnProcess]) -> None:
+    _join_all(processes, LEAVE_SECONDS)
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        for process in processes:
+            end(process)
+        _join_all(processes, END_SECONDS)
+
+
+def _join_all(processes: Sequence[SpawnProcess], seconds: float) -> None:
     """Waits until all have ended, at most `seconds` in all."""
     deadline = time.monotonic() + seconds
     for process in processes:

@@ -1,7 +1,7 @@
 """Who may speak on the control channel: key pairs, and the connections that are refused.
 
-Members are told apart by their keys alone (ZMQ's CURVE): who has none of this epoch's reaches nothing behind the
-handshake, and a member speaks for its own rank only.
+Members are told apart by their keys alone (ZMQ's CURVE): who has none of them reaches nothing behind the handshake, and
+a member speaks for itself only.
 """
 
 import asyncio
@@ -39,15 +39,42 @@ class Tally:
         self.set(self.count + 1, reason)
 
 
+class Connections:
+    """Counts connections that ended without having proven whose they are. No event tells which one has proven it: of
+    some that are open it is known only that all have."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self._num_unproven = 0
+        self._candidates = set[int]()
+        """Descriptors of those that may not have proven it."""
+
+    def accepted(self, descriptor: int) -> None:
+        self._candidates.add(descriptor)
+        self._num_unproven += 1
+
+    def settle(self) -> None:
+        """One of the candidates has proven it, or is gone."""
+        self._num_unproven = max(0, self._num_unproven - 1)
+        if not self._num_unproven:
+            self._candidates.clear()
+
+    def ended(self, descriptor: int) -> None:
+        if descriptor in self._candidates:  # with others that came while it was open, it is taken for a stranger's
+            self._candidates.remove(descriptor)
+            self.num_refused += 1
+            self.settle()
+
+
 class Members:
     """The members' keys, and the guard of the socket on which they are heard. Needs a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._context = context
         self._public_key, self._secret_key = zmq.curve_keypair()
-        self._ranks: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}
         self._refused = Tally("refused connections of strangers to the control channel")
-        self._num_accepted = self._num_proven = self._num_ended = 0
+        self._connections = Connections()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
         self._monitor: Any = None
@@ -58,15 +85,19 @@ class Members:
         """Connections that ended without having proven to be a member's."""
         return self._refused.count
 
-    def invite(self, rank: int, address: str) -> Invitation:
-        """A new member for `rank`; the one that had the rank before is a stranger from now on."""
+    def invite(self, member: int, address: str) -> Invitation:
+        """What a new member of this number needs to connect."""
         public, secret = zmq.curve_keypair()
-        self._ranks = {key: other for key, other in self._ranks.items() if other != rank} | {public: rank}
+        self._numbers[public] = member
         return Invitation(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
 
-    def rank_of(self, public_key: bytes) -> int | None:
-        """The rank of the member with this key; None for a stranger."""
-        return self._ranks.get(public_key)
+    def forget(self, member: int) -> None:
+        """Makes it a stranger from now on."""
+        self._numbers = {key: number for key, number in self._numbers.items() if number != member}
+
+    def number_of(self, public_key: bytes) -> int | None:
+        """The member with this key; None for a stranger."""
+        return self._numbers.get(public_key)
 
     def guard(self, socket: Any) -> None:
         """Lets members alone through to `socket`, which is not bound yet."""
@@ -86,17 +117,20 @@ class Members:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a connection with this public key may go on; the gate asks."""
-        return key in self._ranks
+        return key in self._numbers
 
     async def _count(self) -> None:
-        """Counts connections. What is no member's is told by no event of its own, so it is what is left over."""
+        """Counts connections. What is no member's is told by no event of its own."""
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
-            self._num_accepted += event == zmq.EVENT_ACCEPTED
-            self._num_proven += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._num_ended += event == zmq.EVENT_DISCONNECTED
-            # some that have proven nothing yet may still do so, but not those that ended
-            self._refused.set(min(self._num_ended, self._num_accepted - self._num_proven), "no key of a member")
+            told = parse_monitor_message(await self._monitor.recv_multipart())
+            match told["event"]:
+                case zmq.EVENT_ACCEPTED:
+                    self._connections.accepted(told["value"])
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connections.settle()
+                case _:
+                    self._connections.ended(told["value"])
+            self._refused.set(self._connections.num_refused, "no key of a member")
 
     async def close(self, socket: Any) -> None:
         """Ends the guard of `socket`."""

@@ -9,7 +9,6 @@ from msgspec import UNSET
 from coordinator.events import Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import Contexts
-from coordinator.placement.holdings import count_all
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
@@ -20,7 +19,7 @@ from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.units import human_seconds
 
 
@@ -46,8 +45,8 @@ class Admission:
     def admit(self, request_id: int, asked: Prompt | Document, now: float, begin_waiting: Callable[[], None]) -> Job:
         """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
 
-        Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, or
-        ResourceExhausted when the queue is full or there may never be room.
+        Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, Unavailable
+        when it could be later, or ResourceExhausted when the queue is full or there may never be room.
         """
         job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
         if self._requests.num_in_line >= self._config.max_waiting:
@@ -114,17 +113,23 @@ class Admission:
         leaving = {s.id: s for other in answers for s in other.request.origin.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), Blocks())
         holdings = self._segments.holdings
-        held = count_all(holdings.of(kept.values())) + coming
+        held = self._limits.wanted(holdings.of(kept.values())) + coming
         self._limits.check_room(job.num_blocks, held, None)
-        held += count_all(holdings.of(leaving.values()))
+        held += self._limits.wanted(holdings.of(leaving.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
         self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
-        """Raises DeadlineExceeded when more than the seconds that are left are needed."""
+        """Raises DeadlineExceeded when more than the seconds that are left are needed, or Unavailable when they are
+        only while lost tokens are read again."""
         needed = self._speeds.least_seconds(job, self._num_held(job), jobs)
+        num_lost = self._segments.holdings.num_lost(job.request.origin)
+        lost_seconds = self._speeds.read_seconds(num_lost)
+        if 0 < left and needed <= left < needed + lost_seconds:
+            told = f"{num_lost:,} tokens were lost with a rank and are read again"
+            raise Unavailable(f"{told}; {human_seconds(left)} are left", lost_seconds)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(
                 f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"

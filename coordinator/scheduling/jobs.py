@@ -7,8 +7,8 @@ from coordinator.events import Claim, Document, Failed
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.scheduling.reading import Reading, Tail
-from longleaf.channel.step import Decode, Prefill
-from longleaf.errors import NotFinite
+from longleaf.channel.step import Prefill, Work
+from longleaf.errors import LongleafError, NotFinite, Unavailable
 from longleaf.geometry import Rope
 
 
@@ -99,6 +99,11 @@ class Job:
         return 0
 
     @property
+    def context(self) -> str | None:
+        """Id of the context that it asks, or reads into."""
+        return None
+
+    @property
     def num_answer_left(self) -> int:
         """Tokens that each of its answers may still have."""
         return 0
@@ -155,16 +160,29 @@ class Job:
         self.last_turn = step
         return Prefill(tail.path_ids, start, token_ids, pieces, self.request.rope, tail.holding.window_runs)
 
+    def roll_back(self, placer: Placer) -> None:
+        """Goes back to the last chunk that was read: plans that came later never were."""
+        if self.reading.roll_back():
+            self.tail.roll_back(self.tail.segment.start + self.reading.num_read, placer)
+
     def read(self, num_tokens: int, seconds: float) -> None:
         """A chunk has been read."""
         self.reading.num_read += num_tokens
         self.seconds_per_token = seconds / num_tokens
 
-    def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
+    def failure(self, work: Work) -> Failed | LongleafError:
         """What its client is told when what ranks computed in a step is not finite."""
-        return NotFinite(self._tokens_of(work))
+        return self.failed(NotFinite(self._tokens_of(work)))
 
-    def _tokens_of(self, work: Prefill | Decode) -> str:
+    def poisoned(self, work: Work) -> Failed | LongleafError:
+        """What its client is told when the ranks broke in a step of it, and once more when they tried it again."""
+        return self.failed(Unavailable(f"{self._tokens_of(work)}: the ranks broke there, again and again"))
+
+    def failed(self, error: LongleafError) -> Failed | LongleafError:
+        """What its client is told of an error."""
+        return error
+
+    def _tokens_of(self, work: Work) -> str:
         """The tokens of a step, as the client knows them."""
         assert isinstance(work, Prefill)
         first = work.start - self.request.start
@@ -179,3 +197,7 @@ class IngestJob(Job):
     def __init__(self, request: Request, document: Document, reading: Reading, num_blocks: Blocks) -> None:
         super().__init__(request, request.id, reading, num_blocks)
         self.document = document
+
+    @property
+    def context(self) -> str:
+        return self.document.context

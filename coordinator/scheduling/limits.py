@@ -1,11 +1,17 @@
 """How large a job may be, and how many blocks it takes."""
 
+from collections.abc import Sequence
+
 from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.holdings import Holdings
+from coordinator.placement.holdings import Holding, Holdings, count_all
+from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.reading import Reading
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted
+
+REPLACED_SECONDS = 5.0
+"""After which it is worth asking again for what all ranks have room for, and fewer have not."""
 
 
 class Limits:
@@ -16,6 +22,16 @@ class Limits:
         self._placer = placer
         self._holdings = holdings
         self.positions = positions
+        self.may_grow = False
+        """More ranks are to come."""
+
+    def wanted(self, holdings: Sequence[Holding]) -> Blocks:
+        """The blocks of holdings once nothing of them is lost."""
+        blocks = count_all(holdings)
+        if not self._holdings.is_whole:
+            size = self._placer.block_size
+            blocks = sum((holding.num_wanted(size) for holding in holdings), Blocks())
+        return blocks
 
     def num_prefill(self, num_tokens: int, num_samples: int) -> int:
         """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last, which is
@@ -30,7 +46,8 @@ class Limits:
 
     def check(self, reading: Reading, capacity: int, field: str, max_tokens: int, num_tails: int = 1) -> Blocks:
         """The blocks that a job takes which has read nothing yet, of `capacity` positions, and generates `max_tokens`
-        in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone."""
+        in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone, and
+        ResourceExhausted where it may not be once more ranks are there."""
         total = reading.path.end + len(reading.token_ids) + max_tokens
         if total > self.positions.limit:
             limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
@@ -39,14 +56,21 @@ class Limits:
             limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(reading, max_tokens, num_tails)
-        held = self._holdings.num_blocks(reading.path)
-        least = Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
-        if limit := self._too_small(least + blocks):
-            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, num_tails)}; {limit}")
+        if limit := self._too_small(reading.path, blocks):
+            told = f"{_sum(reading, field, max_tokens, num_tails)}; {limit}"
+            if self.may_grow:
+                raise ResourceExhausted("pool", f"{told} until a lost rank is replaced", REPLACED_SECONDS)
+            raise InvalidArgument(field, told)
         return blocks
 
-    def _too_small(self, needed: Blocks) -> str:
-        """What cannot hold so many blocks, if anything."""
+    def fits_alone(self, path: Path, blocks: Blocks) -> bool:
+        """Whether there is room for so many blocks if nothing is held but the path that they continue."""
+        return not self._too_small(path, blocks)
+
+    def _too_small(self, path: Path, blocks: Blocks) -> str:
+        """What cannot hold so many blocks beside a path, if anything."""
+        held = self.wanted(self._holdings.of(path.segments))
+        needed = blocks + Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
             return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
@@ -68,6 +92,11 @@ class Limits:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
             text = f"{tokens:,} tokens are needed, and of {room:,} the contexts keep {taken:,}; delete a context{more}"
+            if self.may_grow:
+                told = f"{tokens:,} tokens are needed, and of {room:,} the contexts keep {taken:,}"
+                raise ResourceExhausted(
+                    pool, f"{told} until a lost rank is replaced", retry_seconds or REPLACED_SECONDS
+                )
             if retry_seconds is not None:
                 text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)

@@ -4,17 +4,20 @@ Steps alternate between one chunk of one job and one token of every sequence tha
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Container, Iterable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from coordinator.placement.blocks import Placer
+from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
+from coordinator.recovery.recovery import Recovery
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
-from longleaf.channel.step import Decode, Prefill, StepPlan
+from coordinator.scheduling.suspects import Suspects
+from longleaf.channel.step import Decode, StepPlan, Work
 from longleaf.config import EngineConfig
 
 LEAST_SHARE = 0.25
@@ -32,16 +35,26 @@ class Budget:
 
     def __init__(self, config: EngineConfig, num_ranks: int, speeds: Speeds) -> None:
         block = config.block_size
+        self._block = block
         self._largest = max(block, config.chunk_size // block * block)
-        self._smallest = min(self._largest, block * num_ranks)
+        self.change_ranks(num_ranks)
         self._target = config.target_itl_ms / 1000
         self._speeds = speeds
 
+    def change_ranks(self, num_ranks: int) -> None:
+        self._smallest = min(self._largest, self._block * num_ranks)
+
     def chunk_size(self, job: Job, *, is_alone: bool) -> int:
         """Tokens that the next chunk of `job` may have; `is_alone` when nobody decodes."""
+        return self._size(job.seconds_per_token or self._speeds.prefill_token.value, is_alone=is_alone)
+
+    def reread_size(self, *, is_alone: bool) -> int:
+        """Tokens that may be read again at once."""
+        return self._size(self._speeds.prefill_token.value, is_alone=is_alone)
+
+    def _size(self, per_token: float | None, *, is_alone: bool) -> int:
         if is_alone:
             return self._largest
-        per_token = job.seconds_per_token or self._speeds.prefill_token.value
         if per_token is None:
             return self._smallest
         step = self._speeds.decode_step.value or 0.0
@@ -63,14 +76,19 @@ class Planner:
     """Makes plans, and keeps those under way in their order. Two may be, so that the ranks find the next one when they
     have finished the first."""
 
-    def __init__(self, config: EngineConfig, placer: Placer, segments: Segments, speeds: Speeds, epoch: int) -> None:
+    def __init__(
+        self, config: EngineConfig, placer: Placer, segments: Segments, speeds: Speeds, recovery: Recovery, epoch: int
+    ) -> None:
         self._placer = placer
         self._segments = segments
+        self._recovery = recovery
         self._epoch = epoch
         self._budget = Budget(config, len(placer.pools), speeds)
+        self._suspects = Suspects()
         self._flights: deque[Flight] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
+        self._was_recovery = False
         self.turns = Turns()
         """Turns of those that may have the next chunk."""
         self.step = 0
@@ -90,10 +108,13 @@ class Planner:
         """Tells the ranks with the next plan that a sequence has stopped."""
         self._forgotten.append(sequence)
 
-    def plan(self, running: Collection[Job]) -> StepPlan | None:
-        """The next step, or None when nothing is ready."""
+    def plan(self, running: Collection[Job], paths: Callable[[], Iterable[Path]]) -> StepPlan | None:
+        """The next step, or None when nothing is ready. `paths` gives those that jobs wait for while something of them
+        is lost, the most urgent first."""
         prefilling = self._prefilling(running)
         decoding = [job for job in running if isinstance(job, Sequence) and job.has_rows]
+        if not self._recovery.is_over:
+            return self._plan_amid_recovery(prefilling, decoding, paths())
         if not prefilling and not decoding:
             return None
         self._was_prefill = bool(prefilling) and not (self._was_prefill and decoding)
@@ -104,9 +125,31 @@ class Planner:
     def _prefilling(self, running: Collection[Job]) -> list[Job]:
         """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
         the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
-        if any(isinstance(flight.plan.work, Prefill) for flight in self._flights):
+        if any(not isinstance(flight.plan.work, Decode) for flight in self._flights):
             return []
-        return [job for job in running if job.reading.has_chunks]
+        return [job for job in running if job.reading.has_chunks and job.tail.is_ready]
+
+    def _plan_amid_recovery(
+        self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[Path]
+    ) -> StepPlan | None:
+        """Recovery's own plans take turns with chunks, and both with rows; but nothing is done by ranks that lack
+        windows."""
+        recovery, is_long_under_way = self._recovery, any(not isinstance(f.plan.work, Decode) for f in self._flights)
+        is_alone = not decoding
+        if not is_long_under_way and (recovery.is_bare or is_alone or not self._was_prefill):
+            is_turn = recovery.is_bare or not prefilling or not self._was_recovery
+            work = recovery.plan(paths, self._budget.reread_size(is_alone=is_alone)) if is_turn else None
+            self._was_recovery = work is not None
+            if work is not None:
+                self._was_prefill = True
+                return self._plan(work, [])
+            if prefilling:
+                self._was_prefill = True
+                return self._plan_chunk(prefilling, is_alone=is_alone)
+        if is_alone or recovery.is_bare:
+            return None
+        self._was_prefill = False
+        return self._plan_rows(decoding)
 
     def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
         job = self.turns.order(jobs, lambda job: job.last_turn)[0]
@@ -116,9 +159,11 @@ class Planner:
         return self._plan(work, [job])
 
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan:
+        if self._suspects:
+            jobs = self._suspects.part(jobs)
         return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
 
-    def _plan(self, work: Prefill | Decode, jobs: Several[Job]) -> StepPlan:
+    def _plan(self, work: Work, jobs: Several[Job]) -> StepPlan:
         self.step += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
@@ -129,4 +174,27 @@ class Planner:
         """The jobs for which an answered plan counts; it must be the first one under way."""
         first, jobs = self._flights.popleft()
         assert first is plan, "plans are committed in order"
-        return [job for job, num_begins in jobs if job.is_running and job.num_begins == num_begins]
+        landed = [job for job, num_begins in jobs if job.is_running and job.num_begins == num_begins]
+        if self._suspects:
+            self._suspects.clear(landed, plan.work)
+        return landed
+
+    # --- the end of an epoch ---
+
+    def roll_back(self, step: int | None, jobs: Container[Job]) -> tuple[Work | None, list[Job]]:
+        """Forgets what is under way. Gives the work of step number `step`, which broke the epoch, and those for which
+        it was the second one, of the jobs that there are."""
+        broken = next((flight for flight in self._flights if flight.plan.step == step), None)
+        self._flights.clear()
+        self._suspects.keep(jobs)
+        if broken is None:
+            return None, []
+        landed = [job for job, num_begins in broken.jobs if job.is_running and job.num_begins == num_begins]
+        return broken.plan.work, self._suspects.accuse(landed)
+
+    def change_ranks(self, epoch: int) -> None:
+        """Goes on with the ranks of another epoch, which know nothing of any sequence."""
+        assert not self._flights
+        self._epoch = epoch
+        self._forgotten.clear()
+        self._budget.change_ranks(len(self._placer.pools))

@@ -77,18 +77,20 @@ class Queue:
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
 
-    def order(self) -> list[Job]:
-        """As they are next. Whoever would not read its answer does not begin."""
-        return self.turns.order((job for job in self if not job.request.is_paused), lambda job: job.id)
+    def order(self, is_ready: Callable[[Job], bool] | None = None) -> list[Job]:
+        """As they are next. Whoever would not read its answer does not begin, nor who is not ready."""
+        jobs = (job for job in self if not job.request.is_paused and (is_ready is None or is_ready(job)))
+        return self.turns.order(jobs, lambda job: job.id)
 
-    def take(self, has_room: Callable[[Job], bool]) -> Job | None:
-        """The next job for which there is room, taken out; None when there is none.
+    def take(self, has_room: Callable[[Job], bool], is_ready: Callable[[Job], bool] | None = None) -> Job | None:
+        """The next job for which there is room, taken out; None when there is none. Those that are not ready are not
+        passed by others: it is not for room that they wait.
 
         Jobs without room let others pass. Those give way to them later, so that a job begins at the latest when what
         ran when it became the next one has ended: as if nobody had passed it.
         """
         passed: list[int] = []
-        for job in self.order():
+        for job in self.order(is_ready):
             if has_room(job):
                 self._begin(job, frozenset(passed))
                 return job

@@ -34,6 +34,11 @@ class Reading:
         """All chunks are read."""
         return self.num_read >= self.num_prefill
 
+    def roll_back(self) -> bool:
+        """Takes back what plans under way have placed; whether there was anything."""
+        had_placed, self.num_placed = self.num_placed > self.num_read, self.num_read
+        return had_placed
+
     def next_chunk(self, size: int) -> tuple[int, ...]:
         """The ids of the next chunk, which count as placed."""
         start = self.num_placed
@@ -47,6 +52,8 @@ class Tail:
     def __init__(self, holding: Holding, reservation: Reservation) -> None:
         self.holding = holding
         self.reservation = reservation
+        self.is_ready = True
+        """Nothing of the path is lost, and all that is still to be read has room: false only after ranks were lost."""
         self.path_ids = holding.segment.path.ids
         """What ranks are told of the path to its end."""
         self._num_chunks = 0
@@ -69,6 +76,14 @@ class Tail:
         runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
         self._extend(token_ids, runs, placer, is_chunk=False)
         return runs
+
+    def roll_back(self, end: int, placer: Placer) -> None:
+        """Takes back the chunk that begins at position `end`; its blocks are promised again."""
+        holding = self.holding
+        placer.take_back(holding.cut(end), self.reservation)
+        holding.window_runs = placer.roll_back(holding.window_runs, end, self.reservation)
+        self.segment.cut(end)
+        self._num_chunks -= 1
 
     def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: Placer, *, is_chunk: bool) -> None:
         holding, start = self.holding, self.segment.end

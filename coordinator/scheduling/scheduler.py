@@ -12,18 +12,25 @@ from coordinator.events import (
     Document,
     Ended,
     EndReason,
+    GivenUp,
     Outcome,
     Prompt,
+    Recovering,
     Tokens,
 )
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.positions import Positions
+from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
+from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
+from coordinator.recovery.regrouping import lay_out
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import audit_holdings, audit_jobs
 from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.planner import Planner
 from coordinator.scheduling.preemption import Crowd, Preemption
 from coordinator.scheduling.queue import Queue
@@ -32,6 +39,7 @@ from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
+from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
@@ -47,7 +55,14 @@ class Scheduler:
     Times called `now` are seconds on the engine's clock.
     """
 
-    def __init__(self, config: EngineConfig, placer: Placer, positions: Positions, epoch: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        placer: Placer,
+        positions: Positions,
+        epoch: int,
+        max_moved_blocks: int = MOVED_BLOCKS,
+    ) -> None:
         self._placer = placer
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
@@ -57,13 +72,13 @@ class Scheduler:
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments)
         self._admission = Admission(config, limits, self.contexts, self.segments, self._requests, self.speeds)
-        self._planner = Planner(config, placer, self.segments, self.speeds, epoch)
+        self._recovery = Recovery(placer, self.segments, max_moved_blocks)
+        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, epoch)
         self._queue = Queue()
-        self._may_begin = False
-        """Something has changed since nobody in the queue had room."""
-        self._running: dict[int, Job] = {}
-        self._outcomes: list[Outcome] = []
-        self._now = 0.0
+        self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
+        self._running = self._lives.running
+        self._outcomes = self._lives.outcomes
+        self._healing = Healing(placer, self.segments, self.contexts, limits, self._recovery, self._lives)
 
     @property
     def num_waiting(self) -> int:
@@ -96,35 +111,40 @@ class Scheduler:
     def admit(self, request_id: int, asked: Prompt | Document, now: float = 0.0) -> None:
         """Queues a generation, whose sample number i runs under the id request_id + i, or a document.
 
-        Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted or DeadlineExceeded, and then keeps nothing.
+        Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, DeadlineExceeded or Unavailable, and then
+        keeps nothing.
         """
         job = self._admission.admit(request_id, asked, now, self._begin_waiting)
-        origin, client = job.request.origin, job.request.claim.client
-        self.segments.retain(origin)
-        self.segments.retain(job.reading.path, origin)
-        self._requests.add(job)
-        self._queue.add(job)
-        self._planner.turns.enter(client)
-        self._may_begin = True
+        self._lives.enter(job)
+        if job.context is not None and job.context in self.contexts:
+            self.contexts.use(self.contexts.get(job.context))
 
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing is ready or enough is under way. Outcomes may appear: see `drain`."""
-        self._now = now
+        self._lives.now = now
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(request_id)
-        if self._planner.is_full:
+        if self._planner.is_full or self._healing.is_between_epochs:
             return None
         self._begin_waiting()
-        return self._planner.plan(self._running.values())
+        return self._planner.plan(self._running.values(), self._healing.paths)
 
     def _begin_waiting(self) -> None:
-        while self._may_begin:
-            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())))) is None:
-                assert self._running or not self._queue.order(), "a queued job can never begin"
-                self._may_begin = False
+        if self._healing.is_between_epochs:
+            return
+        is_ready = None
+        if not self._healing.is_over:
+            self._healing.go_on()
+        if not self._healing.is_over:
+            is_ready = self._healing.is_ready
+        while self._lives.may_begin:
+            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), is_ready)) is None:
+                may_wait = self._running or is_ready or not self._healing.is_settled
+                assert may_wait or not self._queue.order(), "a queued job can never begin"
+                self._lives.may_begin = False
                 return
             self._running[job.id] = job
             if isinstance(job, Sequence):
@@ -140,9 +160,7 @@ class Scheduler:
             if (victims := self._preemption.victims(job, crowd)) is None:
                 return False
             for victim in victims:
-                self._stop(victim)
-                self._sharing.preempt(victim)
-                self._queue.add(victim)
+                self._lives.preempt(victim)
             reservation = self._sharing.reserve(job)
             assert reservation is not None
         holding = self.segments.create(job.reading.path, job.request.rope)
@@ -155,7 +173,9 @@ class Scheduler:
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
-            self._may_begin |= self._placer.windows is not None  # blocks of windows that were needed to read are free
+            self._lives.may_begin |= (
+                self._placer.windows is not None
+            )  # blocks of windows that were needed to read are free
 
     # --- commit ---
 
@@ -163,10 +183,13 @@ class Scheduler:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
-        for job in self._planner.land(plan):
+        jobs = self._planner.land(plan)
+        if self._recovery.owns(plan.work):
+            self._healing.commit(result)
+        for job in jobs:
             if job.id in result.not_finite or not result.has_finite_keys:
                 self._outcomes.append((job.request.id, job.failure(plan.work)))
-                self._finish(job)
+                self._lives.finish(job)
             elif isinstance(plan.work, Prefill):
                 job.read(len(plan.work.token_ids), result.seconds)
                 self._commit_chunk(job, now)
@@ -176,7 +199,8 @@ class Scheduler:
 
     def drain(self) -> list[Outcome]:
         """What streams must be told, in order; each outcome is given once."""
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes.copy()
+        self._outcomes.clear()
         return outcomes
 
     def _commit_chunk(self, job: Job, now: float) -> None:
@@ -195,67 +219,29 @@ class Scheduler:
         document = job.document
         self.contexts.append(document.context, job.tail.segment, now, document.settings, job.request.capacity)
         self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._finish(job)
+        self._lives.finish(job)
 
     def _commit_token(self, job: Sequence, result: StepResult) -> None:
         request_id, token = job.request.id, result.tokens[job.id]
         self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample)))
         if (reason := job.take(token.id)) is not None:
             self._outcomes.append((request_id, _ended(job, reason, result)))
-            self._finish(job)
+            self._lives.finish(job)
 
-    # --- finish, cancel, pause ---
-
-    def _finish(self, job: Job) -> None:
-        """Gives back all that a running job holds."""
-        self._stop(job)
-        self.speeds.ended(self._now, bool(self._running or self._queue))
-        self._leave(job)
-
-    def _stop(self, job: Job) -> None:
-        """Takes a job off the running ones; its path stays retained."""
-        del self._running[job.id]
-        tail = job.stop()
-        self.segments.drop(tail.segment)
-        self._placer.release(tail.reservation)
-        self._queue.settle(job)
-        self._may_begin = True
-        if isinstance(job, Sequence):
-            self._planner.forget(job.id)
-
-    def _leave(self, job: Job) -> None:
-        origin = job.request.origin
-        self.segments.release(job.reading.path, origin)
-        self.segments.release(origin)
-        self._may_begin = True
-        self._requests.remove(job)
-        clients = self._requests.clients
-        self._queue.turns.keep(clients)
-        self._planner.turns.keep(clients)
+    # --- cancel, pause ---
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request wherever it is. Its blocks are free at once: any step that reuses them comes later."""
-        if (request := self._requests.get(request_id)) is None:
-            return False
-        for job in tuple(request.jobs):
-            self._drop(job)
-        return True
+        return self._lives.cancel(request_id)
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
         """Ends one sample of a request; the others go on. False when it does not answer yet, or any more."""
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
-                self._drop(job)
+                self._lives.drop(job)
                 return True
         return False
-
-    def _drop(self, job: Job) -> None:
-        if job.is_running:
-            self._finish(job)
-        else:
-            self._queue.remove(job.id)
-            self._leave(job)
 
     def pause(self, request_id: int, is_paused: bool) -> None:
         """Stops or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them;
@@ -263,7 +249,7 @@ class Scheduler:
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)
-        self._may_begin = True
+        self._lives.may_begin = True
         while (surplus := self._requests.surplus) is not None:
             told = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
             self._outcomes.append((surplus.id, ResourceExhausted("stream", told)))
@@ -272,7 +258,7 @@ class Scheduler:
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
 
-        Raises NotFound, AlreadyExists, or InvalidArgument naming token_count.
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
         if self._requests.ingests_into(context_id):
             raise AlreadyExists(f"contexts/{context_id}")
@@ -281,7 +267,7 @@ class Scheduler:
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
         self.contexts.delete(context_id)
-        self._may_begin = True
+        self._lives.may_begin = True
         return [request_id for request_id in self._requests.ingests_into(context_id) if self.cancel(request_id)]
 
     @property
@@ -294,10 +280,51 @@ class Scheduler:
         """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
         return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
 
+    # --- from epoch to epoch ---
+
+    def roll_back(self, step: int | None = None) -> None:
+        """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
+        `change_ranks`. Answers go on later at their next token, documents after the last chunk that was read.
+
+        `step` is the one that broke the epoch, if one did: a job that breaks a second one ends. See `drain`.
+        """
+        self._healing.roll_back(step)
+
+    def change_ranks(self, ranking: Ranking, *, may_grow: bool = False) -> None:
+        """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.
+
+        What they cannot hold is given up, unless others are to come (`may_grow`): in another epoch, or else `settle`
+        says that they will not. See `take_given_up`, and `drain`.
+        """
+        self._healing.change_ranks(ranking, may_grow=may_grow)
+
+    @property
+    def is_settled(self) -> bool:
+        """No more ranks are to come."""
+        return self._healing.is_settled
+
+    def settle(self) -> None:
+        """No more ranks are to come: what these cannot hold is given up."""
+        self._healing.settle()
+
+    def layout(self) -> tuple[SegmentLayout, ...]:
+        """All that is held, for ranks that are told so before they get any plan."""
+        return lay_out(self.segments)
+
+    @property
+    def recovering(self) -> Recovering | None:
+        """How far all that was lost is held again; None when it is."""
+        return self._recovery.total
+
+    def take_given_up(self) -> list[GivenUp]:
+        """Contexts that were given up; each is told once."""
+        return self._healing.take_given_up()
+
     def audit(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
-        audit_holdings(self.segments, self.contexts, self._placer, waiting, running)
+        audit_holdings(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
+        self._healing.audit()
         audit_jobs(waiting, running, self._planner.under_way)
         self._requests.audit()
         assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))

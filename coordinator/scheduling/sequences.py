@@ -9,8 +9,8 @@ from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
 from coordinator.scheduling.reading import Reading
 from longleaf.channel.sequences import growth
-from longleaf.channel.step import Decode, Prefill, Row, Seen, Terms
-from longleaf.errors import NotFinite
+from longleaf.channel.step import Prefill, Row, Seen, Terms, Work
+from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE
 
 
@@ -50,6 +50,10 @@ class Sequence(Job):
         return self.prompt.context is None and not self.prompt.is_compared
 
     @property
+    def context(self) -> str | None:
+        return self.prompt.context
+
+    @property
     def num_prompt(self) -> int:
         """Tokens of the context and the prompt."""
         return self.request.start + len(self.prompt.token_ids)
@@ -78,11 +82,10 @@ class Sequence(Job):
         request = self.request
         return Admitted(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
 
-    def failure(self, work: Prefill | Decode) -> Failed | NotFinite:
-        error = NotFinite(self._tokens_of(work))
+    def failed(self, error: LongleafError) -> Failed | LongleafError:
         return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples go on
 
-    def _tokens_of(self, work: Prefill | Decode) -> str:
+    def _tokens_of(self, work: Work) -> str:
         if isinstance(work, Prefill):
             is_read_again = work.start + len(work.token_ids) > self.num_prompt
             return super()._tokens_of(work) + (" and the answer" if is_read_again else "")

@@ -55,6 +55,11 @@ class Sharing:
         reading = Reading(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
         job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
 
+    def take_back(self, tail: Tail) -> None:
+        """What a job that has stopped held to read and answer is free."""
+        self._segments.drop(tail.segment)
+        self._placer.release(tail.reservation)
+
     def share(self, job: Sequence) -> list[Sequence]:
         """Has a job answer whose chunks are read; gives the other samples, which do so too. From here on each has a
         segment of its own."""

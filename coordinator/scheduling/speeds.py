@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Prefill, StepPlan
+from longleaf.channel.step import Decode, Prefill, StepPlan
 
 DECAY = 0.75
 """What a measurement still counts after the next one."""
@@ -44,8 +44,12 @@ class Speeds:
             return
         if isinstance(plan.work, Prefill):
             self.prefill_token.add(seconds, len(plan.work.token_ids))
-        else:
+        elif isinstance(plan.work, Decode):
             self.decode_step.add(seconds, 1)
+
+    def read_seconds(self, num_tokens: int) -> float:
+        """How long chunks of so many tokens take; 0 while that was never measured."""
+        return num_tokens * (self.prefill_token.value or 0.0)
 
     def ended(self, now: float, is_busy: bool) -> None:
         """Takes in that a job has ended; `is_busy` when there are others."""

@@ -48,6 +48,6 @@ class CountingActor(EchoActor):
     def run(self, spec: RankSpec) -> int:
         calls = count_calls()
         code = serve(spec, EchoRank)
-        (self._folder / str(spec.rank)).write_text(str(calls.num_calls))
+        (self._folder / str(spec.member)).write_text(str(calls.num_calls))
         stop_counting(calls)
         return code

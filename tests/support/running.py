@@ -1,14 +1,18 @@
 """An engine that runs, on ranks of any kind. Nothing of it is left after the block."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+import psutil
+
 from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
-from coordinator.ranks.ports import Fleet
-from longleaf.channel.lives import Ready
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.ports import Fleet, OnDeath
+from longleaf.channel.epochs import Ready
+from longleaf.channel.rank_spec import Invitation
 from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
 
@@ -20,6 +24,16 @@ class Running:
     engine: Engine
     readies: tuple[Ready, ...]
     loop: asyncio.Task[None]
+
+
+class WatchedFleet(LocalFleet):
+    """Knows the processes that it launched."""
+
+    children: Sequence[psutil.Process] = ()
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        await super().launch(config, invitations, on_death)
+        self.children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
 
 
 @asynccontextmanager

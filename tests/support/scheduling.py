@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
+from coordinator.recovery.recovery import MOVED_BLOCKS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.fakes import echo_token
 from longleaf.channel.sequences import Sequences
@@ -30,12 +31,14 @@ class Bench:
         windows: Windows | None = None,
         rotary: Rotary | None = None,
         check_every: int = 1,
+        max_moved_blocks: int = MOVED_BLOCKS,
         **changes: object,
     ) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.placer = Placer(blocks, self.config.block_size, windows)
-        self.scheduler = Scheduler(self.config, self.placer, Positions(rotary or Rotary(), max_positions), epoch=1)
+        positions = Positions(rotary or Rotary(), max_positions)
+        self.scheduler = Scheduler(self.config, self.placer, positions, 1, max_moved_blocks)
         self.sequences = Sequences(self.config.block_size)
         self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None

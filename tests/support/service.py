@@ -30,9 +30,11 @@ from longleaf.messages import (
     Delta,
     Event,
     Finished,
+    Loss,
     ModelInfo,
     Progress,
     RankShare,
+    Recovery,
     Worker,
 )
 from longleaf.sampling import Token
@@ -115,6 +117,8 @@ class FakeEngine:
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[events.Event, ...] = ()
         """What streams say after Started and Progress instead of `answer`."""
+        self.interlude: tuple[events.Event, ...] = ()
+        """What ingests say between their halves."""
         self.reason: events.EndReason = "length"
         self.error: Exception | None = None
         """Raised at once by submit and ingest."""
@@ -133,6 +137,8 @@ class FakeEngine:
         self.opened = asyncio.Event()
         self.changes = Changes()
         self.running = 3
+        self.recovery: Recovery | None = None
+        self.losses: tuple[Loss, ...] = ()
         self.looked = asyncio.Event()
 
     def check_capacity(self, declared: int) -> None:
@@ -169,7 +175,7 @@ class FakeEngine:
         if not document.append and context in self.contexts:
             raise AlreadyExists(f"contexts/{context}")
         total = len(token_ids)
-        stream = self._stream([Progress(total // 2, total), Progress(total, total)])
+        stream = self._stream([Progress(total // 2, total), *self.interlude, Progress(total, total)])
         stream.on_release = lambda: self._acknowledge(context, token_ids, document.settings)
         if not self.is_endless and self.late_error is None:
             self._acknowledge(context, token_ids, document.settings)
@@ -256,6 +262,8 @@ class FakeEngine:
             running=self.running,
             block_size=128,
             is_exact=True,
+            recovery=self.recovery,
+            losses=self.losses,
         )
 
 

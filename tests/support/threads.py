@@ -7,13 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from coordinator.ranks.ports import EpochEnd, Formation
 from longleaf.channel.encoding import decode_to_rank, encode
-from longleaf.channel.lives import Hello, Join, Ready
+from longleaf.channel.epochs import Join, Layout, Ready
+from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
+from longleaf.messages import Loss
 from longleaf.topology import Topology
 from workers.pending import Pending
 from workers.rank import Rank
@@ -24,11 +27,11 @@ Spoil = Callable[[int, Rank], None]
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
     nobody = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": config.world_size, "gpu": 0}
-    return RankSpec(rank=rank, config=config, invitation=nobody, **place)
+    return RankSpec(member=rank, config=config, invitation=nobody, **place)
 
 
 class ThreadRanks:
-    """Implements coordinator.ranks.ports.Ranks with one thread per rank over a loopback group.
+    """Implements coordinator.ranks.ports.Ranks, for one epoch, with one thread per rank over a loopback group.
 
     `machines` has a letter per rank, the machine that it pretends to run on; by default all are on one.
     """
@@ -48,15 +51,22 @@ class ThreadRanks:
         self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
         self._spoil = spoil
-        self.hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(config.world_size))
+        self.losses: tuple[Loss, ...] = ()
 
-    async def start(self, epoch: int) -> tuple[Ready, ...]:
-        self._join = Join(epoch, "", 0, ("here",))
+    async def start(self, epoch: int) -> Formation:
+        self._join = Join(epoch, 0, "", 0, ("here",))
         for index, rank in enumerate(self._ranks):
             rank.load()
             self._threads[index].start()
         readies = [await asyncio.to_thread(self._readies.get, timeout=120) for _ in self._ranks]
-        return tuple(sorted(readies, key=lambda ready: ready.rank))
+        hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(len(self._ranks)))
+        return Formation(epoch, hellos, tuple(sorted(readies, key=lambda ready: ready.member)), self)
+
+    async def form(self, epoch: int) -> Formation:
+        raise NotImplementedError
+
+    async def lay_out(self, layout: Layout) -> None:
+        raise NotImplementedError
 
     async def step(self, plan: StepPlan) -> StepResult:
         result: Future[StepResult] = Future()
@@ -66,9 +76,16 @@ class ThreadRanks:
         async with asyncio.timeout(120):
             return await asyncio.wrap_future(result)
 
-    async def wait_lost(self) -> WorkerLost:
+    async def wait_ended(self) -> EpochEnd:
         """Threads do not die on their own."""
         return await asyncio.get_running_loop().create_future()
+
+    async def wait_joinable(self) -> None:
+        """Nor do others come."""
+        await asyncio.get_running_loop().create_future()
+
+    async def wait_settled(self) -> None:
+        """Nobody was lost."""
 
     async def close(self) -> None:
         for plans, thread in zip(self._plans, self._threads, strict=True):

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from longleaf.channel.step import Prefill, Row, StepPlan
+from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Reach, Windows
 from longleaf.runs import Run
 
@@ -30,7 +30,7 @@ class WindowLedger:
         for segment in plan.release_segments:
             del self._runs[segment], self._starts[segment]
         work = plan.work
-        works = [work] if isinstance(work, Prefill) else list(work.rows)
+        works = list(work.rows) if isinstance(work, Decode) else [work] if isinstance(work, Prefill) else []
         for one in works:
             self._store(one)
         for one in works:

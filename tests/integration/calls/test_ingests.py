@@ -26,10 +26,11 @@ DOCUMENT = tuple(range(100)) * 6
 
 
 class Service:
-    """A service, and a client behind a connection that can be broken."""
+    """A service, a client behind a connection that can be broken, and one whose connection is whole: a call that comes
+    too soon after a break may still meet the old one."""
 
-    def __init__(self, ranks: GatedRanks, engine: Engine, proxy: Proxy, client: AsyncClient) -> None:
-        self.ranks, self.engine, self.proxy, self.client = ranks, engine, proxy, client
+    def __init__(self, ranks: GatedRanks, engine: Engine, proxy: Proxy, far: AsyncClient, near: AsyncClient) -> None:
+        self.ranks, self.engine, self.proxy, self.far, self.client = ranks, engine, proxy, far, near
 
     @property
     def num_jobs(self) -> int:
@@ -42,7 +43,7 @@ class Service:
         return sum(worker.tokens for worker in self.engine.cluster().workers)
 
     def start(self, timeout: float | None = None) -> asyncio.Task[Context]:
-        return asyncio.create_task(self.client.ingest("doc", DOCUMENT, timeout=timeout))
+        return asyncio.create_task(self.far.ingest("doc", DOCUMENT, timeout=timeout))
 
 
 @pytest.fixture
@@ -50,8 +51,9 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     ranks = GatedRanks()
     async with AsyncExitStack() as stack:
         engine, address = await stack.enter_async_context(serving(ranks, tmp_path, chunk_size=CHUNK))
-        proxy, address = await stack.enter_async_context(breaking(address))
-        yield Service(ranks, engine, proxy, await stack.enter_async_context(AsyncClient(address, retries=0)))
+        proxy, proxied = await stack.enter_async_context(breaking(address))
+        clients = [await stack.enter_async_context(AsyncClient(to, retries=0)) for to in (proxied, address)]
+        yield Service(ranks, engine, proxy, *clients)
 
 
 async def cancel(service: Service, ingest: asyncio.Task[Context]) -> None:

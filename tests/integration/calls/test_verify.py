@@ -139,7 +139,7 @@ class ForgetfulRank(Rank):
 
     def load(self) -> None:
         super().load()
-        if self._spec.rank == 1:
+        if self._spec.member == 1:
             self.pool.store = Perturbed(self.pool)
 
 

@@ -46,6 +46,8 @@ CALLS: dict[str, Call] = {
     "Detokenize": lambda client, seconds: client.detokenize([1], timeout=seconds),
     "GetCluster": lambda client, seconds: client.cluster(timeout=seconds),
     "WatchCluster": lambda client, seconds: drained(client.watch_cluster(timeout=seconds)),
+    "Drain": lambda client, seconds: client.drain(timeout=seconds),
+    "RefillSlots": lambda client, seconds: client.refill(timeout=seconds),
     "VerifyCluster": lambda client, seconds: client.verify(timeout=seconds),
 }
 OTHERS = {"Health": lambda client, seconds: client.is_healthy(timeout=seconds)}

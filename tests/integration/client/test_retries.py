@@ -15,6 +15,7 @@ from coordinator.calls.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.errors import (
     AlreadyExists,
+    ContextLost,
     DeadlineExceeded,
     InvalidArgument,
     LongleafError,
@@ -58,6 +59,10 @@ async def ingest(client: AsyncClient) -> object:
     return await client.ingest("moby", "text")
 
 
+async def upload(client: AsyncClient) -> object:
+    return await client.ingest("moby", "text", upload_id="mine")
+
+
 async def cluster(client: AsyncClient) -> object:
     return await client.cluster()
 
@@ -80,7 +85,14 @@ async def test_what_never_began_is_tried_again(
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidArgument("a", "b"), NotFound("contexts/a"), AlreadyExists("a"), ResourceExhausted("pool", "full")]
+    "error",
+    [
+        InvalidArgument("a", "b"),
+        NotFound("contexts/a"),
+        AlreadyExists("a"),
+        ResourceExhausted("pool", "full"),
+        ContextLost("contexts/a", "no room"),
+    ],
 )
 async def test_what_waiting_does_not_help_is_not_tried_again(service: Served, error: LongleafError) -> None:
     flaky = Flaky(service, error, 1)
@@ -88,6 +100,22 @@ async def test_what_waiting_does_not_help_is_not_tried_again(service: Served, er
         with pytest.raises(type(error)):
             await generate(client)
     assert not flaky.retries
+
+
+@pytest.mark.parametrize("call", [generate, upload])
+async def test_a_service_that_recovers_longer_than_a_call_may_take_is_not_waited_for(
+    service: Served, call: Callable[[AsyncClient], Any]
+) -> None:
+    """What has the time waits as long as it is told."""
+    flaky = Flaky(service, Unavailable("recovering", 0.01), 1)
+    async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
+        assert await call(client)
+        assert [retry.delay >= 0.01 for retry in flaky.retries] == [True]
+        service.engine.error = Unavailable("recovering", 1000.0)
+        with pytest.raises(Unavailable, match="recovering") as caught:
+            await collect(client.generate("x", timeout=30.0))
+    assert caught.value.retry_seconds == 1000.0
+    assert len(flaky.retries) == 1
 
 
 async def test_an_answer_that_broke_off_is_not_begun_again(service: Served) -> None:

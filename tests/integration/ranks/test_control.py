@@ -5,34 +5,34 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-import zmq
-import zmq.asyncio
 
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
 from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.ranks.ports import OnDeath
-from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.epochs import Join, Layout
 from longleaf.channel.fakes import echo_token
-from longleaf.channel.lives import Hello, Join, Ready
-from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.lives import Load
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
 from longleaf.messages import Progress
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
-from tests.support.running import running_on
-from workers.control import connect, serve, taking_notes
+from tests.support.gated import comes_to
+from tests.support.members import ScriptedMember
+from tests.support.running import WatchedFleet, running_on
+from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, Fault
+from workers.life import taking_notes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,20 +44,11 @@ class Service:
         self.pids = pids
 
 
-class WatchedFleet(LocalFleet):
-    """Knows the processes that it launched."""
-
-    children: Sequence[psutil.Process] = ()
-
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
-        await super().launch(config, invitations, on_death)
-        self.children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
-
-
 @asynccontextmanager
-async def serving(config: EngineConfig, fault: Fault | None = None, max_missed: int = 15) -> AsyncIterator[Service]:
+async def serving(config: EngineConfig, fault: Fault | None = None) -> AsyncIterator[Service]:
     """A running engine; afterwards no process of it is left."""
-    control, fleet = Control(config, max_missed=max_missed), WatchedFleet(EchoMain(fault))
+    fleet = WatchedFleet(EchoMain(fault))
+    control = Control(config, kill=fleet.kill)
     try:
         async with running_on(fleet, control, config) as found:
             yield Service(found.engine, found.loop, [hello.pid for hello in control.hellos])
@@ -108,20 +99,32 @@ async def test_ingest_and_generate(world_size: int) -> None:
         engine.audit()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("kind", ["raise", "kill"])
-async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
-    rank = world_size - 1
-    fault = Fault(rank=rank, kind=kind, step=4)  # type: ignore[arg-type]
-    async with serving(config(world_size=world_size), fault) as service:
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_streams_go_on_with_those_that_live(rank: int, kind: str) -> None:
+    fault = Fault(rank=rank, kind=kind, step=40)  # type: ignore[arg-type]
+    async with serving(config(world_size=3), fault) as service:
+        streams = [service.engine.submit(prompt(4 + index, 200)) for index in range(3)]
+        assert await asyncio.gather(*map(answer, streams)) == [expected(3 + index, 200) for index in range(3)]
+        cluster = service.engine.cluster()
+        assert cluster.epoch == 2
+        if kind == "raise":
+            assert (cluster.world_size, cluster.losses) == (3, ())
+        else:
+            [loss] = cluster.losses
+            assert (cluster.world_size, loss.rank, loss.reason) == (2, rank, "was killed by signal 9")
+        service.engine.audit()
+
+
+async def test_the_last_rank_is_named() -> None:
+    async with serving(config(), Fault(rank=0, kind="kill", step=4)) as service:
         streams = [service.engine.submit(prompt(4, 1_000)) for _ in range(3)]
         for result in await asyncio.gather(*map(answer, streams), return_exceptions=True):
             assert isinstance(result, WorkerLost)
-            assert result.rank == rank
-            assert ("signal 9" if kind == "kill" else "told to raise") in result.reason
+            assert (result.rank, result.reason) == (0, "was killed by signal 9")
         with pytest.raises(WorkerLost):
             await service.loop
-        with pytest.raises(Unavailable, match=f"rank {rank}"):
+        with pytest.raises(Unavailable, match="rank 0"):
             service.engine.submit(prompt(4, 1))
 
 
@@ -129,39 +132,48 @@ async def test_lost_rank_is_named(world_size: int, kind: str) -> None:
 async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
     """And its process ends, by itself, however its close goes."""
     fault = Fault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
-    control, fleet = Control(config(), max_missed=1000), LocalFleet(EchoMain(fault))
-    await fleet.launch(config(), control.invitations, control.lost)
+    settings = config(lost_after=1000.0)
+    control, fleet = Control(settings), LocalFleet(EchoMain(fault))
+    await fleet.launch(settings, control.invitations, control.lost)
     await control.start(1)
     process = psutil.Process(control.hellos[0].pid)
     plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
-    await control.step(plans[0])
+    await control.group.step(plans[0])
     with pytest.raises(StartError, match="told to refuse"):
-        await control.step(plans[1])
+        await control.group.step(plans[1])
     assert await asyncio.to_thread(process.wait, timeout=40) in (None, 1)
     await control.close()
     await fleet.shutdown()
 
 
-async def test_hang_passes_the_deadline() -> None:
-    fault = Fault(rank=0, kind="hang", step=2)
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_who_hangs_past_the_deadline_is_killed(rank: int) -> None:
+    """Its pulse lives on."""
+    fault = Fault(rank=rank, kind="hang", step=2)
     async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
-        with pytest.raises(WorkerLost, match="step 2 took longer"):
-            await answer(service.engine.submit(prompt(4, 100)))
+        answered = await answer(service.engine.submit(prompt(4, 100)))
+        assert answered == expected(3, 100)
+        if service.engine.cluster().losses:  # rank 0 alone answers: of others nobody waits here
+            [loss] = service.engine.cluster().losses
+            assert (loss.rank, rank) == (0, 0)
+            assert "took longer than its" in loss.reason
+        assert service.engine.cluster().epoch == 2 - rank
 
 
-async def test_silent_rank_is_named_while_idle() -> None:
-    async with serving(config(world_size=2), max_missed=3) as service:
-        await answer(service.engine.submit(prompt(4, 2)))
-        os.kill(service.pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match=r"rank 1 .* silent"):
-            await service.loop
-
-
-async def test_death_while_idle() -> None:
-    async with serving(config(world_size=2)) as service:
-        os.kill(service.pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerLost, match=r"rank 1 .* signal 9"):
-            await service.loop
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSTOP, "has been silent for 3 s"), (signal.SIGKILL, "signal 9")]
+)
+async def test_who_is_lost_while_idle_is_told(number: signal.Signals, reason: str) -> None:
+    async with serving(config(world_size=2, lost_after=3.0)) as service:
+        engine = service.engine
+        assert await answer(engine.submit(prompt(4, 2))) == expected(3, 2)
+        os.kill(service.pids[1], number)
+        await comes_to(engine, lambda: engine.cluster().epoch == 2)
+        [loss] = engine.cluster().losses
+        assert (loss.member, loss.rank, loss.epoch) == (1, 1, 1)
+        assert reason in loss.reason
+        assert not psutil.pid_exists(service.pids[1])
+        assert await answer(engine.submit(prompt(4, 9))) == expected(3, 9)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("refuse", StartError), ("raise", WorkerLost), ("kill", WorkerLost)])
@@ -195,58 +207,55 @@ async def test_cancel_frees_everything() -> None:
 
 async def test_two_plans_are_sent_before_the_first_answer() -> None:
     control = Control(config(step_timeout=0.3))
-    context: zmq.asyncio.Context = zmq.asyncio.Context()
-    rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
-    await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
-    await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+    rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
-    assert isinstance(decode_to_rank(await rank.recv()), Join)
     plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
-    steps = [asyncio.create_task(control.step(plan)) for plan in plans[:2]]
-    assert [decode_to_rank(await rank.recv()) for _ in steps] == plans[:2]
+    steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[:2]]
+    assert [await rank.receive() for _ in steps] == plans[:2]
     for number in (2, 1):
-        await rank.send(encode(StepResult(1, number, {number: Token(number)})))
+        await rank.send(StepResult(1, number, {number: Token(number)}))
     assert [(await step).tokens for step in steps] == [{1: Token(1)}, {2: Token(2)}]
-    steps = [asyncio.create_task(control.step(plan)) for plan in plans[2:]]
+    steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[2:]]
     for step in steps:
         with pytest.raises(WorkerLost, match="step 3 took longer"):
             await step
+    await rank.close()
     await control.close()
-    context.destroy(linger=0)
 
 
 async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
     control = Control(config())
-    context: zmq.asyncio.Context = zmq.asyncio.Context()
-    rank = connect(context, control.invitations[0], control.invitations[0].commands_id)
-    await rank.send(encode(Hello(0, "node", "127.0.0.1", 1)))
-    await rank.send(encode(Ready(0, "cpu", "float32", 4, 64)))
+    rank = ScriptedMember(control.invitations[0], 0)
     await control.start(3)
-    assert decode_to_rank(await rank.recv()) == Join(3, "127.0.0.1", 0, ("node",))
-    step = asyncio.create_task(control.step(StepPlan(3, 1, Decode(()))))
+    assert rank.joins == [Join(3, 0, "127.0.0.1", 0, ("node",))]
+    step = asyncio.create_task(control.group.step(StepPlan(3, 1, Decode(()))))
     for epoch in (2, 4, 3):
-        await rank.send(encode(StepResult(epoch, 1, {epoch: Token(7)})))
+        await rank.send(StepResult(epoch, 1, {epoch: Token(7)}))
     assert (await step).tokens == {3: Token(7)}
+    await rank.close()
     await control.close()
-    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
     ("joined", "message"),
     [
-        (None, StepPlan(1, 1, Decode(()))),
+        (0, StepPlan(1, 1, Decode(()))),
+        (0, Join(1, 0, "127.0.0.1", 0, ("here",))),
         (1, StepPlan(2, 1, Decode(()))),
-        (1, Join(2, "127.0.0.1", 0, ("here",))),
+        (1, Join(1, 0, "127.0.0.1", 0, ("here",))),
+        (1, Layout(2, ())),
+        (1, Load()),
     ],
 )
-async def test_a_message_out_of_place_ends_the_rank(joined: int | None, message: StepPlan | Join) -> None:
+async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPlan | Load | Join | Layout) -> None:
     control = Control(config())
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
-    spec = RankSpec(rank=0, config=config(), invitation=control.invitations[0], **place)
+    spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
     life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
-    await (control._wait_for(control._hellos) if joined is None else control.start(joined))
-    await control._send_all(message)
-    assert f"out of place in epoch {joined}: {type(message).__name__}" in str(await control.wait_lost())
+    await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
+    await control._channel.send([0], message)
+    where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
+    assert f"{where}: {type(message).__name__}" in str((await control.group.wait_ended()).error)
     assert await life == 1
     await control.close()
 

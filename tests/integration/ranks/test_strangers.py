@@ -5,7 +5,7 @@ import gc
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import zmq.asyncio
 from coordinator.ranks import members
 from coordinator.ranks.control import Control
 from longleaf.channel.encoding import FromRank, decode_to_rank, encode
-from longleaf.channel.lives import Died, Heartbeat, Hello, Ready, Stop
+from longleaf.channel.epochs import Broken, Join, OpenStore, Ready, StoreOpened
+from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -39,6 +40,7 @@ LIES: tuple[FromRank, ...] = (
     Ready(0, "cpu", "float32", 666, 64),
     Died(0, "a lie"),
     Heartbeat(0),
+    Broken(0, 1, 1, "a lie"),
     StepResult(1, 1, {1: Token(666)}),
 )
 """What rank 1 may not say: it speaks for others."""
@@ -66,8 +68,19 @@ def introduce(context: "zmq.Context[Socket]", control: Control, rank: int) -> So
     invitation = control.invitations[rank]
     connection = connect(context, invitation, invitation.commands_id)
     connection.send(encode(Hello(rank, "node", "127.0.0.1", 1)))
-    connection.send(encode(Ready(rank, "cpu", "float32", 4, 64)))
     return connection
+
+
+def form(ranks: Sequence[Socket]) -> None:
+    """What ranks say when they are told to load the model and to join the first epoch."""
+    for rank, connection in enumerate(ranks):
+        assert decode_to_rank(connection.recv()) == Load()
+        connection.send(encode(Loaded(rank)))
+    assert decode_to_rank(ranks[0].recv()) == OpenStore(1)
+    ranks[0].send(encode(StoreOpened(0, 1, 1)))
+    for rank, connection in enumerate(ranks):
+        assert isinstance(decode_to_rank(connection.recv()), Join)
+        connection.send(encode(Ready(rank, "cpu", "float32", 4, 64, epoch=1)))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -77,13 +90,14 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def check_service(control: Control, first: Socket) -> None:
+async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
     """The ranks are heard, nobody else was, and a step is answered by rank 0."""
-    assert [ready.num_blocks for ready in await control.start(1)] == [4, 4]
+    formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
+    assert [ready.num_blocks for ready in formation.readies] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
-    step = asyncio.create_task(control.step(PLAN))
-    await asyncio.to_thread(lambda: [decode_to_rank(first.recv()) for _ in ("join", "plan")])
-    first.send(encode(StepResult(1, 1, {1: Token(5)})))
+    step = asyncio.create_task(control.group.step(PLAN))
+    assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == PLAN
+    ranks[0].send(encode(StepResult(1, 1, {1: Token(5)})))
     assert (await step).tokens == {1: Token(5)}
 
 
@@ -91,7 +105,7 @@ async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
     control = Control(CONFIG, "::1")
     assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(control.address.rpartition(":")[2])))
     await control.close()
@@ -126,10 +140,27 @@ async def test_a_stranger_is_refused_and_counted(context, control: Control, capl
     stranger.send(b"\xff" * 1000)
     await until(lambda: control.num_refused)
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     assert control.num_ignored == 0, "nothing of it was even read"
     assert stranger.poll(0) == 0, "it was told nothing"
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
+
+
+async def test_a_rank_that_is_lost_is_no_stranger(context, control: Control) -> None:
+    """Not even as another one connects, before that has proven who it is."""
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    for epoch in range(2, 6):
+        ranks[1].close(linger=0)
+        control.lost(epoch - 1, "vanished")
+        number, invitation = control.roster.invite()
+        ranks[1] = connect(context, invitation, invitation.commands_id)
+        ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
+        await until(lambda expected=number: control.hellos[-1].member == expected)
+    assert control.num_refused == 0
+    stranger = stranger_with_a_key(context, control)
+    await until(lambda: control.num_refused)
+    stranger.close()
 
 
 def is_ended(connection: socket.socket) -> bool:
@@ -152,7 +183,7 @@ async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkey
     for stranger, said in zip(strangers, rubbish, strict=True):
         stranger.sendall(said)
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     assert await asyncio.to_thread(lambda: all(map(is_ended, strangers)))
     await until(lambda: control.num_refused >= len(rubbish))
     for stranger in strangers:
@@ -165,15 +196,17 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplo
     for lie in LIES:
         ranks[1].send(encode(lie))
     rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
+    rubbish += [encode(Hello(1, "node", "6.6.6.6", 1)), encode(Loaded(1)), encode(StoreOpened(1, 1, 1))]
+    rubbish += [encode(Ready(1, "cpu", "float32", 4, 64, epoch=1)), encode(Broken(1, 1, 1, "a lie"))]
     rubbish += [encode(Heartbeat(1)), encode(Died(1, "a lie", blamed=7)), encode(Died(1, "a lie", blamed=-1))]
     for message in rubbish:
         ranks[1].send(message)
     ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
     await until(lambda: control.num_ignored == len(LIES) + len(rubbish) + 1)
-    await check_service(control, ranks[0])
-    told = [record.message for record in caplog.records if "ignored messages of ranks" in record.message]
+    await check_service(control, ranks)
+    told = [record.message for record in caplog.records if "ignored messages of members" in record.message]
     assert len(told) == 5, "at 1, 2, 4, 8 and 16"
-    assert told[0] == "ignored messages of ranks: 1 so far; the last: rank 1 sends what it may not: Hello for rank 7"
+    assert told[0] == "ignored messages of members: 1 so far; the last: member 1 sends what it may not: Hello for 7"
 
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
@@ -191,37 +224,35 @@ async def test_a_rank_cannot_take_the_connection_of_another(context, control: Co
 
 async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: Control) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
     replayed.send(encode(Died(1, "from the second connection")))
-    step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
+    step = asyncio.create_task(control.group.step(StepPlan(1, 2, Decode(()))))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
     ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
     assert (await step).tokens == {1: Token(6)}
     assert replayed.poll(0) == 0
 
 
-async def test_a_member_that_was_replaced_is_a_stranger(context, control: Control) -> None:
+async def test_a_member_that_was_lost_is_a_stranger(context, control: Control) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
-    control._members.invite(1, control.address)
+    await check_service(control, ranks)
+    control.lost(1, "vanished")
+    assert str((await control.group.wait_ended()).error) == "rank 1 was lost: vanished"
     ranks[1].send(encode(Died(1, "too late")))
     await until(lambda: control.num_ignored == 1)
     again = connect(context, control.invitations[1], b"again")
     again.send(encode(Died(1, "too late")))
     await until(lambda: control.num_refused)
-    step = asyncio.create_task(control.step(StepPlan(1, 2, Decode(()))))
-    await asyncio.to_thread(ranks[0].recv)
-    ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
-    assert (await step).tokens == {1: Token(6)}
+    assert [hello.member for hello in control.hellos] == [0]
 
 
 async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     ranks[1].send(encode(Died(1, "x" * (8 << 20))))
     ranks[0].send(encode(Died(0, "the last word")))
-    error = await control.wait_lost()
+    error = (await control.group.wait_ended()).error
     assert isinstance(error, WorkerLost)
     assert (error.rank, error.reason) == (0, "the last word")
 
@@ -229,24 +260,28 @@ async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: C
 async def test_keys_are_told_nowhere(context, control: Control, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     ranks = [introduce(context, control, rank) for rank in range(2)]
-    await check_service(control, ranks[0])
+    await check_service(control, ranks)
     stranger_with_a_key(context, control)
     await until(lambda: control.num_refused)
     for invitation in control.invitations:
         assert isinstance(invitation, Invitation)
-        for secret in (invitation.secret_key.decode(), control._members._secret_key.decode()):
+        for secret in (invitation.secret_key.decode(), control._channel._members._secret_key.decode()):
             assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
 
 
 async def test_nothing_of_a_closed_channel_is_left(context) -> None:
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir() if "ZMQ" in (task / "comm").read_text()}
+
     def left() -> tuple[int, int]:
         """Threads of ZMQ and open files of this process."""
-        tasks = [task for task in Path("/proc/self/task").iterdir() if "ZMQ" in (task / "comm").read_text()]
-        return len(tasks), len(list(Path("/proc/self/fd").iterdir()))
+        return len(threads()), len(list(Path("/proc/self/fd").iterdir()))
 
+    gc.collect()  # of earlier tests
+    earlier = threads()
     stranger = context.socket(zmq.DEALER)  # this context's threads are there from now on
     stranger.setsockopt(zmq.LINGER, 0)
-    gc.collect()  # of earlier tests
+    await until(lambda: len(threads() - earlier) == 2)  # they name themselves, some time after they began
     before = left()
     for _ in range(3):
         control = Control(CONFIG)

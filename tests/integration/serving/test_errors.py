@@ -17,6 +17,7 @@ from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
+    ContextLost,
     DeadlineExceeded,
     InvalidArgument,
     LongleafError,
@@ -44,6 +45,12 @@ ERRORS = [
     (Cancelled("generations/x was cancelled"), grpc.StatusCode.ABORTED, [error_details_pb2.ErrorInfo]),
     (WorkerLost(3, "gone ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
     (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
+    (
+        Unavailable("recovering, for 2.5 s more", 2.5),
+        grpc.StatusCode.UNAVAILABLE,
+        [error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo],
+    ),
+    (ContextLost("contexts/x", "no room ✝"), grpc.StatusCode.DATA_LOSS, [error_details_pb2.ErrorInfo]),
 ]
 
 

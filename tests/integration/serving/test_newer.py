@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import DETAILS_KEY, decode_error
 from longleaf.errors import Cancelled, InvalidArgument, LongleafError, ModelRefused, StartError
-from longleaf.messages import Context, Delta, Event, Finished, IngestProgress, Progress, Started
+from longleaf.messages import Context, Delta, Event, Finished, IngestProgress, Progress, Recovering, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from tests.support.fuzz.messages import methods
 from tests.support.network.newer import NEWER, VALUE, Newer
@@ -135,6 +135,38 @@ async def test_a_reason_that_is_not_set_is_no_other(later: LaterService, client:
     assert (await client.list("generate", "x"))[-1].reason == "unspecified"
 
 
+RECOVERING = {"lost_token_count": 8, "recovered_token_count": 32, "total_token_count": 64, NEWER: "x"}
+
+
+async def test_a_recovery_is_told_between_deltas_that_follow_one_another(later: LaterService, client: Both) -> None:
+    recovering = NEW.GenerateResponse(recovering=RECOVERING)
+    later.say("Generate", STARTED, delta(0, 1), recovering, recovering, delta(1, 2), finished(2))
+    found = await client.list("generate", "x")
+    assert found[2:4] == [Recovering(8, 32, 64)] * 2
+    assert [event.index for event in found if isinstance(event, Delta)] == [0, 1]
+
+
+async def test_an_answer_that_breaks_off_in_a_recovery_goes_on_at_the_next_token(
+    later: LaterService, client: Both
+) -> None:
+    recovering = NEW.GenerateResponse(recovering=RECOVERING)
+    breaking_off(later, [STARTED, delta(0, 1), recovering], [STARTED, recovering, delta(1, 2), finished(2)])
+    found = await client.list("generate", "x", resumable=True)
+    assert later.requests[1].resume_token_index == 1
+    assert text_of(found) == "bc"
+
+
+async def test_an_ingest_tells_of_a_recovery(later: LaterService, client: Both) -> None:
+    told = [progress(1), progress(5, recovering=RECOVERING, processed_token_count=3), progress(4, context=CONTEXT)]
+    later.say("IngestContext", *told)
+    found: list[IngestProgress] = await client.list("ingest_steps", "book", b"")
+    assert [(step.phase, step.recovering) for step in found] == [
+        ("receiving", None),
+        ("recovering", Recovering(8, 32, 64)),
+        ("ready", None),
+    ]
+
+
 def breaking_off(later: LaterService, *parts: list[Message]) -> None:
     """Each call gets the next of `parts`; all but the last one break off after theirs."""
     left = list(parts)
@@ -239,6 +271,7 @@ async def test_unknown_fields_are_passed_over(later: LaterService, client: Both)
         (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_REFUSED", ModelRefused),
         (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_PARKED", LongleafError),
         (grpc.StatusCode.FAILED_PRECONDITION, None, LongleafError),
+        (grpc.StatusCode.DATA_LOSS, "CONTEXT_HALVED", LongleafError),
         (grpc.StatusCode.ABORTED, "CANCELLED", Cancelled),
         (grpc.StatusCode.ABORTED, "CONTEXT_MOVED", LongleafError),
     ],

@@ -14,11 +14,7 @@ from coordinator.service import ServiceConfig
 from coordinator.serving.server import SERVICES
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig
-from longleaf.errors import (
-    InvalidArgument,
-    LongleafError,
-    NotFound,
-)
+from longleaf.errors import InvalidArgument, NotFound
 from longleaf.messages import Delta
 from tests.support.service import TEXT, FakeEngine, Served, collect, ids, serving
 
@@ -73,9 +69,9 @@ async def test_the_cluster_is_described(service: Served) -> None:
 async def test_health_follows_the_service(service: Served) -> None:
     assert await service.client.is_healthy()
     assert all([await service.client.is_healthy(name) for name in SERVICES])
-    await service.server.set_serving(False)
+    await service.server.drain(0)
     assert not await service.client.is_healthy("longleaf.v1.GenerationService")
-    with pytest.raises(LongleafError):
+    with pytest.raises(NotFound, match=r"no\.such\.Service"):
         await service.client.is_healthy("no.such.Service")
 
 

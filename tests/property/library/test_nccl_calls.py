@@ -1,6 +1,7 @@
 """What ranks ask of NCCL, on a pretended one: the same calls in the same order on every rank of a group, and no send
 without its receipt, for every merge, layout and step, while epochs are formed and ended."""
 
+import threading
 from collections import Counter
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from longleaf.attention import merge_all
 from longleaf.comm import process_group
 from longleaf.comm.fakes import Call, FakeDistributed
+from longleaf.comm.process_group import Carrier, ProcessGroups, epoch_store
 from longleaf.errors import RanksDisagree, StartError
 from longleaf.kernels.dense import Dense
 from longleaf.tree import MERGES, Wire, choose_merge, make_merge
@@ -273,3 +275,25 @@ def test_calls_that_differ_are_told():
 def test_torch_has_what_an_end_asks_for():
     """It has no public name there."""
     assert callable(torch.distributed.distributed_c10d._abort_process_group)
+
+
+def test_a_fence_aborts_all_groups_of_a_rank_once():
+    """From another thread; the rank that is freed finds them left."""
+    fleet = Fleet("aab")
+    with patch.object(process_group, "dist", fleet.calls):
+
+        def work(rank):
+            store = epoch_store(fleet.calls.store, 1)
+            owner = ProcessGroups(rank, fleet.topology, store, epoch=1, timeout=60, carrier=Carrier("nccl", DEVICE))
+
+            def fence():
+                fleet.calls._here.rank, fleet.calls._here.world = rank, None
+                owner.fence()
+
+            pulse = threading.Thread(target=fence)
+            pulse.start()
+            pulse.join(60)
+            owner.abort()
+
+        fleet.calls.run(work)
+    assert Counter(fleet.calls.ended) == Counter((rank, "aborted") for rank in range(3))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
+from longleaf.channel.epochs import MergeTiming
 from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import Carrier
 from longleaf.kernels.cpu.compiled import Compiled
@@ -149,6 +150,33 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
         assert set(timing.microseconds) == set(MERGES) - ({"hierarchy"} if machines == "aa" else set())
         assert timing.merge in timing.microseconds
         assert describe(timing).startswith(f"{timing.merge}, ")
+
+
+MEASURED = (
+    MergeTiming(1, "hierarchy", {"hierarchy": 10.0, "paper": 40.0, "gather": 30.0, "butterfly": 20.0}),
+    MergeTiming(8, "gather", {"hierarchy": 40.0, "gather": 30.0, "butterfly": 20.0}),
+)
+
+
+@pytest.mark.parametrize(("machines", "names"), [("aabb", ("hierarchy", "gather")), ("aaa", ("butterfly", "gather"))])
+def test_what_other_groups_measured_is_believed(machines, names, monkeypatch):
+    """A choice of then is not made anew; what is lacking here is replaced by the next best of then."""
+
+    def measure(*_):
+        raise AssertionError("something is measured")
+
+    monkeypatch.setattr(importlib.import_module("longleaf.tree.choose"), "_race", measure)
+    parts = {rows: random_partials(len(machines), rows) for rows in (1, 5, 9)}
+
+    def work(rank, groups):
+        chosen = choose_merge(groups, Wire(BACKEND), 3, 5, "cpu", MEASURED)
+        return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
+
+    for timings, results in on_groups(Topology(tuple(machines)), work):
+        assert [timing.merge for timing in timings] == [*names]
+        assert [timing.microseconds for timing in timings] == [timing.microseconds for timing in MEASURED]
+        for rows, result in results.items():
+            assert_close(result, expected(parts[rows]))
 
 
 def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):

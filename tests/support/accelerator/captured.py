@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from longleaf.channel.lives import Join, Ready
+from longleaf.channel.epochs import Join, MergeTiming, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm import Groups
@@ -23,6 +23,7 @@ from longleaf.kernels.gpu.launch import Launcher
 from longleaf.topology import Topology
 from tests.support.threads import config_for, make_spec
 from workers.decode.fakes import RecordedGraphs, Recording
+from workers.decode.steps import FixedSteps
 from workers.keys.quantized import QuantizedPool
 from workers.pending import Pending
 from workers.rank import Rank
@@ -53,15 +54,20 @@ class DeviceRank(Rank):
         for kept in self.kept():
             kept.zero_()  # what nobody wrote must be the same everywhere
 
-    def connect(self, groups: Groups) -> Ready:
-        if self.recorded is not None:
+    def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
+        if self.recorded is not None and groups is not None:
             comm = self.recorded.comm(groups.world)
             groups = Groups(groups.topology, comm, comm, None)
-        return super().connect(groups)
+        return super().connect(groups, merges)
 
     def start(self, plan: StepPlan) -> Pending:
         """Is never done before somebody waits for it, as if the device was slow."""
         return Pending(lambda: False, super().start(plan).result)
+
+    @property
+    def fixed(self) -> FixedSteps | None:
+        """What it captures or launches, once it has joined."""
+        return self.epoch and self.epoch._fixed
 
     def kept(self) -> list[torch.Tensor]:
         """All memory of the pool."""
@@ -95,7 +101,7 @@ class DeviceFleet:
 
     def _connect(self, rank: DeviceRank, groups: Sequence[Groups]) -> Ready:
         if len(self.ranks) == 1:
-            return rank.join(Join(1, "", 0, ("here",)))
+            return rank.join(Join(1, 0, "", 0, ("here",)))
         return rank.connect(groups[self.ranks.index(rank)])
 
     def start(self, plan: StepPlan) -> list[Pending]:
@@ -115,18 +121,18 @@ class DeviceFleet:
     @property
     def num_works(self) -> int:
         """Parts of steps, on all ranks."""
-        return sum(len(rank._fixed._works) for rank in self.ranks if rank._fixed)
+        return sum(len(rank.fixed._works) for rank in self.ranks if rank.fixed)
 
     @property
     def num_captured(self) -> int:
         """Of which so many are replayed."""
-        works = [work for rank in self.ranks if rank._fixed for work in rank._fixed._works.values()]
+        works = [work for rank in self.ranks if rank.fixed for work in rank.fixed._works.values()]
         return sum(isinstance(getattr(work, "__self__", None), Recording) for work in works)
 
     @property
     def logits(self) -> torch.Tensor:
         """From which rank 0 chose last, of as many rows as the largest bucket has."""
-        fixed = self.ranks[0]._fixed
+        fixed = self.ranks[0].fixed
         assert fixed is not None
         assert fixed._choosing is not None
         return fixed._choosing.logits_RV

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from longleaf.channel.lives import Join
+from longleaf.channel.epochs import Join
 from longleaf.channel.step import Prefill, StepPlan
 from longleaf.comm import Comm, Groups
 from longleaf.comm.base import ReduceOp, Transport
@@ -119,7 +119,7 @@ class PretendedRank:
             self.rank.graphs = PretendedGraphs(self.accelerator.log) if is_captured else None
             comm: Comm = PretendedComm(self.accelerator.log, rank, world_size)
             groups = Groups(Topology(("here",) * world_size), comm, comm, None)
-            ready = self.rank.connect(groups) if world_size > 1 else self.rank.join(Join(1, "", 0, ("here",)))
+            ready = self.rank.connect(groups) if world_size > 1 else self.rank.join(Join(1, 0, "", 0, ("here",)))
         self.loading = self.accelerator.log.take()
         same = ("model", "chunk_size", "block_size", "replicate_below", "window_keys", "max_sequences")
         self.bench = Bench(
@@ -149,6 +149,7 @@ class PretendedRank:
 
     def _tell(self, work: Prefill) -> None:
         """Which blocks hold a chunk is noted where its inputs are built."""
+        assert self.rank.epoch is not None
         with self.accelerator.running():
-            self.rank._inputs.prefill(work)
+            self.rank.epoch._inputs.prefill(work)
         self.accelerator.log.take()

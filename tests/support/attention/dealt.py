@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention import reference
+from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
@@ -98,20 +99,49 @@ class Case:
         return reference.attend(q[self.start :], k, v, mask, SCALE, **options).out_THD
 
 
-def builder(case, rank, runs, way, dtype=torch.float32, kind=Pool):
-    """One rank's inputs, and its pool with the keys and values before the new tokens; NaN is what nobody may read."""
+def layouts(runs):
+    """What is held of segments."""
+    return [SegmentLayout(segment, held[0].start, tuple(held)) for segment, held in enumerate(runs)]
+
+
+def lose(case):
+    """The new tokens, of which some runs were lost: what is held then, and pieces that read them again, at most one per
+    rank and on other ranks than before."""
+    dice = random.Random(case.seed)
+    placer = Placer([4 * NUM_BLOCKS] * case.world_size, BLOCK)
+    reservation = placer.reserve(placer.num_blocks)
+    assert reservation is not None
+    runs, start = [], 0
+    for turn, length in enumerate(case.lengths):
+        size = dice.choice([BLOCK, 3 * BLOCK, 8 * BLOCK])
+        cuts = [*range(start, start + length, size), start + length]
+        parts = zip(cuts[:-1], cuts[1:], strict=True)
+        runs.append([run for part in parts for run in placer.place_chunk(*part, turn, reservation)])
+        start += length
+    lost = sorted(dice.sample(range(len(runs[-1])), min(len(runs[-1]), dice.randint(1, case.world_size))))
+    ranks = dice.sample(range(case.world_size), len(lost))
+    pieces = tuple(
+        Run(rank, run.start, run.end, placer.pools[rank].allocate(len(run.blocks)))
+        for rank, run in zip(ranks, [runs[-1][i] for i in lost], strict=True)
+    )
+    held = layouts(runs)
+    kept = tuple(run for i, run in enumerate(runs[-1]) if i not in lost)
+    return [*held[:-1], SegmentLayout(held[-1].segment, held[-1].start, kept)], pieces
+
+
+def builder(case, rank, held, way, dtype=torch.float32, kind=Pool, num_blocks=NUM_BLOCKS):
+    """One rank's inputs, and its pool with the keys and values that are held; NaN is what nobody may read."""
     layers = {0: case.spec}
-    pool, ledger = kind(layers, NUM_BLOCKS, BLOCK, dtype, "cpu"), Ledger(rank, BLOCK)
+    pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), Ledger(rank, BLOCK)
     _, k, v = case.tensors(dtype)
     for tensor in (pool.keys[0], pool.values[0]) if kind is Pool else ():
         tensor.fill_(float("nan"))
-    for segment, held in enumerate(runs[:-1]):
-        ledger.put(segment, held)
-        for run in held:
-            if run.rank == rank:
-                slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
-                keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
-                pool.store(BACKEND, 0, torch.tensor(slots), keys, values)
+    ledger.replace(held)
+    for run in (run for layout in held for run in layout.runs):
+        if run.rank == rank:
+            slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
+            keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
+            pool.store(BACKEND, 0, torch.tensor(slots), keys, values)
     size = case.world_size
     pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire(BACKEND))
     return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts), pool
@@ -126,11 +156,19 @@ def on_ranks(case, work):
 def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Pool):
     """Out of the new tokens as a chunk, [T, H, D], and the bytes that each rank sent."""
     runs = case.runs(in_rows=False)
-    chunk = Prefill(case.path, case.start, tuple(range(case.start, case.end)), runs[-1])
+    return read(case, layouts(runs[:-1]), runs[-1], way, merge, dtype, kind)
+
+
+def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=Pool):
+    """Out of the tokens of pieces, [T, H, D], where some keys are held, and the bytes that each rank sent."""
+    ids = tuple(position for piece in pieces for position in range(piece.start, piece.end))
+    chunk = Prefill(case.path, pieces[0].start, ids, pieces)
 
     def work(rank, groups):
-        make, pool = builder(case, rank, runs, way, dtype, kind)
+        make, pool = builder(case, rank, held, way, dtype, kind, 4 * NUM_BLOCKS)
         inputs, comm = make.prefill(chunk), CountingComm(groups.world)
+        mine = inputs.num_own_tokens
+        assert inputs.token_ids_T[:mine].tolist() == inputs.positions_T[:mine].tolist()
         counted = type(groups)(groups.topology, comm, comm, None)
         peers = Peers(comm, make_merge(merge, counted, Wire(BACKEND))) if case.world_size > 1 else None
         step = PrefillStep(inputs, pool, BACKEND, peers, last_layer=1)
@@ -138,7 +176,7 @@ def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Po
         return step.attend(0, q, k, v, case.call()), comm.bytes_sent
 
     found = on_ranks(case, work)
-    return torch.cat([found[run.rank][0][: len(run)] for run in runs[-1]]), {sent for _, sent in found}
+    return torch.cat([found[run.rank][0][: len(run)] for run in pieces]), {sent for _, sent in found}
 
 
 def decode(case, merge, kind=Pool, dtype=torch.float32):
@@ -148,7 +186,7 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
     rows = Decode((Row(0, case.path, case.start, ids, runs[-1], 0),))
 
     def work(rank, groups):
-        make, pool = builder(case, rank, runs, "auto", dtype, kind)
+        make, pool = builder(case, rank, layouts(runs[:-1]), "auto", dtype, kind)
         inputs = make.decode(rows, HostIds())
         peers = Peers(groups.world, make_merge(merge, groups, Wire(BACKEND))) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, BACKEND, peers)

@@ -27,7 +27,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.fakes import echo_token
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
-from longleaf.messages import ModelInfo
+from longleaf.messages import Draining, ModelInfo
 from longleaf.sampling import Sampling
 from tests.support.fuzz.messages import HELD
 from tests.support.running import running
@@ -206,6 +206,18 @@ def small_config(model: str) -> EngineConfig:
     )
 
 
+async def stay(_: bool) -> Draining:
+    """What is right ends the service, but not while it is fuzzed."""
+    return Draining(open_calls=0, limit=0.0)
+
+
+class LastingService(Service):
+    """Goes on when it is drained."""
+
+    async def answer_drain(self, wait: bool) -> Draining:
+        return await stay(wait)
+
+
 @asynccontextmanager
 async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     """The real engine and servicers on fake ranks."""
@@ -215,7 +227,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
-        server = Server(use_cases)
+        server = Server(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
         try:
@@ -231,7 +243,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
 async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
     """The whole service, its ranks real processes with a real model."""
     config = msgspec.structs.replace(small_config(str(folder)), kv_bytes=1 << 16)
-    service = Service(ServiceConfig(engine=config, launcher="local"), LocalFleet(worker_main))
+    service = LastingService(ServiceConfig(engine=config, launcher="local"), LocalFleet(worker_main))
     port = await service.start()
     engine = service._engine
     assert engine is not None

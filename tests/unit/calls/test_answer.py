@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator import events
 from coordinator.calls.answer import Answer
 from coordinator.text.detokenizer import Alphabet
-from longleaf.messages import Delta, Event, Finished, Generate, Started, Usage
+from longleaf.messages import Delta, Event, Finished, Generate, Recovering, Started, Usage
 from longleaf.sampling import Logprobs, Sampling, Token
 from tests.support.service import BYTES, ids, tokens
 
@@ -105,6 +105,14 @@ def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     messages = told(both, events.Tokens(0, tokens(ids("END"))))
     assert isinstance(messages[-1], Finished)
     assert both.is_finished
+
+
+def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
+    one, lost = answer(), Recovering(8, 0, 64)
+    messages = told(one, events.Tokens(0, tokens(ids("a"))), lost, events.Tokens(1, tokens(ids("b"))), lost, ended())
+    assert messages[1] == messages[3] == lost
+    assert [(m.index, m.text) for m in messages if isinstance(m, Delta)] == [(0, "a"), (1, "b")]
+    assert isinstance(messages[-1], Finished)
 
 
 def test_times_of_a_stop_string_are_taken_here() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
+from coordinator import events
 from coordinator.calls.ingest import Ingest
 from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
@@ -19,7 +20,7 @@ from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
-from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
+from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress, Progress, Recovering
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from tests.support.service import FakeEngine, write_model
 
@@ -86,6 +87,18 @@ async def test_one_that_can_be_resumed_goes_on_where_it_fell_silent(made: Made) 
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
     assert made.uploads.num_bytes == 0, "the engine has it"
+
+
+async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
+    """Each report as it comes: a slow stream gets the last one alone."""
+    lost = Recovering(8, 32, 64)
+    made.engine.interlude = (lost, Progress(3, 4))
+    engine_stream = made.engine.ingest(events.Document(context="moby", token_ids=(1, 2, 3, 4)))
+    begun = IngestProgress(phase="prefilling", total=4)
+    reports = [report async for report in made.ingest._reports(header(), engine_stream, begun)]
+    told = [(report.phase, report.processed, report.recovering) for report in reports]
+    counts = [("prefilling", 2, None), ("recovering", 2, lost), ("prefilling", 3, None), ("prefilling", 4, None)]
+    assert told == [*counts, ("ready", 4, None)]
 
 
 async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:

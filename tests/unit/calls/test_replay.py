@@ -17,7 +17,7 @@ from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
-from longleaf.messages import Delta, Event, Finished, Generate, Progress, Started
+from longleaf.messages import Delta, Event, Finished, Generate, Progress, Recovering, Started
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from tests.support.service import FakeEngine, write_model
 
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
 HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
+LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
 
 
 def deltas(sizes: list[int]) -> list[Event]:
@@ -106,14 +107,18 @@ async def read(replay: Replay, count: int, token_index: int = 0) -> list[Event]:
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=12),
     breaks=st.lists(st.integers(1, 9), max_size=6),
     lost=st.integers(0, 2),
+    recoveries=st.lists(st.integers(0, 12), max_size=6),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_client_that_comes_back_sees_every_token_once(sizes: list[int], breaks: list[int], lost: int) -> None:
-    """`lost` deltas were on their way at each break."""
+def test_a_client_that_comes_back_sees_every_token_once(
+    sizes: list[int], breaks: list[int], lost: int, recoveries: list[int]
+) -> None:
+    """`lost` deltas were on their way at each break; something is said of a recovery before deltas of these numbers."""
 
     async def scenario() -> None:
         script = [*HEAD, *deltas(sizes), Finished("length")]
-        source = Source(list(script))
+        said = [[*LOST[: recoveries.count(i)], event] for i, event in enumerate(script[3:])]
+        source = Source([*HEAD, *(event for part in said for event in part)])
         source.allow()
         _, replay = hold(source, Timers())
         seen: list[Event] = []
@@ -141,6 +146,50 @@ async def test_the_wait_for_a_token_outlives_its_reader() -> None:
     assert not source.is_closed.is_set()
     source.allow(1)
     assert await read(replay, 5, 1) == [HEAD[0], deltas([1, 1])[1]]
+
+
+async def test_what_is_said_of_a_recovery_is_told_once_and_not_kept() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *LOST, second, Finished("length")])
+    source.allow()
+    _, replay = hold(source, Timers())
+    assert await read(replay, 99) == [*HEAD, first, *LOST, second, Finished("length")]
+    assert await read(replay, 99) == [*HEAD, first, second, Finished("length")]
+    assert await read(replay, 99, 2) == [HEAD[0], second, Finished("length")]
+
+
+async def test_a_client_that_comes_back_during_a_recovery_is_told_of_it() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *LOST[:2], second, Finished("length")])
+    source.allow(6)
+    _, replay = hold(source, Timers())
+    assert (await read(replay, 6))[3:] == [first, *LOST[:2]]
+    assert await read(replay, 2, 2) == [HEAD[0], LOST[1]]
+    source.allow()
+    assert await read(replay, 99, 2) == [HEAD[0], LOST[1], second, Finished("length")]
+
+
+async def test_all_who_wait_are_told_of_a_recovery() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, LOST[0], second, Finished("length")])
+    _, replay = hold(source, Timers())
+    readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
+    source.allow(5)
+    await source.exhausted.wait()
+    source.allow()
+    for found in await asyncio.gather(*readers):
+        assert [event for event in found if not isinstance(event, Recovering)] == [*HEAD, first, second, found[-1]]
+        assert found.count(LOST[0]) == 1
+
+
+async def test_a_long_recovery_pushes_out_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_WEIGHT", 30)
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *(Recovering(8, done, 64) for done in range(64)), second, Finished("length")])
+    source.allow()
+    _, replay = hold(source, Timers())
+    await read(replay, 99)
+    assert await read(replay, 99) == [*HEAD, first, second, Finished("length")]
 
 
 async def test_two_readers_see_the_same() -> None:

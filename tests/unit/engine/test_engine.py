@@ -228,22 +228,22 @@ async def collect(stream: Stream) -> int:
     return sum([len(event.token_ids) async for event in stream if isinstance(event, Tokens)])
 
 
-async def test_lost_rank_fails_every_stream() -> None:
-    async with running(FakeRanks(2, 1000, lose_at=5, lost_rank=1)) as (engine, loop):
+async def test_the_last_rank_fails_every_stream() -> None:
+    async with running(FakeRanks(1, 1000, lose_at=5)) as (engine, loop):
         results = await asyncio.gather(
             collect(engine.submit(prompt(3, 1000))), collect(engine.submit(prompt(3, 2000))), return_exceptions=True
         )
-        assert [(type(result), getattr(result, "rank", None)) for result in results] == [(WorkerLost, 1)] * 2
+        assert [(type(result), getattr(result, "rank", None)) for result in results] == [(WorkerLost, 0)] * 2
         with pytest.raises(WorkerLost):
             await loop
-        with pytest.raises(Unavailable, match="rank 1 was lost") as refused:
+        with pytest.raises(Unavailable, match="rank 0 was lost") as refused:
             engine.submit(prompt(3, 1))
         assert type(refused.value) is Unavailable, "nothing of this call's was lost"
         assert refused.value.__cause__ is results[0], "but it is known here why"
 
 
-async def test_loss_between_steps() -> None:
-    ranks = FakeRanks(2, 1000)
+async def test_the_last_rank_is_lost_between_steps() -> None:
+    ranks = FakeRanks(1, 1000)
     async with running(ranks) as (engine, loop):
         await collect(engine.submit(prompt(3, 1)))
         ranks.lose(0, "vanished")

@@ -1,0 +1,116 @@
+"""From one epoch to the next: what ends one, who the ranks are then, and what they must be told."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from coordinator.engine.epoch import Epoch
+from coordinator.engine.recoveries import Recoveries
+from coordinator.ranks.history import is_filling
+from coordinator.ranks.ports import EpochEnd, Formation, Ranks
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.epochs import Layout
+from longleaf.errors import EpochBroken, WorkerLost
+
+FIRST_EPOCH = 1
+
+
+class Epochs:
+    """The epochs of an engine. `on_change` is called when the current one has ended, when others could join, or
+    when no others will."""
+
+    def __init__(self, ranks: Ranks, recoveries: Recoveries, clock: Callable[[], float]) -> None:
+        self._ranks = ranks
+        self._recoveries = recoveries
+        self._clock = clock
+        self._current: Epoch | None = None
+        self._on_change: Callable[[], None] = lambda: None
+        self._ended: asyncio.Task[EpochEnd] | None = None
+        self._joinable: asyncio.Task[None] | None = None
+        self._settled: asyncio.Task[None] | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there was a first one."""
+        return self._current is not None
+
+    @property
+    def current(self) -> Epoch:
+        assert self._current is not None
+        return self._current
+
+    async def start(self, block_size: int) -> Epoch:
+        """The first epoch. Raises StartError, ModelRefused or WorkerLost."""
+        self._current = Epoch.first(await self._ranks.start(FIRST_EPOCH), block_size)
+        return self._current
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """From here on `on_change` is called."""
+        self._on_change = on_change
+        self._watch()
+
+    def _watch(self) -> None:
+        self.unwatch()
+        self._ended = asyncio.create_task(self._wait_ended(self.current.formation))
+        self._joinable = asyncio.create_task(self._ranks.wait_joinable())
+        self._settled = asyncio.create_task(self._ranks.wait_settled())
+        for task in (self._ended, self._joinable, self._settled):
+            task.add_done_callback(lambda _: self._on_change())
+
+    @staticmethod
+    async def _wait_ended(formation: Formation) -> EpochEnd:
+        return await formation.group.wait_ended()
+
+    def unwatch(self) -> None:
+        """Nobody wants to know any more."""
+        for task in (self._ended, self._joinable, self._settled):
+            if task is not None:
+                task.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """The ranks do no more steps."""
+        return self._ended is not None and self._ended.done()
+
+    @property
+    def may_grow(self) -> bool:
+        """Others could join as soon as no step is under way."""
+        return self._joinable is not None and self._joinable.done()
+
+    def settle(self, scheduler: Scheduler) -> None:
+        """Has what the ranks cannot hold given up, once nobody is to come any more."""
+        if self._settled is not None and self._settled.done() and not scheduler.is_settled:
+            scheduler.settle()
+
+    async def ended(self) -> EpochEnd:
+        """Why the current one is over, once it is."""
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    async def follow(self, scheduler: Scheduler, tell: Callable[[], None]) -> None:
+        """Goes on with those that are there: after a loss, or when others could join and nothing is under way.
+
+        `tell` is called when streams must be told something. Raises WorkerLost when nobody is left.
+        """
+        lost_at, is_loss = self._clock(), self.is_over
+        end = await self.ended() if is_loss else None
+        scheduler.roll_back(end.step if end else None)
+        tell()
+        while True:
+            formation = await self._ranks.form(self.current.number + 1)
+            ranking = self.current.ranking(formation)
+            self._current = Epoch(formation, self.current.placer)
+            scheduler.change_ranks(ranking, may_grow=self.may_yet_grow)
+            if is_loss or scheduler.recovering is not None:  # some may have been lost while others came
+                self._recoveries.begin(formation.epoch, lost_at)
+            with suppress(WorkerLost, EpochBroken):
+                await formation.group.lay_out(Layout(formation.epoch, scheduler.layout()))
+                break
+            scheduler.roll_back()
+        self._watch()
+        tell()
+
+    @property
+    def may_yet_grow(self) -> bool:
+        """The place of a lost rank is being filled."""
+        return is_filling(self._ranks.losses)

@@ -1,0 +1,67 @@
+"""What is lost of a segment, and the blocks that are promised for it. Integers only."""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from coordinator.placement.blocks import Blocks, Reservation
+from longleaf.runs import ceil_div
+
+Range = tuple[int, int]
+
+
+class Loss:
+    """Positions of a segment whose keys nobody holds any more, until they are held again.
+
+    Ranges begin where a run began, and are read again in whole blocks from there on.
+    """
+
+    def __init__(self, ranges: Iterable[Range], before: "Loss | None" = None) -> None:
+        """In place of what was lost `before`, if anything was."""
+        self.ranges = tuple(ranges)
+        """All that was lost, [start, end), in order."""
+        self.left = list(self.ranges)
+        """What is not held again yet."""
+        self.windows_from = 0
+        """With replicated windows, where those begin that the segment has once it is held again."""
+        self.window_blocks = 0
+        """Blocks that these take at most."""
+        self.promise: Reservation | None = None
+        """Blocks for what is left, once there is room for it."""
+        self.front: int | None = None
+        """With replicated windows, the place on the segment's path before which they are kept to go on from."""
+        self.num_broken = before.num_broken if before else 0
+        """Epochs that broke while it was read again, and did not come past that place."""
+        self._broken_end = before._broken_end if before else 0
+        """Where that ends."""
+
+    @property
+    def first(self) -> int:
+        """The first position that is lost."""
+        return self.left[0][0]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(end - start for start, end in self.left)
+
+    def num_blocks(self, block_size: int) -> Blocks:
+        """What all that is left takes."""
+        return Blocks(sum(ceil_div(end - start, block_size) for start, end in self.left), self.window_blocks)
+
+    def num_before(self, end: int) -> int:
+        """Tokens before `end` that are lost."""
+        return sum(max(0, min(high, end) - low) for low, high in self.left)
+
+    def fill(self, start: int, end: int) -> None:
+        """Positions [start, end), which begin where something lost does, are held again."""
+        index = bisect_right(self.left, (start, end)) - 1
+        index = index if index >= 0 and self.left[index][0] == start else index + 1
+        low, high = self.left[index]
+        assert low == start < end <= high
+        self.left[index : index + 1] = [(end, high)] if end < high else []
+        if self.left and self.first >= self._broken_end:
+            self.num_broken = 0
+
+    def break_at(self, end: int) -> None:
+        """An epoch broke while positions up to `end` were read again."""
+        self.num_broken += 1
+        self._broken_end = max(self._broken_end, end)

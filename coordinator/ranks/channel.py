@@ -1,0 +1,115 @@
+"""The control channel's socket: messages to the members and from them, over ZMQ.
+
+Each member has two connections: one on which it receives and answers, and one on which a thread of its own reports that
+the process lives, and hears that an epoch has ended. Ray never carries a step: a ZMQ message costs tens of
+microseconds, a Ray call milliseconds.
+
+Whoever is no member is refused while connecting (coordinator.ranks.members), and a member is heard for itself only:
+what else arrives is ignored and counted.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from coordinator.ranks.members import Members, Tally
+from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
+from longleaf.channel.epochs import Fence
+from longleaf.channel.lives import Heartbeat, Stop
+from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.step import StepResult
+from longleaf.config import EngineConfig, join_address
+
+LINGER_MILLISECONDS = 500
+MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
+"""What a member says at most, and for each sequence of a step. More ends its connection before memory is taken."""
+
+Take = Callable[[int, FromRank], None]
+"""Takes what a member says. Raises ValueError for what it may not say."""
+
+
+class Channel:
+    """The channel at `host`. Must be made inside a running event loop; `take` is called there."""
+
+    def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
+        self._take = take
+        self._context = zmq.asyncio.Context()
+        self._members = Members(self._context)
+        # Untyped, because the package's own annotations are partial.
+        self._socket: Any = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES + config.max_sequences * MAX_ROW_BYTES)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._members.guard(self._socket)
+        self._socket.bind(f"tcp://{join_address(host, 0)}")
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where the members connect."""
+        self._invitations: dict[int, Invitation] = {}
+        self._ignored = Tally("ignored messages of members")
+        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._is_closed = False
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers so far that were ended."""
+        return self._members.num_refused
+
+    @property
+    def num_ignored(self) -> int:
+        """Messages so far that a member may not send."""
+        return self._ignored.count
+
+    def invite(self, member: int) -> Invitation:
+        """What a new member needs to connect."""
+        self._invitations[member] = self._members.invite(member, self.address)
+        return self._invitations[member]
+
+    def forget(self, member: int) -> None:
+        """Makes it a stranger: neither is it heard any more, nor told anything."""
+        self._members.forget(member)
+        self._invitations.pop(member, None)
+
+    async def send(self, members: Iterable[int], message: ToRank) -> None:
+        """Tells it to those of them that are not forgotten; a fence on the connection of their pulses."""
+        data = encode(message)
+        invitations = [self._invitations[member] for member in members if member in self._invitations]
+        for invitation in invitations:
+            name = invitation.pulse_id if isinstance(message, Fence) else invitation.commands_id
+            await self._socket.send_multipart([name, data])
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                self._take(*self._read(frames))
+            except ValueError as error:
+                self._ignored.add(str(error))
+
+    def _read(self, frames: list[Any]) -> tuple[int, FromRank]:
+        """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
+        member = self._members.number_of(frames[-1].get("User-Id").encode())
+        if member is None or len(frames) != 2:
+            raise ValueError(f"{len(frames)} frames of {'a former member' if member is None else f'member {member}'}")
+        message = decode_from_rank(frames[1].buffer)
+        invitation = self._invitations[member]
+        expected = invitation.pulse_id if isinstance(message, Heartbeat) else invitation.commands_id
+        speaks_for = member if isinstance(message, StepResult) else message.member
+        if speaks_for != member or frames[0].bytes != expected:
+            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for {speaks_for}")
+        return member, message
+
+    async def close(self) -> None:
+        """Tells the members to leave. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self.send(list(self._invitations), Stop())
+        await self._members.close(self._socket)
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)

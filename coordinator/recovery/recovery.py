@@ -1,0 +1,156 @@
+"""What follows a change of ranks, until all is held again and everybody holds a share. Pure."""
+
+from collections.abc import Iterable
+
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.holdings import Holding
+from coordinator.placement.losses import Loss
+from coordinator.placement.paths import Path
+from coordinator.placement.ranking import Ranking
+from coordinator.placement.segments import Segments
+from coordinator.recovery.moving import Moving
+from coordinator.recovery.regrouping import regroup
+from coordinator.recovery.rereading import Rereading
+from longleaf.channel.step import Decode, Move, Prefill
+from longleaf.messages import Recovering
+from longleaf.runs import Run
+
+MOVED_BLOCKS = 64
+"""Blocks that a plan moves at most unless the caller knows how large they are."""
+
+
+class Recovery:
+    """Plans of its own, one at a time: lost tokens are read again, then runs move to those that came new."""
+
+    def __init__(self, placer: Placer, segments: Segments, max_moved_blocks: int = MOVED_BLOCKS) -> None:
+        self._placer = placer
+        self._holdings = segments.holdings
+        self._segments = segments
+        self._rereading = Rereading(placer, segments)
+        self._moving = Moving(placer, segments, max_moved_blocks)
+        self._work: Prefill | Move | None = None
+        self._losses: dict[int, Loss] = {}
+        """All that was lost since everything was held, by segment."""
+        self.is_over = True
+        """Nothing is lost, and everybody holds its share."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """A plan of it is."""
+        return self._work is not None
+
+    @property
+    def is_bare(self) -> bool:
+        """There are ranks that must be told windows before they can take part in any step."""
+        return bool(self._moving.bare)
+
+    @property
+    def is_promised(self) -> bool:
+        """All that is lost has blocks promised for it."""
+        return self._rereading.is_promised
+
+    @property
+    def num_lost(self) -> int:
+        """Tokens whose keys nobody holds."""
+        return sum(holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss)
+
+    @property
+    def num_rolling(self) -> Blocks:
+        """Blocks that are needed as long as tokens are read again, besides those of all segments."""
+        return self._rereading.num_rolling
+
+    @property
+    def num_promised(self) -> Blocks:
+        """Blocks that are promised for no segment in particular."""
+        return self._rereading.num_promised
+
+    @property
+    def arriving(self) -> Iterable[Run]:
+        """Runs that a plan under way writes."""
+        return (run for holding in self._holdings for run in holding.arriving)
+
+    @property
+    def fronts(self) -> list[tuple[Path, int]]:
+        """Places on paths whose windows are held so that tokens can be read again from there on."""
+        found = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy]
+        return [(path, loss.front) for path, loss in found if loss is not None and loss.front is not None]
+
+    # --- the change ---
+
+    def undo(self, step_work: object | None) -> Holding | None:
+        """What is under way never was. Gives the segment of which that work, which broke an epoch, read."""
+        has_broken = self._work is not None and self._work is step_work
+        self._work = None
+        reread = self._rereading.undo(has_broken=has_broken) if self._rereading.is_under_way else None
+        if self._moving.is_under_way:
+            self._moving.undo(has_broken=has_broken)
+        return reread if has_broken else None
+
+    def fail(self) -> Holding | None:
+        """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
+        self._work = None
+        return self._rereading.undo(has_broken=False)
+
+    def change_ranks(self, ranking: Ranking) -> None:
+        """Has the books be those of the next epoch. Nothing else may be promised."""
+        assert self._work is None
+        bare = self._moving.bare | set[int]()
+        self._rereading.forget_promises()
+        first = ranking.before[0]
+        has_windows = first is not None and first not in bare
+        regroup(self._placer, self._segments, ranking, has_windows=has_windows)
+        self._moving.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
+        self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}
+        self.is_over = False
+
+    def promise(self, paths: Iterable[Path]) -> None:
+        """Promises blocks for what is lost, first for what these paths need, as far as there is room."""
+        if not self.is_promised:
+            self._rereading.promise(paths)
+
+    # --- plans ---
+
+    def plan(self, paths: Iterable[Path], size: int) -> Prefill | Move | None:
+        """What comes next, with chunks of up to `size` tokens; None when nothing can be done now."""
+        assert self._work is None
+        if self.is_bare:
+            self._work = self._moving.hand_out()
+        if self._work is None:
+            self._work = self._rereading.plan(paths, size) or self._moving.plan()
+        return self._work
+
+    def owns(self, work: Prefill | Decode | Move) -> bool:
+        """Whether a step was planned here."""
+        return self._work is work
+
+    def commit(self) -> Holding | None:
+        """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it."""
+        self._work, holding = None, None
+        if self._rereading.is_under_way:
+            holding = self._rereading.commit()
+        else:
+            self._moving.commit()
+        return holding
+
+    def settle(self) -> None:
+        """Looks whether it is over, and then gives back what only it needs."""
+        if self._work is None and self._holdings.is_whole:
+            self._losses.clear()
+            self._rereading.return_rolling()
+            self.is_over = self._moving.is_over
+
+    # --- progress ---
+
+    def progress(self, path: Path) -> Recovering | None:
+        """How much of a path is lost, and how far all is held again; None when all of the path is held."""
+        num_lost = self._holdings.num_lost(path)
+        return self._told(num_lost) if num_lost else None
+
+    @property
+    def total(self) -> Recovering | None:
+        """How far all is held again; None when it is."""
+        return None if self._holdings.is_whole else self._told(self.num_lost)
+
+    def _told(self, num_lost: int) -> Recovering:
+        total = sum(end - start for loss in self._losses.values() for start, end in loss.ranges)
+        return Recovering(num_lost, total - self.num_lost, total)

@@ -1,0 +1,179 @@
+"""Reading lost runs again: in order of position along paths, dealt over all ranks. Pure."""
+
+from array import array
+from collections.abc import Iterable
+
+from coordinator.placement.blocks import Blocks, Placer, Reservation
+from coordinator.placement.holdings import Holding
+from coordinator.placement.losses import Loss
+from coordinator.placement.paths import Path
+from coordinator.placement.segments import Segments
+from longleaf.channel.step import Prefill
+
+
+class Rereading:
+    """Plans what is read again, one plan at a time. What is lost has blocks promised before any of it is planned, so
+    that it cannot run out of room."""
+
+    def __init__(self, placer: Placer, segments: Segments) -> None:
+        self._placer = placer
+        self._segments = segments
+        self._holdings = segments.holdings
+        self._rolling: Reservation | None = None
+        """With replicated windows, blocks for those of the chunk that is read."""
+        self._current: Holding | None = None
+        """With replicated windows, the segment that these blocks are lent to."""
+        self._under_way: Holding | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    # --- room ---
+
+    def forget_promises(self) -> None:
+        """Gives back all that is promised: other ranks may have less room."""
+        for holding in self._holdings.lossy:
+            loss = holding.loss
+            if loss is not None and loss.promise is not None:
+                self._placer.release(loss.promise)
+                loss.promise = None
+        self._current = None
+        self.return_rolling()
+
+    def return_rolling(self) -> None:
+        """Gives back what only lost tokens need, unless it is in use."""
+        if self._rolling is not None:
+            self._placer.release(self._rolling)
+            self._rolling = None
+
+    @property
+    def num_rolling(self) -> Blocks:
+        """Blocks that are needed only while tokens are read again."""
+        pool = self._placer.window_pool
+        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss and holding.loss.left]
+        return Blocks(windows=max(map(pool.chunk_blocks, sizes), default=0))
+
+    @property
+    def num_promised(self) -> Blocks:
+        """What is promised for no segment in particular."""
+        return self._rolling.left if self._rolling else Blocks()
+
+    @property
+    def is_promised(self) -> bool:
+        """All that is lost has blocks promised for it."""
+        if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
+            return False
+        return all(holding.loss.promise for holding in self._holdings.lossy if holding.loss)
+
+    @property
+    def _can_roll(self) -> bool:
+        return self._rolling is not None or (self._current is not None and self._current.loss is not None)
+
+    def promise(self, paths: Iterable[Path]) -> None:
+        """Promises blocks for all that is lost, first for what these paths need, as far as there is room."""
+        needed = [segment for path in paths for segment in path.segments]
+        ordered = dict.fromkeys([*self._holdings.of(needed), *self._holdings.lossy])
+        if self._placer.windows is not None and not self._can_roll:
+            self._rolling = self._reserve(self.num_rolling)
+        for holding in ordered:
+            if holding.loss is not None and holding.loss.promise is None:
+                holding.loss.promise = self._reserve(holding.loss.num_blocks(self._placer.block_size))
+
+    def _reserve(self, blocks: Blocks) -> Reservation | None:
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
+
+    # --- plans ---
+
+    def plan(self, paths: Iterable[Path], size: int) -> Prefill | None:
+        """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do."""
+        found = self._choose(paths)
+        if found is None:
+            return None
+        holding, end = found
+        loss, segment = holding.loss, holding.segment
+        assert loss is not None
+        assert loss.promise is not None
+        ranges = [(low, high) for low, high in loss.left if low < end]
+        pieces = self._placer.place_again(ranges, size, loss.promise)
+        assert pieces
+        start, stop = pieces[0].start, pieces[-1].end
+        place = min(holding.seams, default=start)
+        holding.window_runs = self._placer.roll_again(
+            holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
+        )
+        holding.arriving = pieces
+        self._under_way = holding
+        token_ids = array("I")
+        for piece in pieces:
+            token_ids += segment.token_ids[piece.start - segment.start : piece.end - segment.start]
+        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
+
+    def _choose(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+        """The segment to go on with, and the position up to which that is wanted."""
+        if self._placer.windows is not None:
+            return self._choose_rolled(paths)
+        for path in paths:
+            found = self._holdings.first_lost(path)
+            if found and found[0].loss and found[0].loss.promise:
+                return found
+        for holding in self._holdings.lossy:
+            if holding.loss and holding.loss.promise and self._holdings.holds(holding.segment.before):
+                return holding, holding.segment.end
+        return None
+
+    def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+        """With replicated windows one segment is read to its end before another begins."""
+        current = self._current
+        if current is not None and current.loss is not None:
+            return current, current.segment.end
+        self._current = None
+        if self._rolling is None:
+            return None
+        lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
+        for holding in [*lossy, *self._holdings.lossy]:
+            loss = holding.loss
+            if loss and loss.promise and self._holdings.holds(holding.segment.before):
+                loss.promise.left += self._rolling.left
+                self._rolling, self._current = None, holding
+                return holding, holding.segment.end
+        return None
+
+    def commit(self) -> Holding | None:
+        """What was under way is held again. Gives the segment, if anybody still needs it."""
+        holding, self._under_way = self._under_way, None
+        if holding is None or holding.loss is None:
+            return None
+        loss, pieces = holding.loss, holding.arriving
+        holding.arriving = ()
+        holding.put(pieces)
+        for piece in pieces:
+            loss.fill(piece.start, piece.end)
+        if not loss.left:
+            self._segments.drop_front(holding)
+            self._take_rolling(loss)
+            self._segments.end_loss(holding)
+        elif self._placer.windows is not None:
+            self._segments.hold_front(holding, loss.first)
+        return holding
+
+    def _take_rolling(self, loss: Loss) -> None:
+        """Keeps the blocks that the next segment rolls in."""
+        assert loss.promise is not None
+        if self._current is not None:
+            self._rolling = loss.promise.split(self.num_rolling)
+            self._current = None
+
+    def undo(self, *, has_broken: bool) -> Holding | None:
+        """What was under way never was. Gives the segment, if anybody still needs it."""
+        holding, self._under_way = self._under_way, None
+        if holding is None or holding.loss is None:
+            return None
+        loss = holding.loss
+        assert loss.promise is not None
+        if has_broken:
+            loss.break_at(holding.arriving[-1].end)
+        self._placer.take_back(holding.arriving, loss.promise)
+        holding.arriving = ()
+        holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)
+        return holding

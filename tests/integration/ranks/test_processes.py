@@ -1,0 +1,179 @@
+"""Processes that die, stop, and are replaced, as each fleet has them. They compute nothing."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from coordinator.ranks.control import Control
+from coordinator.ranks.keeper import Keeper
+from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.ports import Fleet, GivenUp, MemberEvent
+from coordinator.ranks.ray_fleet import RayFleet
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError, WorkerLost
+from tests.support.members import MemberActor, MemberMain
+
+pytestmark = pytest.mark.timeout(120)
+MakeFleet = Callable[[], Fleet]
+FLEETS = [
+    pytest.param(lambda: LocalFleet(MemberMain()), id="local"),
+    pytest.param(lambda: RayFleet(MemberActor), id="ray", marks=pytest.mark.ray),
+]
+
+
+class World:
+    """Members as processes, and what becomes of them."""
+
+    def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
+        self.fleet = fleet
+        self.config = config
+        self.control = Control(config, kill=fleet.kill)
+        self.events: list[MemberEvent] = []
+        self.control.roster.watch(self.events.append)
+        self.keeper: Keeper | None = None
+
+    def process(self, member: int) -> psutil.Process:
+        [pid] = [hello.pid for hello in self.control.hellos if hello.member == member]
+        return psutil.Process(pid)
+
+    def keep(self, formation) -> Keeper:
+        self.keeper = Keeper(self.control.roster, self.fleet, self.config, formation.readies)
+        return self.keeper
+
+
+@asynccontextmanager
+async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
+    """A world whose fleet is launched. Nothing of it is left afterwards."""
+    config = EngineConfig(model="none", **settings)  # type: ignore[arg-type]
+    world = World(fleet, config)
+    try:
+        await fleet.reserve(config)
+        await fleet.launch(config, world.control.invitations, world.control.lost)
+        yield world
+        processes = [psutil.Process(hello.pid) for hello in world.control.hellos]
+    finally:
+        if world.keeper is not None:
+            await world.keeper.close()
+        await world.control.close()
+        await fleet.shutdown()
+    assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=20))[1] == []
+
+
+@pytest.fixture(autouse=True)
+def cluster(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("ray_cluster")
+
+
+@pytest.mark.parametrize("make_fleet", FLEETS)
+async def test_a_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) -> None:
+    async with running(make_fleet(), world_size=3) as world:
+        control = world.control
+        world.keep(await control.start(1))
+        for epoch, (lost, others, member) in enumerate([(1, (0, 2), 3), (0, (2, 3), 4), (3, (2, 4), 5)]):
+            world.process(lost).send_signal(signal.SIGKILL)
+            loss = await control.group.wait_ended()
+            assert isinstance(loss.error, WorkerLost)
+            assert (await control.form(2 * epoch + 2)).members == others
+            await control.wait_joinable()
+            formation = await control.form(2 * epoch + 3)
+            assert set(formation.members) == {*others, member}
+            assert len({hello.pid for hello in formation.hellos}) == 3
+
+
+@pytest.mark.parametrize("make_fleet", FLEETS)
+async def test_a_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> None:
+    async with running(make_fleet(), world_size=2, lost_after=2.0) as world:
+        world.keep(await world.control.start(1))
+        stopped = world.process(1)
+        stopped.send_signal(signal.SIGSTOP)
+        loss = await world.control.group.wait_ended()
+        assert "silent for 2 s" in str(loss.error)
+        assert (await world.control.form(2)).members == (0,)
+        await world.control.wait_joinable()
+        assert (await world.control.form(3)).members == (0, 2)
+        await asyncio.to_thread(stopped.wait, 20)  # Ray takes its time
+
+
+@pytest.mark.parametrize("make_fleet", FLEETS)
+async def test_a_fleet_kills_whom_it_has(make_fleet: MakeFleet) -> None:
+    async with running(make_fleet(), world_size=2) as world:
+        await world.control.start(1)
+        process = world.process(0)
+        process.send_signal(signal.SIGSTOP)
+        for member in (0, 0, 7):
+            await world.fleet.kill(member)
+        await asyncio.to_thread(process.wait, 20)
+        assert "rank 0 was lost" in str((await world.control.group.wait_ended()).error)
+        with pytest.raises(StartError, match="slot"):
+            await world.fleet.replace(7, 8, world.control.invitations[0], world.config)
+
+
+@pytest.mark.parametrize("make_fleet", FLEETS)
+async def test_all_but_one_die(make_fleet: MakeFleet) -> None:
+    async with running(make_fleet(), world_size=3) as world:
+        await world.control.start(1)
+        for member in (0, 2):
+            world.process(member).send_signal(signal.SIGKILL)
+        await world.control.group.wait_ended()
+        formation = await world.control.form(2)
+        while len(formation.members) > 1:  # the second death was seen later
+            await world.control.group.wait_ended()
+            formation = await world.control.form(formation.epoch + 1)
+        assert formation.members == (1,)
+
+
+async def test_a_replacement_that_dies_while_it_loads_is_given_up() -> None:
+    async with running(LocalFleet(MemberMain(num_good=2)), world_size=2) as world:
+        world.keep(await world.control.start(1))
+        world.process(1).send_signal(signal.SIGKILL)
+        given_up = asyncio.Event()
+        world.control.roster.watch(lambda event: given_up.set() if isinstance(event, GivenUp) else None)
+        await given_up.wait()
+        assert isinstance(world.events[-1], GivenUp)
+        assert "the last: left with exit code 3" in world.events[-1].reason
+
+
+async def test_a_slot_outlasts_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BlockingIOError("no process")
+
+    async with running(LocalFleet(MemberMain()), world_size=2) as world:
+        await world.control.start(1)
+        number, invitation = world.control.roster.invite()
+        with monkeypatch.context() as patch:
+            patch.setattr(world.fleet, "_spawn", fail)
+            with pytest.raises(BlockingIOError):
+                await world.fleet.replace(1, number, invitation, world.config)
+        await world.fleet.replace(1, number, invitation, world.config)
+        await world.control.roster.admit(number)
+        assert (await world.control.form(2)).members == (0, number)
+
+
+async def test_replacements_leave_no_descriptor() -> None:
+    async with running(LocalFleet(MemberMain()), world_size=2, max_losses_per_minute=100) as world:
+        world.keep(await world.control.start(1))
+        counts: list[int] = []
+        for number in range(1, 7):
+            world.process(number).send_signal(signal.SIGKILL)
+            await world.control.group.wait_ended()
+            await world.control.wait_joinable()
+            assert (await world.control.form(number + 1)).members == (0, number + 1)
+            counts.append(psutil.Process().num_fds())
+        assert max(counts[2:]) <= counts[1]
+
+
+async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
+    fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=3)
+    control = Control(config)
+    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
+    await asyncio.sleep(0)
+    await fleet.shutdown()
+    await launching
+    children = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert children == []
+    await control.close()

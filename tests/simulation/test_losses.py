@@ -1,0 +1,16 @@
+"""Ranks are lost, replaced and numbered anew between any two events: no token is wrong, none comes twice, none is
+missing, and what was lost is held again."""
+
+import pytest
+
+from tests.support.recovering_machine import RecoveringMachine
+from tests.support.scheduler_machine import runs
+
+
+class TestLosses(RecoveringMachine.TestCase):
+    settings = runs(300)
+
+
+@pytest.mark.slow
+class TestLossesAtLength(RecoveringMachine.TestCase):
+    settings = runs(10_000)

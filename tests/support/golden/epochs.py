@@ -1,0 +1,248 @@
+"""Ranks that are threads and live through epochs, driven plan by plan, and a book of what they hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from coordinator.placement.pool import BlockPool
+from coordinator.placement.windows import WindowPool
+from longleaf.channel.epochs import Join, Layout, SegmentLayout
+from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult, Terms, Transfer, Work
+from longleaf.comm.loopback import LoopbackComm, loopback_groups
+from longleaf.config import EngineConfig
+from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
+from longleaf.sampling import Sampling
+from longleaf.topology import Topology
+from tests.support.golden.states import Logits
+from tests.support.on_threads import on_ends
+from tests.support.threads import make_spec
+from workers.keys.content import Content
+from workers.keys.slots import Slots
+from workers.rank import Rank
+
+Ids = tuple[int, ...]
+NUM_BLOCKS = 150
+"""Blocks of each member's pool that are used."""
+
+
+class Epoch:
+    """Members as the ranks of an epoch, in their order, which have been told what is held."""
+
+    def __init__(self, number: int, ranks: Sequence[Rank], segments: Sequence[SegmentLayout]) -> None:
+        self.ranks = ranks
+        self._number = number
+        self._step = 0
+        for rank in ranks:
+            rank.leave()
+        groups = loopback_groups(Topology(("here",) * len(ranks)))
+        self._ends = [group.world for group in groups if isinstance(group.world, LoopbackComm)]
+        if len(ranks) > 1:
+            on_ends(self._ends, lambda end: ranks[end.rank].connect(groups[end.rank]))
+        else:
+            ranks[0].join(Join(number, 0, "", 0, ("here",)))
+        for rank in ranks:
+            rank.take(Layout(number, tuple(segments)))
+
+    def execute(self, work: Work, release: Ids = ()) -> StepResult:
+        """Rank 0's answer; the others have none."""
+        self._step += 1
+        plan = StepPlan(self._number, self._step, work, release_segments=release)
+        first, *others = on_ends(self._ends, lambda end: self.ranks[end.rank].execute(plan))
+        assert first is not None
+        assert first.has_finite_keys
+        assert not any(others)
+        return first
+
+
+@dataclass
+class Segment:
+    """What the coordinator knows of a segment."""
+
+    path: Ids
+    token_ids: Ids
+    start: int
+    runs: list[Run] = field(default_factory=list)
+    window_runs: tuple[Run, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    def ids(self, runs: Sequence[Run]) -> Ids:
+        return tuple(t for run in runs for t in self.token_ids[run.start - self.start : run.end - self.start])
+
+    def put(self, runs: Sequence[Run], instead_of: Sequence[Run] = ()) -> None:
+        kept = [run for run in self.runs if run not in instead_of]
+        self.runs = sorted([*kept, *runs], key=lambda run: run.start)
+
+
+class Service:
+    """Segments by number, on members of which some are lost and come back. In the pools what nobody wrote is NaN."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.members = [Rank(make_spec(member, config)) for member in range(config.world_size)]
+        for member in self.members:
+            member.load()
+            wipe(member.pool)
+        self.alive = list(range(config.world_size))
+        """Members by rank."""
+        self.segments: dict[int, Segment] = {}
+        self._size = config.block_size
+        self._windows = self.members[0]._ready.windows
+        self._window_pool = WindowPool(self._windows, self._size)
+        self._pools = [BlockPool(NUM_BLOCKS) for _ in self.members]
+        self._number, self._sequence = 0, 0
+        self.enter(self.alive)
+
+    def enter(self, alive: Sequence[int]) -> None:
+        """Begins an epoch with these members, of whom every one holds what it held."""
+        for segment in self.segments.values():
+            segment.runs = [replace(run, rank=alive.index(self.alive[run.rank])) for run in segment.runs]
+        self.alive = list(alive)
+        self._number += 1
+        layouts = [
+            SegmentLayout(number, segment.start, tuple(segment.runs), segment.window_runs)
+            for number, segment in self.segments.items()
+        ]
+        self.epoch = Epoch(self._number, [self.members[member] for member in alive], layouts)
+
+    # --- what an undisturbed service does ---
+
+    def ingest(self, number: int, path: Ids, token_ids: Ids, start: int, chunk_size: int) -> None:
+        """Reads tokens into a new segment."""
+        segment = self.segments[number] = Segment((*path, number), token_ids, start)
+        for turn, low in enumerate(range(start, segment.end, chunk_size)):
+            cuts = cut_chunk(low, min(low + chunk_size, segment.end), self._size, len(self.alive))
+            order = serpentine(turn, len(self.alive))
+            self.read(number, [(rank, *cut) for rank, cut in zip(order, cuts, strict=False)])
+
+    def ask(self, path: Ids, question: Ids, start: int, count: int) -> tuple[Ids, Tensor]:
+        """The greedy answer, and the logits [T, V] that it was chosen from."""
+        logits, rank = Logits(), self.epoch.ranks[0]
+        unwatched = rank.sampler.start
+        logits.watch(0, rank)
+        self._sequence += 1
+        number, answer = 1000 + self._sequence, list[int]()
+        tail = Segment((*path, number), question, start)
+        sent, terms = question, Terms(Sampling(max_tokens=count, ignore_end_token=True))
+        for index in range(count):
+            runs = self._grow(tail, start, max(1, len(sent)), index % len(self.alive))
+            row = Row(self._sequence, tail.path, start, sent, runs, index, terms, window_runs=tail.window_runs)
+            answer.append(self.epoch.execute(Decode((row,))).tokens[self._sequence].id)
+            start, sent, terms = runs[-1].end, (), None
+        rank.sampler.start = unwatched
+        self.epoch.execute(Move(()), (number,))
+        self._free(tail.runs)
+        self._window_pool.free([block for run in tail.window_runs for block in run.blocks])
+        return tuple(answer), logits.first(count)
+
+    # --- and what becomes of it ---
+
+    def lose(self, *members: int, order: Sequence[int] | None = None) -> dict[int, list[Run]]:
+        """Members die, and the others, in some order, are the ranks of a new epoch. The lost runs of each segment."""
+        lost: dict[int, list[Run]] = {}
+        for member in members:
+            wipe(self.members[member].pool)
+            self._pools[member] = BlockPool(NUM_BLOCKS)
+        for number, segment in self.segments.items():
+            lost[number] = [run for run in segment.runs if self.alive[run.rank] in members]
+            segment.put((), lost[number])
+        self.enter(order or [member for member in self.alive if member not in members])
+        return lost
+
+    def drop(self, number: int, gone: Sequence[Run]) -> None:
+        """Gives up runs of a segment, of which a new epoch knows nothing."""
+        self._free(gone)
+        self.segments[number].put((), gone)
+        self.enter(self.alive)
+
+    def forget(self, number: int) -> None:
+        """Gives up a segment."""
+        segment = self.segments.pop(number)
+        self._free(segment.runs)
+        self._window_pool.free([block for run in segment.window_runs for block in run.blocks])
+        self.enter(self.alive)
+
+    def read(self, number: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Reads (rank, start, end) of a segment, in one plan."""
+        segment = self.segments[number]
+        runs = tuple(Run(rank, start, end, self._allocate(rank, end - start)) for rank, start, end in pieces)
+        segment.put(runs)
+        self._roll(segment, runs[0].start, runs[-1].end, is_chunk=True)
+        ids, windows = segment.ids(runs), segment.window_runs
+        self.epoch.execute(Prefill(segment.path, runs[0].start, ids, runs, window_runs=windows))
+
+    def read_stripes(self, number: int, lost: Sequence[Run]) -> None:
+        """Several lost runs in a plan, each on another rank."""
+        size = len(self.alive)
+        for turn, first in enumerate(range(0, len(lost), size)):
+            some = zip(serpentine(turn, size), lost[first : first + size], strict=False)
+            self.read(number, [(rank, run.start, run.end) for rank, run in some])
+
+    def read_dealt(self, number: int, lost: Sequence[Run]) -> None:
+        """Each lost run in a plan, cut over all ranks."""
+        for run in lost:
+            cuts = cut_chunk(run.start, run.end, self._size, len(self.alive))
+            self.read(number, [(rank, *cut) for rank, cut in enumerate(cuts)])
+
+    def move(self, number: int, moves: Sequence[tuple[Run, int]], windows: tuple[Run, ...] = ()) -> None:
+        """Brings runs of a segment to other ranks."""
+        targets = [replace(run, rank=rank, blocks=self._allocate(rank, len(run))) for run, rank in moves]
+        gone = [run for run, _ in moves]
+        transfers = tuple(Transfer(number, *pair) for pair in zip(gone, targets, strict=True))
+        self.epoch.execute(Move(transfers, windows))
+        for run in gone:
+            wipe(self.epoch.ranks[run.rank].pool, run.blocks)
+        self._free(gone)
+        self.segments[number].put(targets, gone)
+
+    # --- what is there ---
+
+    def keys(self, number: int) -> dict[int, Tensor]:
+        """What is kept of each token of a segment, [S, N, K, D] of each layer that is sharded."""
+        segment, windows = self.segments[number], self._windows
+        assert [run.start for run in segment.runs] == [segment.start, *(run.end for run in segment.runs)][:-1]
+        layers = {i for i, spec in self.members[0].model.layers.items() if windows is None or spec.reach.is_full}
+        return {layer: torch.cat([self._taken(layer, run) for run in segment.runs]) for layer in layers}
+
+    def content(self, run: Run) -> Tensor:
+        """The bytes of a run's blocks."""
+        return Content(self.epoch.ranks[run.rank].pool).export(run.blocks)
+
+    def _taken(self, layer: int, run: Run) -> Tensor:
+        slots = [run.blocks[i // self._size] * self._size + i % self._size for i in range(len(run))]
+        return self.epoch.ranks[run.rank].pool.take(layer, torch.tensor(slots))
+
+    def _allocate(self, rank: int, num_tokens: int) -> tuple[int, ...]:
+        return self._pools[self.alive[rank]].allocate(ceil_div(num_tokens, self._size))
+
+    def _free(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            self._pools[self.alive[run.rank]].free(run.blocks)
+
+    def _grow(self, tail: Segment, start: int, count: int, rank: int) -> tuple[Run, ...]:
+        """Runs for more tokens, in the last one as far as its blocks reach."""
+        self._roll(tail, start, start + count, is_chunk=False)
+        last = tail.runs[-1] if tail.runs else None
+        if last is None or len(last) + count > len(last.blocks) * self._size:
+            last = Run(rank, start, start, self._allocate(rank, count))
+        grown = replace(last, end=start + count)
+        tail.put([grown], [last])
+        return (grown,)
+
+    def _roll(self, segment: Segment, start: int, end: int, *, is_chunk: bool) -> None:
+        """The window runs of a segment when tokens come, as the placer has them."""
+        if self._windows is not None:
+            first = max(start, self._windows.first(end)) if is_chunk else start
+            kept = self._window_pool.trim(segment.window_runs, start)
+            segment.window_runs = self._window_pool.grow(kept, first, end)
+
+
+def wipe(pool: Slots, blocks: Sequence[int] | None = None) -> None:
+    """Makes all that some blocks hold something that shows whoever reads it; by default all."""
+    for of_windows in (False, True) if blocks is None else (False,):
+        for tensor in pool.blocks(of_windows=of_windows):
+            tensor[:, slice(None) if blocks is None else list(blocks)] = 99 if tensor.dtype == torch.int8 else torch.nan

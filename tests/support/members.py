@@ -1,0 +1,148 @@
+"""Members of the control channel without processes: a test says what each does not do as it should."""
+
+import asyncio
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
+from longleaf.channel.epochs import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
+from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
+from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.fingerprint import Fingerprint
+from workers.control import connect
+
+PULSE_SECONDS = 0.05
+
+
+class ScriptedMember:
+    """Says hello, loads, opens stores and joins on its own, and gives up an epoch that is fenced while it joins; what
+    else it is told, `receive` gives. It does nothing at all on messages of the types `deaf_to`, and has a pulse from
+    `beat` on. Needs a running event loop."""
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        number: int,
+        node: str = "node",
+        deaf_to: Collection[type[ToRank]] = (),
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
+        # Untyped, because the package's own annotations are partial.
+        self._socket: Any = connect(cast(Any, self._context), invitation, invitation.commands_id)
+        self._pulse: Any = connect(cast(Any, self._context), invitation, invitation.pulse_id)
+        self.number = number
+        self.deaf_to = deaf_to
+        self.fails_to_load = False
+        self.dies_loading = False
+        self.merges: tuple[MergeTiming, ...] = ()
+        self.progress = Progress()
+        self.joins: list[Join] = []
+        self.fences: list[Fence] = []
+        self._hello = Hello(number, node, "127.0.0.1", os.getpid(), fingerprint)
+        self._inbox: asyncio.Queue[ToRank] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(work) for work in (self._live(), self._listen())]
+
+    async def _live(self) -> None:
+        await self.send(self._hello)
+        while True:
+            message = decode_to_rank(await self._socket.recv())
+            if isinstance(message, Join):
+                self.joins.append(message)
+            if isinstance(message, tuple(self.deaf_to)):
+                continue
+            answer = self._answer(message)
+            await (self._inbox.put(message) if answer is None else self.send(answer))
+
+    def _answer(self, message: ToRank) -> FromRank | None:
+        match message:
+            case Load() if self.dies_loading:
+                os._exit(3)
+            case Load():
+                return Died(self.number, "no memory") if self.fails_to_load else Loaded(self.number)
+            case OpenStore(epoch):
+                return StoreOpened(self.number, epoch, 1)
+            case Join(epoch):
+                return Ready(self.number, "cpu", "float32", 4, 64, merges=self.merges, epoch=epoch)
+            case _:
+                return None
+
+    async def _listen(self) -> None:
+        while True:
+            message = decode_to_rank(await self._pulse.recv())
+            assert isinstance(message, Fence)
+            self.fences.append(message)
+            if Fence not in self.deaf_to:
+                await self.send(Broken(self.number, message.epoch, 0, "was fenced"))
+
+    def beat(self, progress: Progress | None = None) -> None:
+        """Has a pulse from now on."""
+        self.progress = progress or self.progress
+        self._is_beating = True
+        self._tasks.append(asyncio.create_task(self._beat()))
+
+    def stop_beating(self) -> None:
+        self._is_beating = False
+
+    async def _beat(self) -> None:
+        while self._is_beating:
+            await self._pulse.send(encode(Heartbeat(self.number, self.progress)))
+            await asyncio.sleep(PULSE_SECONDS)
+
+    async def send(self, message: FromRank) -> None:
+        await self._socket.send(encode(message))
+
+    async def receive(self) -> ToRank:
+        """The next message that it does not answer on its own."""
+        return await self._inbox.get()
+
+    async def live(self) -> int:
+        """Does what it is told until it is to leave; an exit code."""
+        parent = os.getppid()
+        self.beat()
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    if isinstance(await self.receive(), Stop):
+                        break
+            if os.getppid() != parent:
+                break
+        await self.close()
+        return 0
+
+    async def close(self) -> None:
+        """As a process that is gone."""
+        for task in self._tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait(self._tasks)
+        self._context.destroy(linger=0)
+
+
+async def live(spec: RankSpec, num_good: int) -> int:
+    """The life of a process. Members from number `num_good` on die while they load the model."""
+    member = ScriptedMember(spec.invitation, spec.member, spec.node)
+    member.dies_loading = spec.member >= num_good
+    return await member.live()
+
+
+class MemberMain:
+    """Entry of a plain process that lives as a ScriptedMember."""
+
+    def __init__(self, num_good: int = 1000) -> None:
+        self._num_good = num_good
+
+    def __call__(self, spec: RankSpec) -> None:
+        os._exit(asyncio.run(live(spec, self._num_good)))
+
+
+class MemberActor:
+    """The same in an actor."""
+
+    def run(self, spec: RankSpec) -> int:
+        return asyncio.run(live(spec, 1000))

@@ -1,0 +1,221 @@
+"""A machine whose ranks die, come and are numbered anew, at any time."""
+
+from collections import Counter
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from coordinator.events import NO_CLAIM, Outcome
+from coordinator.placement.paths import Path
+from coordinator.placement.ranking import Ranking
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import StepPlan
+from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
+from longleaf.geometry import Windows
+from longleaf.messages import Recovering
+from longleaf.sampling import Token
+from tests.support.key_ledger import KeyLedger
+from tests.support.scheduler_machine import NAMES, SchedulerMachine
+
+MOST_RANKS = 5
+
+
+class RecoveringMachine(SchedulerMachine):
+    """The ranks are a ledger of keys: what is read again must be what was lost."""
+
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
+        self.keys = KeyLedger(len(blocks), block_size, windows)
+        self.block_size = block_size
+        self.num_blocks = list(blocks)
+        self.epoch = 1
+        self.is_between = False
+        self.may_grow = False
+        self.broken = Counter[int]()
+        """By job, the epochs that ended in a step of it."""
+
+    def _execute(self, plan: StepPlan) -> dict[int, Token]:
+        assert plan.epoch == self.epoch
+        return self.keys.apply(plan)
+
+    def _token_ids(self, path: tuple[int, ...]) -> list[int]:
+        return [key.token_id for key in self.keys.chain(path, self.keys.books[path[-1]].runs[-1].end)]
+
+    def _check_end(self, path: Path) -> None:
+        if self.is_calm and self.scheduler.segments.holdings.holds(path):
+            self.keys.check_end(path.ids, path.end)
+
+    @property
+    def is_calm(self) -> bool:
+        """The ranks believe what the coordinator does."""
+        return not self.is_between and not self.plans and not self.scheduler._recovery.is_bare
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.is_between or self.may_grow or not self.scheduler._healing.is_over
+
+    def _nobody_is_stuck(self) -> None:
+        if not (self.is_between or self.may_grow):
+            super()._nobody_is_stuck()
+
+    # --- the end of an epoch ---
+
+    @precondition(lambda self: not self.is_between)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """The epoch ends; of what is under way the ranks may have done all or nothing."""
+        in_order = [self.sequences.complete(plan) for plan in self.plans]
+        num_done = data.draw(st.integers(0, len(in_order)), label="done")
+        for plan in in_order[:num_done]:
+            self.keys.apply(plan)
+        for plan in in_order[num_done:]:
+            self.keys.wreck(plan)
+        guilty = data.draw(st.none() | st.sampled_from(self.plans), label="guilty") if self.plans else None
+        self._accuse(guilty)
+        self.plans.clear()
+        self.scheduler.roll_back(guilty.step if guilty else None)
+        self.is_between = True
+        self.waited.clear()
+        self.ran.clear()
+        self._look()
+
+    def _accuse(self, plan: StepPlan | None) -> None:
+        flight = next((f for f in self.scheduler._planner._flights if f.plan is plan), None)
+        for job, _ in flight.jobs if flight else ():
+            self.broken[job.request.id] += 1
+
+    @precondition(lambda self: self.is_between)
+    @rule(data=st.data(), may_grow=st.booleans())
+    def form(self, data: st.DataObject, may_grow: bool) -> None:
+        """Some of the ranks that there were, and others, are an epoch."""
+        old = list(range(len(self.num_blocks)))
+        gone = data.draw(st.sets(st.sampled_from(old), max_size=len(old)), label="gone")
+        survivors = [rank for rank in old if rank not in gone]
+        num_new = data.draw(st.sampled_from([0, 0, 0, 1, 1, 2]), label="newcomers")
+        num_new = min(max(num_new, 0 if survivors else 1), max(1, MOST_RANKS - len(survivors)))
+        before: list[int | None] = [*survivors, *[None] * num_new]
+        if data.draw(st.integers(0, 3)) == 0:
+            before = data.draw(st.permutations(before), label="before")
+        self._form(before, may_grow)
+
+    def _form(self, before: list[int | None], may_grow: bool) -> None:
+        most = max(self.num_blocks)
+        self.num_blocks = [most if rank is None else self.num_blocks[rank] for rank in before]
+        self.epoch += 1
+        self.keys.change_ranks(before)
+        self.scheduler.change_ranks(Ranking(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
+        self.keys.lay_out(self.scheduler.layout())
+        self.sequences = Sequences(self.block_size)
+        self.is_between, self.may_grow = False, may_grow
+        self._look()
+
+    @precondition(lambda self: self.may_grow and not self.is_between)
+    @rule()
+    def settle(self) -> None:
+        self.scheduler.settle()
+        self.may_grow = False
+        self.waited.clear()
+        self._look()
+
+    @rule(data=st.data())
+    def lose_and_form(self, data: st.DataObject) -> None:
+        if not self.is_between:
+            self.lose(data)
+        self.form(data, False)
+
+    @rule(data=st.data(), steps=st.integers(0, 6))
+    def lose_one_amid_steps(self, data: st.DataObject, steps: int) -> None:
+        """One of several, as mostly, with a plan under way."""
+        if self.is_between or len(self.num_blocks) < 2:
+            return
+        self.run_steps(steps, 2, 0.001)
+        self._schedule()
+        self._lose_one(data)
+
+    def _lose_one(self, data: st.DataObject) -> None:
+        self.lose(data)
+        gone = data.draw(st.integers(0, len(self.num_blocks) - 1), label="gone")
+        self._form([rank for rank in range(len(self.num_blocks)) if rank != gone], False)
+
+    @rule(data=st.data(), context=NAMES, count=st.integers(8, 40), steps=st.integers(1, 5), question=st.integers(0, 40))
+    def lose_one_amid_a_document(
+        self, data: st.DataObject, context: str, count: int, steps: int, question: int
+    ) -> None:
+        """It is read on, asked, and what begins like it, too, while it recovers."""
+        if self.is_between or len(self.num_blocks) < 2:
+            return
+        self.ingest(list(range(count)), context, context in self.texts, NO_CLAIM)
+        self.run_steps(steps, 2, 0.001)
+        self._lose_one(data)
+        self.ask(list(range(question)), 2, None, 1, NO_CLAIM, False)
+        self.ask([1, 2], 2, context, 1, NO_CLAIM, False)
+        self.run_steps(1, 2, 0.001)
+        if len(self.num_blocks) > 1 and data.draw(st.booleans(), label="twice"):
+            self._lose_one(data)
+
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        """One more, in an epoch of its own: nothing is under way."""
+        if self.is_between or len(self.num_blocks) >= MOST_RANKS:
+            return
+        while self.plans:
+            self.commit()
+        self.lose(data)
+        self._form([*range(len(self.num_blocks)), None], False)
+
+    def _look(self) -> None:
+        """Takes in what is gone, and what those are told who wait or fail."""
+        for given_up in self.scheduler.take_given_up():
+            assert given_up.num_tokens == len(self.texts[given_up.context])
+            del self.texts[given_up.context], self.ends[given_up.context]
+        self._see(self.scheduler.drain())
+
+    def _see(self, outcomes: list[Outcome]) -> None:
+        for given_up in self.scheduler.take_given_up():
+            del self.texts[given_up.context], self.ends[given_up.context]
+        for _, outcome in outcomes:
+            if isinstance(outcome, Recovering):
+                assert 0 < outcome.lost_tokens <= outcome.total_tokens - outcome.recovered_tokens
+        super()._see(outcomes)
+
+    def _is_right(self, job: int, error: LongleafError) -> None:
+        if isinstance(error, Unavailable):
+            assert self.broken[job] >= 2
+        elif not isinstance(error, ContextLost) and not (
+            isinstance(error, ResourceExhausted) and error.subject == "pool"
+        ):
+            super()._is_right(job, error)
+
+    @invariant()
+    def books_are_equal(self) -> None:
+        """Ranks and coordinator agree on what lies where, and it is what it should be."""
+        if not hasattr(self, "scheduler") or not self.is_calm:
+            return
+        holdings = self.scheduler.segments.holdings
+        for holding in holdings:
+            if holding.segment.token_ids:
+                assert self.keys.books[holding.segment.id].runs == holding.runs
+                assert self.keys.books[holding.segment.id].start == holding.segment.start
+        for context in self.scheduler.contexts.list():
+            if holdings.holds(context.path):
+                assert self._keys_of(context.path) == self.texts[context.id]
+
+    def _keys_of(self, path: Path) -> list[int]:
+        return [key.token_id for key in self.keys.chain(path.ids, path.end)]
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            if self.is_between:
+                self._form(list(range(len(self.num_blocks))), False)
+            if self.may_grow:
+                self.settle()
+            self._recovers()
+        super().teardown()
+
+    def _recovers(self) -> None:
+        """All that is lost is held again, whoever else waits."""
+        for job in sorted(self.paused):
+            self._pause(job, False)
+        while self.open or self.scheduler.recovering:
+            self.run_steps(1, 2, 0.001)
+        assert all(map(self.scheduler.segments.holdings.holds, (c.path for c in self.scheduler.contexts.list())))
+        self.adds_up()

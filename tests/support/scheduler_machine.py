@@ -1,0 +1,448 @@
+"""A machine that drives a small scheduler by any order of requests, steps and cancellations."""
+
+import math
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
+
+from coordinator.events import Acknowledged, Admitted, Claim, Document, Ended, Failed, Outcome, Prompt, Tokens
+from coordinator.placement.blocks import Blocks, Placer
+from coordinator.placement.contexts import LAST_ENDS
+from coordinator.placement.paths import Path
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.fakes import echo_token
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
+from longleaf.config import EngineConfig
+from longleaf.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFinite,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from longleaf.geometry import Rotary, Windows
+from longleaf.sampling import Sampling, Token
+from tests.support.window_ledger import WindowLedger, windows_of
+from workers.fakes import EchoLedger
+
+NAMES = st.sampled_from(["a", "b", "c"])
+ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
+SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
+CLAIMS = st.builds(
+    Claim,
+    priority=st.integers(0, 3),
+    client=st.sampled_from(["", "x", "y"]),
+    deadline=st.none() | st.none() | st.none() | st.floats(0, 2),
+)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> list[int]:
+    """Tokens that begin like others: they count up, and from some position on may be of another kind."""
+    count, kind, same = draw(st.integers(0, 40)), draw(st.integers(0, 2)), draw(st.integers(0, 40))
+    return [i if i < same else i + 100 * kind for i in range(count)]
+
+
+TEXTS = texts()
+
+
+def expected_answer(last: int, count: int) -> list[int]:
+    answer: list[int] = []
+    for index in range(count):
+        last = echo_token(last, index)
+        answer.append(last)
+    return answer
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives a small scheduler; a ledger of what ranks believe is stored checks every plan."""
+
+    @initialize(
+        blocks=st.lists(st.integers(4, 24), min_size=1, max_size=4),
+        chunk_size=st.integers(1, 20),
+        block_size=st.integers(1, 6),
+        replicate_below=st.integers(0, 9),
+        max_sequences=st.integers(1, 3),
+        max_waiting=st.integers(1, 4),
+        windows=st.none() | windows_of(4, 40),
+    )
+    def begin(
+        self,
+        blocks: list[int],
+        chunk_size: int,
+        block_size: int,
+        replicate_below: int,
+        max_sequences: int,
+        max_waiting: int,
+        windows: Windows | None,
+    ) -> None:
+        config = EngineConfig(
+            model="none",
+            chunk_size=chunk_size,
+            block_size=block_size,
+            replicate_below=replicate_below,
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+        )
+        self.windows = windows
+        self.max_unread = config.max_sequences + config.max_waiting
+        self.placer = Placer(blocks, block_size, windows)
+        self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
+        self.sequences = Sequences(block_size)
+        self._start_ranks(blocks, block_size, windows)
+        self.plans: deque[StepPlan] = deque()
+        self.now = 0.0
+        self.seconds = 0.001
+        self.breaks: int | None = None
+        """Of the next answer of the ranks, the row that is not finite."""
+        self.num_jobs = 0
+        self.num_submitted = 0
+        self.num_ended = 0
+        self.paused: set[int] = set()
+        self.deadlines: dict[int, float] = {}
+        self.open: dict[int, set[int]] = {}
+        """Samples that have not ended, by job; an ingest has one."""
+        self.texts: dict[str, list[int]] = {}
+        self.ends: dict[str, list[int]] = {}
+        """Where the last documents of each context ended, and where it was forked."""
+        self.documents: dict[int, list[int]] = {}
+        """What is read, by ingest."""
+        self.prompts: dict[int, list[int]] = {}
+        """What is answered, context included, by sequence."""
+        self.answers: dict[int, list[int]] = {}
+        self.expected: dict[int, list[int]] = {}
+        self.ran: set[int] = set()
+        """Jobs that ran when the last step was scheduled, and those that waited, with how often they had begun."""
+        self.waited: dict[int, int] = {}
+
+    # --- the ranks ---
+
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
+        self.ledger = EchoLedger(block_size)
+        self.window_ledger = WindowLedger(windows, block_size) if windows else None
+
+    def _execute(self, plan: StepPlan) -> dict[int, Token]:
+        """What the ranks answer to a whole plan."""
+        if self.window_ledger:
+            self.window_ledger.apply(plan)
+        return self.ledger.apply(plan)
+
+    def _token_ids(self, path: tuple[int, ...]) -> list[int]:
+        """The tokens whose keys lie on a path."""
+        return self.ledger.token_ids(path)
+
+    def _check_end(self, path: Path) -> None:
+        """A path can be continued: what a token there sees of windows is where it was stored, whoever came and went."""
+        if self.window_ledger:
+            self.window_ledger.check_place(path.ids, path.end)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Some may wait for other things than room, and hold room without a request."""
+        return False
+
+    # --- what clients do ---
+
+    @rule(
+        tokens=TEXTS,
+        max_tokens=st.integers(1, 12),
+        context=ASKED,
+        num_samples=SAMPLES,
+        claim=CLAIMS,
+        ends=st.booleans(),
+    )
+    def ask(
+        self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int, claim: Claim, ends: bool
+    ) -> None:
+        claim = self._now(claim)
+        answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
+        end = answer[max_tokens // 2] if ends else -1
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(tokens),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset([end]),
+            num_samples=num_samples,
+            claim=claim,
+        )
+        try:
+            self.scheduler.admit(self.num_jobs, prompt, self.now)
+        except (InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
+            return
+        for sequence in range(self.num_jobs, self.num_jobs + num_samples):
+            self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
+            self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
+            self.answers[sequence] = []
+        self._opened(num_samples, claim.deadline)
+
+    @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
+    def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
+        claim = self._now(claim)
+        document = Document(context=context, token_ids=tokens, append=append, claim=claim)
+        try:
+            self.scheduler.admit(self.num_jobs, document, self.now)
+        except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
+            return
+        self.documents[self.num_jobs] = tokens
+        self._opened(1, claim.deadline)
+
+    def _now(self, claim: Claim) -> Claim:
+        """With a deadline that counts from now."""
+        return claim if claim.deadline is None else replace(claim, deadline=self.now + claim.deadline)
+
+    def _opened(self, num_samples: int, deadline: float | None) -> None:
+        self.open[self.num_jobs] = set(range(num_samples))
+        self.deadlines[self.num_jobs] = math.inf if deadline is None else deadline
+        self.num_jobs += num_samples
+        self.num_submitted += 1
+
+    @rule(context=NAMES, sizes=st.lists(st.integers(1, 3), min_size=4, max_size=16), claim=CLAIMS)
+    def append_little_by_little(self, context: str, sizes: list[int], claim: Claim) -> None:
+        """Many pieces, one after the other."""
+        for size in sizes:
+            self.ingest(list(range(size)), context, context in self.texts, claim)
+            self._schedule()
+            if self.plans:
+                self.commit()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), context=NAMES)
+    def fork_at_an_end(self, data: st.DataObject, context: str) -> None:
+        source = data.draw(st.sampled_from(sorted(self.texts)))
+        self.fork(source, context, data.draw(st.sampled_from(self.ends[source])))
+
+    @rule(source=NAMES, context=NAMES, num_tokens=st.none() | st.integers(0, 60))
+    def fork(self, source: str, context: str, num_tokens: int | None) -> None:
+        num_free = self.placer.num_free
+        try:
+            self.scheduler.fork_context(source, context, num_tokens)
+        except InvalidArgument:
+            assert num_tokens is not None
+            assert self.windows or not 1 <= num_tokens <= len(self.texts[source])
+            assert num_tokens not in self.ends[source], "the last ends can be forked"
+            return
+        except (AlreadyExists, NotFound):
+            return
+        self.texts[context] = self.texts[source][:num_tokens]
+        self._add_end(context, [end for end in self.ends[source] if end < len(self.texts[context])])
+        assert self.placer.num_free == num_free
+
+    @rule(steps=st.integers(1, 12), ahead=st.integers(1, 2), seconds=st.sampled_from([0.0, 0.001, 0.02, 0.5]))
+    def run_steps(self, steps: int, ahead: int, seconds: float) -> None:
+        """Random single rules would seldom finish a document."""
+        self.seconds = seconds
+        for _ in range(steps):
+            while len(self.plans) < ahead and self._schedule():
+                self.adds_up()
+            if self.plans:
+                self.commit()
+            self.adds_up()
+
+    @rule()
+    def schedule(self) -> None:
+        self._schedule()
+
+    def _schedule(self) -> bool:
+        """Whether there was something to do."""
+        is_full = self.scheduler._planner.is_full
+        plan = self.scheduler.schedule(self.now)
+        self._see(self.scheduler.drain())
+        if not is_full and not self.is_disturbed:
+            self._nobody_waits_for_those_behind()
+        self.plans.extend([plan] if plan else [])
+        self._nobody_is_stuck()
+        return plan is not None
+
+    def _nobody_is_stuck(self) -> None:
+        """Whoever runs or waits for room has something to do, but for those whose readers are behind."""
+        assert self.plans or self.open.keys() <= self.paused
+
+    def _nobody_waits_for_those_behind(self) -> None:
+        """Whoever has no room waits for something that did not begin out of turn, at its expense."""
+        running = {job.id: job for job in self.scheduler._running.values()}
+        waiting = self.scheduler._queue.order()
+        for job in waiting:
+            assert any(job.id not in other.passed for other in running.values())
+        stayed = [job for job in waiting if self.waited.get(job.id) == job.num_begins]
+        for other in (running[job_id] for job_id in running.keys() - self.ran):
+            request = other.request
+            if other.id != request.id and other.num_begins == 1:
+                continue  # a sample of a prompt that was read: it began with that one
+            before = {job.id for job in stayed if job.request.claim == request.claim and job.id < request.id}
+            assert before <= other.passed
+        self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
+
+    @rule(row=st.integers(0, 8))
+    def spoil(self, row: int) -> None:
+        self.breaks = row
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def commit(self) -> None:
+        plan = self.plans.popleft()
+        self.now += self.seconds
+        whole = self.sequences.complete(plan)
+        result = StepResult(plan.epoch, plan.step, self._execute(whole), seconds=self.seconds)
+        for row in whole.work.rows if isinstance(whole.work, Decode) else ():
+            answer = self.expected[row.sequence]
+            read = self.prompts[row.sequence] + answer[: row.token_index]
+            if row.token_index <= len(answer):  # or the answer's end was not known when the row was planned
+                assert self._token_ids(row.path)[: len(read)] == read
+        if self.breaks is not None:
+            broken = (
+                [row.sequence for row in plan.work.rows][self.breaks :][:1] if isinstance(plan.work, Decode) else []
+            )
+            result = replace(result, not_finite=tuple(broken), has_finite_keys=not isinstance(plan.work, Prefill))
+        self.breaks = None
+        self._see(self.scheduler.commit(plan, result))
+
+    def _see(self, outcomes: list[Outcome]) -> None:
+        for job, outcome in outcomes:
+            assert job in self.open, f"an outcome after the last one: {outcome}"
+            if isinstance(outcome, LongleafError):
+                self._is_right(job, outcome)
+                self._closed(job)
+            if isinstance(outcome, Tokens):
+                assert outcome.index == len(self.answers[job + outcome.sample])
+                self.answers[job + outcome.sample] += outcome.token_ids
+            if isinstance(outcome, Ended):
+                assert self.answers[job + outcome.sample] == self.expected[job + outcome.sample]
+                self._ended(job, outcome.sample)
+            if isinstance(outcome, Failed):
+                told = self.answers[job + outcome.sample]
+                assert told == self.expected[job + outcome.sample][: len(told)]
+                self._ended(job, outcome.sample)
+            if isinstance(outcome, Admitted):
+                assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])
+            if isinstance(outcome, Acknowledged):
+                self.texts.setdefault(outcome.context, []).extend(self.documents[job])
+                self._add_end(outcome.context, self.ends.get(outcome.context, []))
+                self._ended(job, 0)
+
+    def _add_end(self, context: str, ends: list[int]) -> None:
+        self.ends[context] = [*ends, len(self.texts[context])][-LAST_ENDS:]
+
+    def _is_right(self, job: int, error: LongleafError) -> None:
+        if isinstance(error, DeadlineExceeded):
+            assert self.deadlines[job] <= self.now
+            return
+        if isinstance(error, NotFinite):
+            return
+        assert isinstance(error, ResourceExhausted)
+        assert job in self.paused
+        assert len(self.paused) == self.max_unread + 1
+
+    def _ended(self, job: int, sample: int) -> None:
+        self.open[job].remove(sample)
+        if not self.open[job]:
+            self._closed(job)
+
+    def _closed(self, job: int) -> None:
+        del self.open[job]
+        self.paused.discard(job)
+        self.num_ended += 1
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), is_paused=st.booleans())
+    def pause(self, data: st.DataObject, is_paused: bool) -> None:
+        if readers := sorted(self.open.keys() & self.expected.keys()):
+            self._pause(data.draw(st.sampled_from(readers)), is_paused)
+
+    def _pause(self, job: int, is_paused: bool) -> None:
+        self.scheduler.pause(job, is_paused)
+        (self.paused.add if is_paused else self.paused.discard)(job)
+        self._see(self.scheduler.drain())
+        self.waited.clear()  # whoever is paused is not in the queue's order
+
+    @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
+    def ask_and_not_read(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            job = self.num_jobs
+            self.ask([0, 1], 3, None, 1, claim, False)
+            if self.num_jobs > job:
+                self._pause(job, True)
+
+    @rule(seconds=st.floats(0, 1))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.open)))
+        assert self.scheduler.cancel(job)
+        assert not self.scheduler.cancel(job)
+        self._closed(job)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel_sample(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(sorted(self.open)))
+        sample = data.draw(st.integers(0, 3))
+        if self.scheduler.cancel_sample(job, sample):
+            assert not self.scheduler.cancel_sample(job, sample)
+            self._ended(job, sample)
+
+    @rule(context=NAMES)
+    def delete(self, context: str) -> None:
+        try:
+            cancelled = self.scheduler.delete_context(context)
+        except NotFound:
+            return
+        del self.texts[context], self.ends[context]
+        for job in cancelled:
+            self._closed(job)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "scheduler"):
+            self._see(self.scheduler.drain())
+            self.scheduler.audit()
+            self._contexts_go_on_at_their_ends()
+            assert self.placer.num_reserved == Blocks() or self.open or self.is_disturbed
+            waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
+            assert waiting + running == len(self.open)
+            assert waiting + running + self.num_ended == self.num_submitted
+            assert set(self.scheduler.positions()) <= self.open.keys()
+            assert self.scheduler.num_unread == len(self.paused) <= self.max_unread
+
+    def _contexts_go_on_at_their_ends(self) -> None:
+        for context in self.scheduler.contexts.list():
+            for end in self.ends[context.id]:
+                self._check_end(context.path.cut(end))
+
+    def teardown(self) -> None:
+        """All that was admitted ends, and without contexts nothing is held."""
+        if not hasattr(self, "scheduler"):
+            return
+        for job in self.paused:
+            self.scheduler.pause(job, False)
+        self.paused.clear()
+        while self.open:
+            self.run_steps(1, 2, 0.001)
+        for context in self.scheduler.contexts.list():
+            self.scheduler.delete_context(context.id)
+        while self._schedule() or self.plans:
+            self.commit()
+        self.adds_up()
+        assert self.scheduler.segments.make_room(self.placer.num_blocks)
+        assert self.placer.num_free == self.placer.num_blocks
+        assert not list(self.scheduler.segments.holdings)
+
+
+def runs(max_examples: int) -> settings:
+    """So many schedules."""
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )

@@ -1,0 +1,189 @@
+"""From epoch to epoch: what streams, contexts and views are when ranks are lost and others come, on fake ranks."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.engine.engine import Engine
+from coordinator.engine.epoch import Epoch
+from coordinator.engine.stream import Stream
+from coordinator.events import Document, Prompt, Tokens
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.channel.fakes import echo_token
+from longleaf.channel.step import Move, Prefill
+from longleaf.config import EngineConfig
+from longleaf.errors import ContextLost, NotFound, Unavailable
+from longleaf.messages import Loss, Recovering
+from longleaf.sampling import Sampling
+from tests.support.gated import comes_to
+from tests.support.running import running
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = EngineConfig(model="none", world_size=3, chunk_size=32, block_size=4, replicate_below=8)
+DOCUMENT = list(range(96))
+
+
+def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+
+
+def engine_of(ranks: FakeRanks) -> Engine:
+    return Engine(ranks, CONFIG, max_positions=3000)
+
+
+async def ingest(engine: Engine, context: str = "doc") -> None:
+    [_ async for _ in engine.ingest(Document(context=context, token_ids=DOCUMENT))]
+
+
+async def read(stream: Stream) -> tuple[list[int], list[Any]]:
+    """The tokens, each index once, and all other events."""
+    ids, others = list[int](), list[Any]()
+    async for event in stream:
+        if isinstance(event, Tokens):
+            assert event.index == len(ids)
+            ids += event.token_ids
+        else:
+            others.append(event)
+    return ids, others
+
+
+def answer(last: int, count: int) -> list[int]:
+    found: list[int] = []
+    for index in range(count):
+        last = echo_token(last, index)
+        found.append(last)
+    return found
+
+
+@pytest.mark.parametrize("lost_rank", [0, 2])
+async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> None:
+    ranks = FakeRanks(3, 100, lost_rank=lost_rank)
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine)
+        held = engine.get_context("doc").shares[lost_rank].tokens
+        streams = [engine.submit(prompt(3, 60, "doc")), engine.submit(prompt(5, 60))]
+        ranks.lose_at = len(ranks.plans) + 9
+        told = await asyncio.gather(*map(read, streams))
+        assert [ids for ids, _ in told] == [answer(2, 60), answer(4, 60)]
+        assert any(isinstance(event, Recovering) for event in told[0][1])
+        reread = [plan for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
+        assert sum(len(plan.work.token_ids) for plan in reread if plan.work.path == (0,)) == held
+        cluster = engine.cluster()
+        assert (cluster.world_size, cluster.epoch, [worker.rank for worker in cluster.workers]) == (2, 2, [0, 1])
+        assert cluster.recovery is not None
+        assert (cluster.recovery.lost_tokens, cluster.recovery.recovered_tokens) == (held, held)
+        assert (cluster.recovery.is_over, cluster.recovery.epoch, cluster.recovery.given_up) == (True, 2, ())
+        assert engine.get_context("doc").tokens == 96
+        assert [layout.epoch for layout in ranks.layouts] == [2]
+        assert (await read(engine.submit(prompt(3, 9, "doc"))))[0] == answer(2, 9)
+        engine.audit()
+
+
+async def test_whoever_comes_gets_a_share() -> None:
+    ranks = FakeRanks(3, 100)
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine)
+        ranks.lose(1, "vanished")
+        await comes_to(engine, lambda: engine.cluster().epoch == 2)
+        stream = engine.submit(prompt(3, 400, "doc"))
+        ranks.load(7)
+        await comes_to(engine, lambda: engine.cluster().epoch == 3)
+        assert (await read(stream))[0] == answer(2, 400)
+        await comes_to(engine, lambda: min(worker.tokens for worker in engine.cluster().workers) >= 28)
+        assert [worker.pid for worker in engine.cluster().workers] == [1000, 1002, 1007]
+        assert any(isinstance(plan.work, Move) for plan in ranks.plans)
+        assert [layout.epoch for layout in ranks.layouts] == [2, 3]
+        assert sum(share.tokens for share in engine.get_context("doc").shares) == 96
+
+
+async def test_a_loss_while_others_join_is_told_as_any() -> None:
+    class Unlucky(FakeRanks):
+        async def form(self, epoch):
+            if self.joinable:
+                self.members.remove(1)
+            return await super().form(epoch)
+
+    ranks = Unlucky(3, 100)
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine)
+        held = engine.get_context("doc").shares[1].tokens
+        ranks.load(7)
+        await comes_to(engine, lambda: engine.cluster().epoch == 2)
+        await comes_to(engine, lambda: (seen := engine.cluster().recovery) is not None and seen.is_over)
+        recovery = engine.cluster().recovery
+        assert recovery is not None
+        assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, held, held)
+
+
+async def test_what_is_left_may_be_too_small() -> None:
+    ranks = FakeRanks(3, 16)
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine, "old")
+        await ingest(engine, "new")
+        ranks.lose(2, "vanished")
+        await comes_to(engine, lambda: engine.cluster().epoch == 2)
+        with pytest.raises(ContextLost, match="cannot hold it"):
+            engine.get_context("old")
+        with pytest.raises(ContextLost):
+            engine.submit(prompt(3, 4, "old"))
+        recovery = engine.cluster().recovery
+        assert recovery is not None
+        assert recovery.given_up == ("old",)
+        with pytest.raises(ContextLost):
+            engine.fork_context("old", "other")
+        engine.fork_context("new", "old", 8)
+        engine.delete_context("old")
+        with pytest.raises(NotFound):  # another one of that name has come, and gone
+            engine.get_context("old")
+        assert (await read(engine.submit(prompt(3, 9, "new"))))[0] == answer(2, 9)
+
+
+async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
+    ranks = FakeRanks(3, 16)
+    loss = Loss(time=0.0, member=2, rank=2, epoch=1, node="", reason="vanished", slot="waiting")
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine, "old")
+        await ingest(engine, "new")
+        ranks.tell((loss,))
+        ranks.lose(2, "vanished")
+        await comes_to(engine, lambda: engine.cluster().epoch == 2)
+        assert engine.get_context("old").tokens == 96, "it is given up as a last resort"
+        ranks.tell((replace(loss, slot="given_up"),))
+        await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
+        with pytest.raises(ContextLost, match="cannot hold it"):
+            engine.get_context("old")
+
+
+async def test_a_job_that_breaks_two_epochs_fails_alone() -> None:
+    class Poisoned(FakeRanks):
+        async def step(self, plan):
+            if not isinstance(plan.work, Prefill | Move) and any(666 in row.token_ids for row in plan.work.rows):
+                self.lose(0, "choked", plan.step)
+                self.load(100 + plan.epoch)
+            return await super().step(plan)
+
+    ranks = Poisoned(3, 100)
+    async with running(engine_of(ranks)) as found:
+        engine = found.engine
+        await ingest(engine)
+        others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
+        poison = engine.submit(Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3)))
+        told = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
+        assert isinstance(told[0], Unavailable)
+        assert [ids for ids, _ in told[1:]] == [answer(2, 300), answer(3, 300)]
+        engine.audit()
+
+
+@pytest.mark.parametrize(("bytes_per_token", "expected"), [(1 << 10, 4096), (320 << 10, 12), (1 << 30, 1)])
+async def test_one_step_moves_as_much_as_streams_can_wait_for(bytes_per_token: int, expected: int) -> None:
+    formation = await FakeRanks(2).start(1)
+    readies = tuple(replace(ready, bytes_per_token=bytes_per_token) for ready in formation.readies)
+    assert Epoch.first(dataclasses.replace(formation, readies=readies), 16).max_moved_blocks == expected

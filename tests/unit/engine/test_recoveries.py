@@ -1,0 +1,34 @@
+"""What is told of a recovery to clients, and to those who run the service."""
+
+import pytest
+
+from coordinator.engine.recoveries import Recoveries
+from coordinator.events import GivenUp
+from longleaf.messages import Recovering
+
+
+def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    now = 10.0
+    recoveries = Recoveries(lambda: now)
+    recoveries.begin(2, 10.0)
+    for done in (0, 1000, 2000):
+        recoveries.see(Recovering(0, done, 3000), [])
+    now = 14.0
+    recoveries.see(Recovering(0, 2000, 5000), [GivenUp("book", 1234, "no room")])
+    recoveries.see(None, [])
+    recoveries.see(None, [])
+    assert [record.message for record in caplog.records] == [
+        "recovering: 3,000 tokens were lost",
+        "context book of 1,234 tokens was given up: no room",
+        "recovering: 5,000 tokens were lost",
+        "recovered 5,000 lost tokens in 4 s",
+    ]
+
+
+def test_where_nothing_was_held_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
+    recoveries = Recoveries(lambda: 1.0)
+    recoveries.begin(2, 0.0)
+    recoveries.see(None, [])
+    assert recoveries.latest is not None
+    assert recoveries.latest.is_over
+    assert not caplog.records

@@ -1,0 +1,69 @@
+"""What a reader gets of a request that waits for a recovery."""
+
+import pytest
+
+from coordinator.engine.readers import Readers
+from coordinator.engine.stream import Stream
+from coordinator.events import Admitted, Ended, Event, Tokens
+from longleaf.errors import Unavailable
+from longleaf.messages import Progress, Recovering
+from tests.support.service import tokens
+
+LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
+ENDED = Ended("length", 5, 3, 2, 0.5, 1.5, 2.0)
+
+
+def stream() -> Stream:
+    return Stream(lambda: None, lambda _: None, lambda: None)
+
+
+async def read(*put: Event) -> list[Event]:
+    """What is there when all has been put in before it is read."""
+    made = stream()
+    for event in put:
+        made.put(event)
+    made.close()
+    return [event async for event in made]
+
+
+async def test_the_last_that_was_said_of_a_recovery_comes_after_the_tokens_before_it() -> None:
+    first = Tokens(0, tokens((1, 2)))
+    assert await read(Admitted(5, 3), first, *LOST) == [Admitted(5, 3), first, LOST[-1]]
+
+
+@pytest.mark.parametrize("event", [Admitted(5, 3), Progress(5, 5), Tokens(2, tokens((3,))), ENDED])
+async def test_it_is_forgotten_when_the_request_goes_on(event: Event) -> None:
+    assert await read(LOST[0], event) == [event]
+
+
+async def test_a_place_in_the_queue_does_not_end_it() -> None:
+    assert await read(LOST[0], Admitted(5, 3, 2)) == [Admitted(5, 3, 2), LOST[0]]
+
+
+async def test_indices_go_on_whatever_is_said_between() -> None:
+    made = stream()
+    said = [Tokens(0, tokens((1, 2))), LOST[0], LOST[1], Tokens(2, tokens((3,)))]
+    for event in said:
+        made.put(event)
+        assert await anext(made) == event
+
+
+async def test_it_reaches_the_reader_of_its_request_and_nobody_falls_behind() -> None:
+    readers, others = Readers(lambda: 0.0), stream()
+    made = stream()
+    readers.add(5, made, 1)
+    readers.add(6, others, 1)
+    assert readers.publish([(5, LOST[0]), (7, LOST[1])]) == []
+    assert await anext(made) == LOST[0]
+    readers.close_all(Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(others)
+
+
+async def test_an_error_comes_after_it() -> None:
+    made = stream()
+    made.put(LOST[0])
+    made.close(Unavailable("gone"))
+    assert await anext(made) == LOST[0]
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(made)

@@ -1,0 +1,439 @@
+"""What follows the loss of a rank: who waits for what, what is read again and in which order, and what must go."""
+
+import pytest
+
+from coordinator.events import Claim, Failed, Prompt
+from coordinator.placement.ranking import Ranking
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import Decode, Move, Prefill, StepPlan, StepResult
+from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.geometry import Reach, Windows
+from longleaf.messages import ContextSettings, Recovering
+from longleaf.sampling import Sampling
+from tests.support.key_ledger import KeyLedger
+from tests.support.scheduling import Bench, kinds
+
+
+class Group(Bench):
+    """A bench whose ranks come and go."""
+
+    def __init__(self, num_ranks: int = 4, num_blocks: int = 64, **changes: object) -> None:
+        super().__init__(blocks=(num_blocks,) * num_ranks, **changes)  # type: ignore[arg-type]
+        windows = self.placer.windows
+        self.keys = KeyLedger(num_ranks, self.config.block_size, windows)
+        self.epoch = 1
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        tokens = self.keys.apply(self.sequences.complete(plan))
+        return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
+
+    def change(self, *before: int | None, step: int | None = None, may_grow: bool = False) -> None:
+        """An epoch of these ranks of the one before; None is a new one."""
+        self.scheduler.roll_back(step)
+        self.epoch += 1
+        self.keys.change_ranks(before)
+        num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
+        self.scheduler.change_ranks(Ranking(self.epoch, before, num_blocks), may_grow=may_grow)
+        self.keys.lay_out(self.scheduler.layout())
+        self.sequences = Sequences(self.config.block_size)
+        self._see(self.scheduler.drain())
+        self._check()
+
+    def document(self, context: str, count: int, append: bool = False) -> None:
+        self.ingest(context, count, append)
+        self.run()
+
+    def contexts(self) -> list[str]:
+        return [context.id for context in self.scheduler.contexts.list()]
+
+    def holds(self, context: str) -> bool:
+        path = self.scheduler.contexts.get(context).path
+        return self.scheduler.segments.holdings.holds(path) and bool(self.keys.chain(path.ids, path.end))
+
+
+def reread(plans: list[StepPlan]) -> list[Prefill]:
+    return [plan.work for plan in plans if isinstance(plan.work, Prefill)]
+
+
+def test_only_the_share_of_a_lost_rank_is_read_again_several_runs_at_once() -> None:
+    group = Group()
+    group.document("a", 128)  # four chunks of four pieces
+    group.change(0, 2, 3)
+    works = reread(group.run())
+    assert [(piece.start, piece.end) for piece in works[0].pieces] == [(8, 16), (48, 56), (72, 80)]
+    assert sum(len(work.token_ids) for work in works) == 32
+    assert all(len({piece.rank for piece in work.pieces}) == len(work.pieces) for work in works)
+    assert works[0].token_ids == (*range(8, 16), *range(48, 56), *range(72, 80))
+    assert group.holds("a")
+
+
+def test_a_long_gap_is_dealt_over_all_ranks() -> None:
+    group = Group(num_ranks=1, num_blocks=128)
+    group.document("a", 128)
+    group.change(None, None, None, None)
+    works = reread(group.run())
+    assert [len(work.token_ids) for work in works] == [32] * 4
+    assert [len(work.pieces) for work in works] == [4] * 4
+
+
+def test_what_a_stream_waits_for_comes_first_and_others_go_on_meanwhile() -> None:
+    group = Group()
+    for context in "abc":
+        group.document(context, 64)
+    group.change(0, 1, 2)
+    asked = group.ask(20, max_tokens=2, context="b")
+    free = group.ask(9, max_tokens=8)
+    plans = group.run()
+    path = group.scheduler.contexts.get("b").path.ids
+    assert reread(plans)[0].path == path
+    assert group.tokens(asked) == group.alone(20, 2)
+    assert group.tokens(free) == group.alone(9, 8)
+    assert "PDPD" in kinds(plans), "chunks alternate with the rows of whoever does not wait"
+    assert group.holds("a") and group.holds("b") and group.holds("c")
+
+
+def test_a_job_begins_when_its_own_path_is_held_again() -> None:
+    group = Group()
+    group.document("a", 128)
+    group.scheduler.fork_context("a", "short", 40)
+    group.change(0, 2, 3)
+    group.ask(20, max_tokens=1, context="short")
+    plans = group.run()
+    row = next(i for i, plan in enumerate(plans) if isinstance(plan.work, Decode))
+    assert any(max(piece.end for piece in work.pieces) > 80 for work in reread(plans[row:]))
+
+
+def test_those_who_wait_are_told_how_far_it_is() -> None:
+    group = Group()
+    group.document("a", 128)
+    job = group.ask(20, max_tokens=4, context="a")
+    while not group.seen.get(job) or not group.tokens(job):
+        group.step()
+    group.change(0, 2, 3)
+    assert group.scheduler.recovering == Recovering(lost_tokens=32, recovered_tokens=0, total_tokens=32)
+    group.run()
+    told = [event for event in group.seen[job] if isinstance(event, Recovering)]
+    assert told == [Recovering(32 - done, done, 32) for done in (0, 24)]
+    assert group.tokens(job) == group.alone(20, 4)
+    assert group.scheduler.recovering is None
+
+
+def test_a_document_goes_on_after_its_last_chunk_that_was_read() -> None:
+    group = Group()
+    job = group.ingest("a", 128)
+    group.step()
+    group.step()
+    assert group.schedule() is not None  # and is lost
+    group.change(0, 1, 2, 3)
+    works = reread(group.run())
+    assert [(work.start, len(work.token_ids)) for work in works] == [(64, 32), (96, 32)]
+    assert "a" in group.contexts()
+    assert job in group.seen
+
+
+def test_a_document_waits_for_its_own_lost_beginning() -> None:
+    group = Group()
+    group.ingest("a", 128)
+    group.step()
+    group.step()
+    group.change(0, 1, 3)
+    works = reread(group.run())
+    assert [piece.start for piece in works[0].pieces] == [16, 40]
+    assert [work.start for work in works[1:]] == [64, 96]
+    assert group.holds("a")
+
+
+def test_who_breaks_two_epochs_ends_alone() -> None:
+    group = Group()
+    poison, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
+    rows = 0
+    while not isinstance(group.seen.get(poison, [None])[-1], Failed):
+        plan = group.schedule()
+        assert plan is not None
+        together = [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
+        if poison in together and len(group.tokens(poison)) == 2:
+            rows = len(together)
+            group.change(0, 1, 2, 3, step=plan.step)
+        else:
+            group.commit(plan)
+    assert rows == 1, "the second time it was alone"
+    assert group.tokens(poison) == group.alone(9, 2)
+    error = group.seen[poison][-1]
+    assert isinstance(error, Failed) and isinstance(error.error, Unavailable)
+    group.run()
+    assert group.tokens(other) == group.alone(9, 6)
+
+
+def test_an_epoch_that_breaks_elsewhere_accuses_nobody() -> None:
+    group = Group()
+    job = group.ingest("a", 64)
+    for _ in range(4):
+        group.schedule()
+        group.change(0, 1, 2, 3)
+    group.run()
+    assert "a" in group.contexts()
+    assert not any(isinstance(event, Exception) for event in group.seen[job])
+
+
+def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
+    group = Group()
+    group.document("a", 64)
+    group.document("b", 64)
+    group.change(0, 1, 2)
+    for _ in range(2):
+        plan = group.schedule()
+        assert plan is not None
+        group.change(0, 1, 2, step=plan.step)
+    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["a"]
+    group.run()
+    assert group.contexts() == ["b"]
+    assert group.holds("b")
+
+
+def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> None:
+    group = Group()
+    group.document("a", 128)
+    group.change(0, 1, 2)
+    for before in ((0, 1, 2), (0, 1)):
+        plan = group.schedule()
+        assert plan is not None and isinstance(plan.work, Prefill)
+        group.change(*before, step=plan.step)
+        group.step()
+    assert group.scheduler.take_given_up() == []
+    group.run()
+    assert group.holds("a")
+
+
+def test_what_cannot_be_held_goes_in_order() -> None:
+    group = Group(num_ranks=3, num_blocks=16)
+    for context in "abcd":
+        group.document(context, 40)
+    group.scheduler.contexts.change("b", ContextSettings(is_pinned=True), 0.0)
+    asked = group.ask(4, max_tokens=2, context="a")
+    group.change(0, 1)
+    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["c"]
+    group.run()
+    assert group.tokens(asked) == group.alone(4, 2)
+    group.change(0)
+    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["d", "a"]
+    group.run()
+    assert group.contexts() == ["b"]
+
+
+def test_prompts_that_are_kept_go_before_contexts() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    group.ask(41, max_tokens=1)
+    group.run()
+    group.document("a", 40)
+    assert list(group.scheduler.segments.kept)
+    group.change(0)
+    assert group.scheduler.take_given_up() == []
+    group.run()
+    assert group.holds("a")
+
+
+def test_a_job_that_never_fits_again_fails_and_one_whose_context_goes_is_told_so() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    group.document("a", 40)
+    group.document("b", 24)
+    for context in "ab":
+        group.scheduler.contexts.change(context, ContextSettings(is_pinned=True), 0.0)
+    small, large = group.ask(4, max_tokens=2, context="b"), group.ask(36, max_tokens=20)
+    group.change(0)
+    error = group.seen[large][-1]
+    assert isinstance(error, ResourceExhausted) and error.subject == "pool"
+    assert group.contexts() == ["a", "b"] or group.contexts() == ["b"]
+    error = group.seen[small][-1]
+    assert isinstance(error, ResourceExhausted)
+
+
+def test_no_context_goes_for_a_job_that_has_no_room_even_alone() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    group.document("a", 40)
+    large = group.ask(36, max_tokens=40)
+    group.change(0)
+    error = group.seen[large][-1]
+    assert isinstance(error, ResourceExhausted) and error.subject == "pool"
+    assert group.scheduler.take_given_up() == []
+    group.run()
+    assert group.holds("a")
+
+
+def test_nothing_goes_while_others_are_to_come() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    for context in "abc":
+        group.document(context, 32)
+    job = group.ask(4, max_tokens=2, context="c")
+    group.change(0, may_grow=True)
+    group.run()
+    assert group.contexts() == ["a", "b", "c"]
+    group.change(0, None)
+    group.run()
+    assert all(map(group.holds, "abc"))
+    assert group.tokens(job) == group.alone(4, 2)
+    assert group.scheduler.take_given_up() == []
+
+
+def test_an_answer_that_needs_all_ranks_waits_for_those_that_are_to_come() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    job = group.ask(36, max_tokens=60)
+    for _ in range(5):
+        group.step()
+    group.change(0, may_grow=True)
+    group.run()
+    assert group.scheduler.num_waiting == 1
+    group.change(0, None)
+    group.run()
+    assert group.tokens(job) == group.alone(36, 60)
+
+
+def test_what_only_all_ranks_have_room_for_is_to_be_asked_again() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    group.change(0, may_grow=True)
+    with pytest.raises(
+        ResourceExhausted, match="the pool of all ranks holds 64.* until a lost rank is replaced"
+    ) as told:
+        group.ask(80)
+    assert told.value.retry_seconds == 5.0
+    group.scheduler.settle()
+    with pytest.raises(InvalidArgument):
+        group.ask(80)
+
+
+def test_who_finds_contexts_in_its_place_is_to_ask_again() -> None:
+    group = Group(num_ranks=2, num_blocks=16)
+    group.document("a", 48)
+    group.change(0, may_grow=True)
+    with pytest.raises(ResourceExhausted, match="the contexts keep .* until a lost rank is replaced") as told:
+        group.ask(40)
+    assert told.value.retry_seconds == 5.0
+    group.change(0, None)
+    group.ask(40)
+    group.run()
+
+
+def test_who_comes_takes_a_share() -> None:
+    group = Group(num_ranks=2, max_moved_blocks=3)
+    group.document("a", 192)
+    stream = group.ask(20, max_tokens=9, context="a")
+    group.change(0, 1, None)
+    plans = group.run()
+    moves = [plan.work for plan in plans if isinstance(plan.work, Move)]
+    assert len(moves) > 1
+    assert all(sum(len(transfer.target.blocks) for transfer in move.transfers) <= 3 for move in moves)
+    assert all(transfer.target.rank == 2 for move in moves for transfer in move.transfers)
+    while_streaming = zip(plans[:5], plans[1:6], strict=True)
+    assert not any(isinstance(a.work, Move) and isinstance(b.work, Move) for a, b in while_streaming)
+    held = group.scheduler.segments.tokens_by_rank()
+    assert held[2] >= 192 // 3 - 2 * group.config.block_size, "but for what the stream held meanwhile"
+    assert group.tokens(stream) == group.alone(20, 9)
+    assert group.holds("a")
+
+
+def test_a_run_is_at_its_old_place_until_the_move_is_answered() -> None:
+    group = Group(num_ranks=1)
+    group.document("a", 64)
+    group.change(0, None)
+    plan = group.schedule()
+    assert plan is not None and isinstance(plan.work, Move)
+    group.change(0)  # the new one has gone again, amid the move
+    assert group.scheduler.recovering is None
+    assert group.holds("a")
+
+
+def test_a_deadline_that_only_recovery_breaks_says_when_to_come_again() -> None:
+    group = Group()
+    group.seconds_per_token = 0.01
+    group.document("a", 128)
+    group.change(0, 1, 2)
+    prompt = Prompt(
+        context="a",
+        token_ids=(1, 2),
+        sampling=Sampling(max_tokens=1),
+        claim=Claim(deadline=0.1),
+        end_tokens=frozenset(),
+    )
+    with pytest.raises(Unavailable) as caught:
+        group.scheduler.admit(99, prompt)
+    assert caught.value.retry_seconds == pytest.approx(0.32)
+
+
+def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_there() -> None:
+    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group.document("a", 64)
+    group.document("a", 64, append=True)
+    lost_from = 64
+    group.change(0, 1, 2)
+    works = reread(group.run())
+    starts = [work.start for work in works]
+    assert starts[0] == 0, "the first document is lost from its beginning"
+    assert lost_from in starts, "and the second from where it was appended"
+    assert sum(len(work.token_ids) for work in works) == 128
+    assert all(a.end == b.start for work in works for a, b in zip(work.pieces, work.pieces[1:], strict=False))
+    assert group.holds("a")
+
+
+def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
+    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group.document("a", 64)
+    job = group.ask(20, max_tokens=2, context="a")
+    group.change(0, 1, None)
+    first = group.step()
+    assert first is not None and isinstance(first.work, Move) and first.work.windows
+    group.run()
+    assert group.tokens(job) == group.alone(20, 2)
+
+
+def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> None:
+    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=64)
+    group.seconds_per_token = 1.0
+    group.ask(4, max_tokens=40)
+    while len(group.seen) < 1 or not group.tokens(0):
+        group.step()
+    cuts = [len(work.token_ids) for work in reread(_until_there(group, "a", 50))]
+    assert cuts == [16, 16, 16, 2], "somebody decodes"
+    group.scheduler.fork_context("a", "fork", 48)
+    group.run()
+    group.change(0, 1, 2)
+    assert [len(work.token_ids) for work in reread(group.run())] == [50]
+    for end in (48, 50):
+        group.keys.check_end(group.scheduler.contexts.get("a").path.ids, end)
+    asked = group.ask(20, max_tokens=2, context="fork")
+    group.run()
+    assert group.tokens(asked) == group.alone(20, 2)
+
+
+def _until_there(group: Group, context: str, count: int) -> list[StepPlan]:
+    group.ingest(context, count)
+    plans: list[StepPlan] = []
+    while context not in group.contexts():
+        plan = group.step()
+        assert plan is not None
+        plans.append(plan)
+    return plans
+
+
+def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_again() -> None:
+    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=16)
+    group.document("a", 64)
+    group.document("b", 48)
+    path = group.scheduler.contexts.get("a").path
+    group.change(0, 1, 2)
+    plan = _until_read(group, 16)
+    group.ask(20)
+    with pytest.raises(Unavailable, match=r"contexts/a is read again.*cannot be cut at 16"):
+        group.scheduler.fork_context("a", "c", 16)
+    group.scheduler.fork_context("a", "whole")
+    group.commit(plan)
+    group.run()
+    assert group.scheduler.segments.holdings[path.segments[0]].seams.keys() == {64}
+    assert group.holds("a") and group.holds("b") and group.holds("whole")
+
+
+def _until_read(group: Group, position: int) -> StepPlan:
+    """Runs until lost tokens up to there are held again; gives the plan that is under way then."""
+    while plan := group.schedule():
+        if isinstance(plan.work, Prefill) and plan.work.start == position:
+            return plan
+        group.commit(plan)
+    raise AssertionError
