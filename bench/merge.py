@@ -8,6 +8,10 @@ Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` w
 
     python -m bench.merge --json
     python -m bench.merge --world-size 4 --nodes 2 --batch 1 --calls 10 --out /tmp/results
+    python -m bench.merge --ray-address 10.0.0.1:6379 --world-size 16 --out /tmp/results
+
+With `--ray-address` the ranks are where a service of that cluster would have them, and what its machines send besides
+is counted, too.
 
 Without `--out` the rows replace those in bench/results, which are the published ones.
 """
@@ -22,10 +26,11 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
 from bench.harness.hosts import Network, one_host
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
+from bench.harness.ray_ranks import joined, num_gpus, run_on_ray
 from bench.harness.timing import latency, slowest
 from longleaf.attention import Partial
 from longleaf.comm import Groups
@@ -45,14 +50,32 @@ Row = dict[str, Any]
 def main() -> None:
     unwind_on_terminate()
     options = parse()
+    rows = on_ray(options) if options.ray_address else here(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "merge.json").write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    print(json.dumps(rows, indent=2) if options.json else "\n".join(lines(rows)))
+
+
+def here(options: argparse.Namespace) -> list[Row]:
+    """The rows of ranks on this machine."""
     rows: list[Row] = []
     with one_host() as network:
         for placement in placements(options, network):
             tell(f"{placement.topology} on {placement.device}")
-            rows += measure(placement, options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "merge.json").write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
-    print(json.dumps(rows, indent=2) if options.json else "\n".join(lines(rows)))
+            rows += rows_of(placement, run(turns, placement, options), options)
+    return rows
+
+
+def on_ray(options: argparse.Namespace) -> list[Row]:
+    """The rows of ranks that Ray places; on GPUs too, where there is one for each."""
+    rows: list[Row] = []
+    with joined(options.ray_address):
+        for world_size in options.world_sizes:
+            for device in ("cpu", "cuda") if num_gpus() >= world_size else ("cpu",):
+                placement, found = run_on_ray(turns, world_size, device, options)
+                tell(f"{placement.topology} on {device}")
+                rows += rows_of(placement, found, options)
+    return rows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,7 +89,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=100, help="timed turns of each merge")
     parser.add_argument("--calls", type=int, default=1, help="calls per turn, in a row as in the layers of a model")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of merge.json")
+    add_ray_address(parser)
     options = parser.parse_args(arguments)
+    check_ray_address(parser, options, nodes=options.nodes)
     options.nodes = options.nodes or [1, 2][: max(1, min(options.world_sizes))]
     counts = (options.repeats, options.calls, options.heads, options.head_dim, *options.batches, *options.world_sizes)
     if min(*counts, *options.nodes) < 1:
@@ -84,9 +109,8 @@ def placements(options: argparse.Namespace, network: Network) -> Iterator[Placem
             yield Placement(world_size, num_nodes, network, device="cuda")
 
 
-def measure(placement: Placement, options: argparse.Namespace) -> list[Row]:
-    """The rows of one world size."""
-    found = run(turns, placement, options)
+def rows_of(placement: Placement, found: list[dict[int, Row]], options: argparse.Namespace) -> list[Row]:
+    """The rows of one world size, from what its ranks found."""
     rows: list[Row] = []
     for batch in options.batches:
         seconds = slowest([rank[batch]["seconds"] for rank in found])

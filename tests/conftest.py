@@ -5,9 +5,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+from longleaf.errors import StartError
 
 RAY_SLOTS = 3
 pytest.register_assert_rewrite("tests.support")
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 def pytest_sessionstart() -> None:
@@ -32,6 +37,9 @@ def ray_cluster() -> Iterator[int]:
     """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
     from coordinator.ranks.ray_connection import connect
 
-    connection = connect(None, RAY_SLOTS)
+    try:
+        connection = connect(None, RAY_SLOTS)
+    except StartError:  # it gives itself 30 seconds, which a loaded machine may not have
+        connection = connect(None, RAY_SLOTS)
     yield RAY_SLOTS
     connection.close()

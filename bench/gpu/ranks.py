@@ -87,7 +87,7 @@ def make_rank(config: EngineConfig, number: int = 0) -> Rank:
     """A rank of this machine that takes the first GPU, if it takes any, whoever else has it."""
     return Rank(
         RankSpec(
-            rank=number,
+            member=number,
             config=config,
             invitation=NOBODY,
             host="127.0.0.1",

@@ -125,7 +125,7 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
 
     from bench.gpu.plans import EPOCH
     from bench.gpu.ranks import Shape, make_module, make_rank, served
-    from longleaf.channel.lives import Join
+    from longleaf.channel.epochs import Join
     from longleaf.config import EngineConfig
 
     if device.startswith("cuda"):
@@ -139,10 +139,10 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
         device="cuda" if device.startswith("cuda") else "cpu",
     )
     rank = make_rank(config, number)
-    end.send(rank.open_store() if number == 0 else 0)
+    end.send(0 if number else rank.open_store())
     port = end.recv()
     rank.lay_out(served(make_module(Shape(*shape), torch.float32, device), device))
-    end.send(rank.join(Join(EPOCH, "127.0.0.1", port, ("here",) * num_ranks)))
+    end.send(rank.join(Join(EPOCH, number, "127.0.0.1", port, ("here",) * num_ranks)))
     try:
         while True:
             result = rank.execute(end.recv())

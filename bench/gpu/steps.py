@@ -15,7 +15,7 @@ from bench.gpu.counting import Counts, counted
 from bench.gpu.ground import LeftOut
 from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, NotedGraphs, Shape, make_module, make_rank, noted, served
-from longleaf.channel.lives import Join
+from longleaf.channel.epochs import Join
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig, GraphsChoice
 from workers.keys.slots import Pool
@@ -110,7 +110,7 @@ class Steps:
         rank = make_rank(config)
         rank.lay_out(model)
         found = noted(rank)
-        rank.join(Join(plans.EPOCH, "", 0, ("here",)))
+        rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
         fill(rank)
         work = plans.over_keys(case.num_keys, case.num_contexts, case.num_rows, BLOCK_SIZE)
         pairs, counts = times(rank, work, case.num_rows)

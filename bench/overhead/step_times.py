@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.channel.lives import Join, Ready
+from longleaf.channel.epochs import Join, Layout, Ready
+from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import StepPlan
 from workers.__main__ import live
-from workers.control import Computation
+from workers.life import Computation
 from workers.pending import Pending
 
 
@@ -36,11 +37,14 @@ class TimedRank:
         self._path = path
         self._times: dict[int, StepTime] = {}
 
-    def open_store(self) -> int:
-        return self._rank.open_store()
+    def greet(self) -> Hello:
+        return self._rank.greet()
 
     def load(self) -> None:
         self._rank.load()
+
+    def open_store(self) -> int:
+        return self._rank.open_store()
 
     def join(self, join: Join) -> Ready:
         return self._rank.join(join)
@@ -52,6 +56,19 @@ class TimedRank:
         pending.result()
         self._times[plan.step] = StepTime(began, time.monotonic())
         return pending
+
+    def take(self, layout: Layout) -> None:
+        self._rank.take(layout)
+
+    @property
+    def num_exchanges(self) -> int:
+        return self._rank.num_exchanges
+
+    def fence(self) -> None:
+        self._rank.fence()
+
+    def leave(self) -> None:
+        self._rank.leave()
 
     def close(self) -> None:
         self._path.write_text(json.dumps(self._times))
@@ -67,7 +84,7 @@ class TimedMain:
     def __call__(self, spec: RankSpec) -> None:
         from workers.rank import Rank
 
-        live(spec, lambda spec: TimedRank(Rank(spec), _path(self._folder, spec.rank)))
+        live(spec, lambda spec: TimedRank(Rank(spec), _path(self._folder, spec.member)))
 
 
 def read(folder: Path, world_size: int) -> list[Times]:

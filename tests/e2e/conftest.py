@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import NAME, Served
+from tests.support.network.ray_nodes import RayNodes, ray_nodes
 from zoo.checkpoints import make_checkpoint
 
 
@@ -23,6 +24,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with a chat template."""
     template = "{{ bos_token }}{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}"
     return make_checkpoint(tmp_path_factory.mktemp("model"), "smollm3", seed=3, chat_template=template)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[RayNodes]:
+    """One Ray on two hosts for all tests; who ends a node starts it again."""
+    with ray_nodes(4) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="session")

@@ -1,84 +1,115 @@
-"""Ray on two hosts, which are network namespaces of this machine: the ranks find each other without being told how."""
+"""A service on two hosts, which are network namespaces: the ranks find each other without being told how."""
 
-import os
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from bench.harness.hosts import Network
-from longleaf.config import join_address
-from tests.support.command_line import Served, end
-from tests.support.network.namespaces import two_hosts
+from tests.e2e.test_failures import check_told, start_stream
+from tests.support.command_line import CLI, Served
+from tests.support.network.ray_nodes import SLOTS, RayNodes, ray_nodes
+from tests.support.witness import Witness
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-
-RAY = str(Path(sys.executable).with_name("ray"))
-SLOTS = 2
-"""Of each host."""
-PORT = 6379
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+OPTIONS = ("--kv-bytes", "80000000")
+NEWS = ("member ", "epoch ", "recover")
+"""What a service tells of a lost rank begins so."""
 
 
-@pytest.fixture(params=[4, 6])
-def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    with two_hosts(request.param) as network:
-        yield network
+def serve(nodes: RayNodes, checkpoint: Path, world_size: int, *more: str) -> Served:
+    """A service whose coordinator is on the first host."""
+    here = nodes.on(0)
+    options = (
+        "--model",
+        str(checkpoint),
+        *OPTIONS,
+        "--world-size",
+        str(world_size),
+        "--ray-address",
+        nodes.address,
+        *more,
+    )
+    return Served(*options, before=here, beside=here)
 
 
-def on(network: Network, host: int) -> tuple[str, ...]:
-    """Goes before a command that is to run on a host."""
-    return ("ip", "netns", "exec", network.namespaces[host])
-
-
-def start_node(network: Network, host: int, started: ExitStack, *options: str) -> None:
-    """A Ray node that is ready."""
-    own = ("--node-ip-address", network.addresses[host], "--num-cpus", str(SLOTS))
-    command = [*on(network, host), RAY, "start", *own, "--object-store-memory", "80000000", "--block", *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, **pipes, start_new_session=True)
-    started.callback(end, process)
-    output = ""
-    for line in process.stdout:
-        output += line
-        if "Ray runtime started" in line:
-            return
-    raise AssertionError(output)
-
-
-def answer(service: Served, document: Path) -> str:
+def answer(service: Served, folder: Path) -> str:
     """What the model says to a question about a document."""
+    (document := folder / "book.txt").write_text("Call me Ishmael. Some years ago, never mind how long. " * 40)
     service.json("ingest", str(document), "--name", "book")
     return service.run("ask", "book", "Who?", "--max-tokens", "24", "--temperature", "0").stdout
 
 
+def check_together(nodes: RayNodes, service: Served, sizes: list[int]) -> None:
+    """So many ranks on each host, which meet in shared memory inside and over gloo between, are as exact as one."""
+    found = service.json("cluster")
+    workers = found["workers"]
+    assert sorted(Counter(worker["node"] for worker in workers).values()) == sizes
+    assert {worker["address"] for worker in workers} == set(nodes.network.addresses)
+    assert (found["inside_transport"], found["between_transport"]) == ("shared_memory", "gloo")
+    chosen = [timing["merge"] for timing in found["merge_timings"]]
+    told = [("exchange", "gather") if merge == "hierarchy" else ("", merge) for merge in chosen]
+    assert [(tier["inside"], tier["between"]) for tier in found["tier_merges"]] == told
+    verified = service.run("verify")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert verified.stdout.startswith("passed: ")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one host alone answers."""
+    with Served("--model", str(checkpoint), "--kv-bytes", "8000000", "--launcher", "local") as alone:
+        return answer(alone, tmp_path_factory.mktemp("alone"))
+
+
 def test_two_ranks_on_each_of_two_hosts_answer_like_one(
-    checkpoint: Path, tmp_path: Path, network: Network, started: ExitStack, monkeypatch: pytest.MonkeyPatch
+    nodes: RayNodes, checkpoint: Path, tmp_path: Path, expected: str, started: ExitStack
 ):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *(name for name in os.environ if name.startswith("RAY_"))):
-        monkeypatch.delenv(name, raising=False)  # a Ray that another test started has left what it needs
-    for name, value in {"MODE": "token", "TOKEN": "a token of the cluster"}.items():
-        monkeypatch.setenv(f"RAY_AUTH_{name}", value)
-    # a short path: the sockets of Ray lie in it, and their names have a limit
-    folder = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
-    started.callback(shutil.rmtree, folder, ignore_errors=True)
-    (document := tmp_path / "book.txt").write_text("Call me Ishmael. Some years ago, never mind how long. " * 40)
-    options = ("--model", str(checkpoint), "--kv-bytes", "8000000")
-    with Served(*options, "--launcher", "local") as alone:
-        expected = answer(alone, document)
-    address = join_address(network.addresses[0], PORT)
-    start_node(network, 0, started, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}")
-    start_node(network, 1, started, "--address", address)
-    here = on(network, 0)
-    world = ("--world-size", str(2 * SLOTS), "--ray-address", address)
-    with Served(*options, *world, before=here, beside=here) as service:
-        assert answer(service, document) == expected != ""
-        workers = service.json("cluster")["workers"]
-        assert sorted(Counter(worker["node"] for worker in workers).values()) == [SLOTS, SLOTS]
-        assert "shared_memory + gloo" in service.run("cluster").stdout
+    with serve(nodes, checkpoint, 2 * SLOTS) as service:
+        assert answer(service, tmp_path) == expected != ""
+        check_together(nodes, service, [SLOTS, SLOTS])
+        assert "shared_memory inside nodes, gloo between 2 nodes x 2 ranks = 4" in service.run("cluster").stdout
+        check_a_second_one_is_refused(nodes, checkpoint)
+        processes = nodes.service()
+        assert len(processes) == 2 * SLOTS + 2, "ranks, the coordinator, and the command that started it"
+        check_a_lost_rank_is_replaced(nodes, service)
+        stream = start_stream(service, started, nodes.on(0))
+        assert service.stop() == 0
+        check_told(service, stream, NEWS)
+        assert nodes.service() == []
+
+
+def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:
+    """Whole hosts: test_hosts_lost."""
+    with Witness(service.address, nodes.on(0)) as witness:
+        witness.under_way()
+        nodes.kill(1, "ray::WorkerActo")
+        [loss] = witness.healed(2 * SLOTS, 1)["losses"]
+        assert loss["rank"] in (2, 3)
+        witness.check()
+
+
+def check_a_second_one_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
+    options = ["--model", str(checkpoint), "--port", "0", "--ray-address", nodes.address]
+    command = [*nodes.on(0), *CLI, "serve", *options]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert second.returncode == 2
+    told = "error: ray_address: this Ray cluster runs a coordinator already, and takes one alone"
+    assert second.stderr.splitlines()[1:] == [told]
+
+
+@pytest.mark.slow
+def test_hosts_may_have_different_numbers_of_ranks(nodes: RayNodes, checkpoint: Path, tmp_path: Path, expected: str):
+    with serve(nodes, checkpoint, SLOTS + 1) as service:
+        assert answer(service, tmp_path) == expected != ""
+        check_together(nodes, service, [1, SLOTS])
+        assert service.stop() == 0
+
+
+@pytest.mark.slow
+def test_hosts_may_have_addresses_of_version_6(checkpoint: Path, tmp_path: Path, expected: str):
+    with ray_nodes(6) as nodes, serve(nodes, checkpoint, 2 * SLOTS) as service:
+        assert answer(service, tmp_path) == expected != ""
+        check_together(nodes, service, [SLOTS, SLOTS])
         assert service.stop() == 0

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.command_line import Served
 from tests.support.network import stranger
+from tests.support.tools import lacks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,9 +46,9 @@ def inside() -> tuple[str, ...]:
     try:
         tried = subprocess.run([*INSIDE, "true"], capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError as error:
-        pytest.skip(f"no network namespaces: {error}")
+        lacks(f"no network namespaces: {error}")
     if tried.returncode:
-        pytest.skip(f"no network namespaces: {tried.stderr.strip()}")
+        lacks(f"no network namespaces: {tried.stderr.strip()}")
     return INSIDE
 
 

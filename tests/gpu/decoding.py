@@ -126,7 +126,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
     are zero."""
     from bench.gpu import plans
     from bench.gpu.ranks import Shape, make_module, make_rank, noted, served
-    from longleaf.channel.lives import Join
+    from longleaf.channel.epochs import Join
     from longleaf.config import EngineConfig
 
     shape = Shape(2, hidden=128, num_heads=4, num_kv_heads=2, dim=64, ffn=256, vocabulary=512, spread=0.2)
@@ -146,7 +146,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
         as_on_a_gpu(rank, place, is_captured=is_captured)
     logits = watch(rank, place)
     graphs = noted(rank)
-    rank.join(Join(plans.EPOCH, "", 0, ("here",)))
+    rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
     for layer in rank.pool.keys:
         rank.pool.keys[layer].zero_()
         rank.pool.values[layer].zero_()

@@ -25,7 +25,7 @@ def a_model_answers_as_on_the_cpu(place: Place) -> None:
 
 def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]]:
     """Ids and logprobs of an answer to a prompt, of which all tokens but the last come as a chunk."""
-    from longleaf.channel.lives import Join
+    from longleaf.channel.epochs import Join
     from longleaf.channel.rank_spec import Invitation, RankSpec
     from longleaf.channel.step import Decode, Prefill, Row, StepPlan, Terms
     from longleaf.config import EngineConfig
@@ -42,9 +42,9 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
     )
     nobody = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
     where = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": 0}
-    rank = Rank(RankSpec(rank=0, config=config, invitation=nobody, **where))
+    rank = Rank(RankSpec(member=0, config=config, invitation=nobody, **where))
     rank.load()
-    rank.join(Join(1, "", 0, ("here",)))
+    rank.join(Join(1, 0, "", 0, ("here",)))
     if not on_cpu:
         rank.backend = place.kernels
 

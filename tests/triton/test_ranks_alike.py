@@ -23,7 +23,7 @@ def folder_of(tmp_path_factory):
 
 def without_room(fleet, number):
     """Tables of the rank have no room for anything."""
-    fixed = fleet.ranks[number]._fixed
+    fixed = fleet.ranks[number].fixed
     for bucket in fixed._buckets:
         for variant in bucket.variants:
             for tables in variant.tables.values():
@@ -72,19 +72,19 @@ def test_all_ranks_capture_the_same_exchanges(scarce, folder_of, caplog):
 def test_a_step_that_ends_at_once_ends_after_the_one_before(folder_of):
     made = Drive(*fleets(folder_of("llama"), {}, ReferenceLauncher(), ReferenceLauncher()), seed=0)
     rank, ended = made.captured.ranks[0], []
-    finish = rank._finish
-    rank._finish = lambda work, *others: ended.append(work) or finish(work, *others)
+    finish = rank.epoch._finish
+    rank.epoch._finish = lambda work, *others: ended.append(work) or finish(work, *others)
     made.bench.ask(3, 6)
     first, second = made.bench.schedule(), made.bench.schedule()
     rank.start(first)
     assert not ended
-    rank._verifier.watches = lambda rows: True
+    rank.epoch._verifier.watches = lambda rows: True
     rank.start(second)
     assert [work.rows[0].start for work in ended] == [plan.work.rows[0].start for plan in (first, second)]
 
 
 def captured(rank):
-    works = rank._fixed._works.items()
+    works = rank.fixed._works.items()
     return {key for key, work in works if isinstance(getattr(work, "__self__", None), Recording)}
 
 
@@ -95,11 +95,11 @@ def is_of_rank_0(key):
 def test_no_rank_pads_its_rows_where_another_one_cannot(folder_of):
     def on_host(spec, *others):
         rank = DeviceRank(spec, *others)
-        if spec.rank == 1:
+        if spec.member == 1:
             rank.last_ids = HostIds()
         return rank
 
     settings = {**SIZES, "kv_bytes": 24_000, **TWO_RANKS}
     with patch.object(captured_ranks, "DeviceRank", on_host):
         fleet = DeviceFleet(folder_of("llama"), ReferenceLauncher(), is_captured=True, **settings)
-    assert [rank._fixed for rank in fleet.ranks] == [None, None]
+    assert [rank.fixed for rank in fleet.ranks] == [None, None]

@@ -22,7 +22,7 @@ from bench.gpu.ground import LeftOut
 from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, SMALL, NotedGraphs, make_module, make_rank, served
 from bench.gpu.table import page
-from longleaf.channel.lives import Join
+from longleaf.channel.epochs import Join
 from longleaf.channel.step import Decode, Prefill
 from longleaf.config import EngineConfig
 from longleaf.kernels.dense import Dense
@@ -41,7 +41,7 @@ def rank_over(case, **settings):
     )
     rank = make_rank(config)
     rank.lay_out(served(make_module(TINY, torch.float32, "cpu"), "cpu"))
-    rank.join(Join(plans.EPOCH, "", 0, ("here",)))
+    rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
     assert rank.pool.num_blocks == blocks
     steps.fill(rank)
     return rank, plans.over_keys(case.num_keys, case.num_contexts, case.num_rows, 128)

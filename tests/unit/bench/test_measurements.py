@@ -14,6 +14,7 @@ from bench.harness.machine import describe
 from bench.harness.memory import parse as parse_status
 from bench.harness.memory import peak_bytes
 from bench.harness.ranks import Placement
+from bench.harness.ray_ranks import NETWORK
 from bench.harness.timing import latency, slowest
 from bench.overhead.step_times import Gap, StepTime, gaps
 from bench.predict import __main__ as predict
@@ -89,6 +90,24 @@ def test_ranks_are_dealt_over_nodes_and_hosts():
     placement.topology.check(8)
     assert {Placement(4, 2, OWN).namespace(rank) for rank in range(4)} == {None}
     assert len(Placement(4, 2, OWN).topology.node_groups) == 2
+    assert [Placement(4, 2, where).counting_ranks for where in (network, OWN)] == [(0, 2), (0,)]
+
+
+def test_ranks_that_ray_placed_are_where_it_says():
+    placement = Placement(3, 0, NETWORK, nodes=("a", "a", "b"))
+    assert (str(placement.topology), placement.num_nodes) == ("2 nodes: 2 + 1 ranks = 3", 2)
+    assert placement.counting_ranks == (0, 2)
+
+
+@pytest.mark.parametrize("module", [merge, attention])
+def test_what_contradicts_a_cluster_is_refused(module, capsys, tmp_path):
+    where = ("--ray-address", "10.0.0.1:6379")
+    assert module.parse([*where, "--out", str(tmp_path)]).ray_address == where[1]
+    simulated = ("--nodes", "2") if module is merge else ("--network", "two-tier")
+    for wrong, told in (((), "--out: name a folder"), ((*simulated, "--out", str(tmp_path)), simulated[0])):
+        with pytest.raises(SystemExit):
+            module.parse([*where, *wrong])
+        assert told in capsys.readouterr().err
 
 
 def test_keys_are_shared_out_evenly():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +14,7 @@ from coordinator.text.check import check as check_text
 from longleaf.commands.models import spans
 from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
+from longleaf.fingerprint import read_fingerprint
 from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.support.terminal import Terminal
 from workers.check import check
@@ -146,6 +148,7 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert code == 0
     assert "small is supported (Gemma2ForCausalLM, float32)" in out
     assert "; not read, --load does" in out
+    assert read_fingerprint(folder).digest in out
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
     assert replicated in " ".join(out.split())
     assert "nothing: kv_bytes: a context and a generation take" in " ".join(out.split())
@@ -155,12 +158,17 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     found = json.loads(out)
     pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128
     assert (code, found["is_supported"], found["attention"]["bytes_per_token"]) == (0, True, per_token)
+    assert found["fingerprint"] == to_builtins(read_fingerprint(folder))
     sharded = found["attention"]["plans"][0]
     assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
     pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
     code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
     told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
     assert (code, told in " ".join(out.split())) == (0, True)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    code, out, _ = await terminal.plain("models", "check", str(folder))
+    assert (code, "fingerprint: none" in out, "it ends before its tensor" in " ".join(out.split())) == (0, True, True)
     (folder / "tokenizer.json").unlink()
     code, out, _ = await terminal.plain("models", "check", str(folder))
     assert (code, "small is not supported: " in out, "tokenizer.json" in out) == (2, True, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from longleaf.channel.lives import MergeTiming
+from longleaf.channel.epochs import MergeTiming, TierMerge
 from longleaf.client import Client
 from longleaf.commands import app
 from longleaf.commands.cluster import headlines, merge_lines, workers_table
@@ -121,6 +121,33 @@ def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
         "merge auto over gloo",
         "  up to 8 rows: gather (microseconds: gather 71, paper 1,234)",
     ]
+
+
+def test_what_happens_inside_nodes_and_between_them_is_told() -> None:
+    nothing = {"tokens": 0, "max_tokens": 0, "kv_bytes": 0}
+    workers = tuple(
+        Worker(**nothing, rank=rank, node="ab"[rank // 2], address=f"10.0.0.{rank // 2}", pid=1, device="cpu")
+        for rank in range(3)
+    )
+    cluster = Cluster(
+        model=ModelInfo(name="m"),
+        workers=workers,
+        world_size=3,
+        epoch=1,
+        launcher="ray",
+        merge="auto",
+        transport="shared_memory + gloo",
+        inside_transport="shared_memory",
+        between_transport="gloo",
+        tier_merges=(TierMerge(8, "exchange", "gather"), TierMerge(0, "", "packed")),
+    )
+    assert merge_lines(cluster) == [
+        "merge auto over shared_memory + gloo",
+        "  shared_memory inside nodes, gloo between 2 nodes: 2 + 1 ranks = 3",
+        "  up to 8 rows: exchange inside nodes, then gather between them",
+        "  any number of rows: packed over all ranks at once",
+    ]
+    assert [list(column.cells) for column in workers_table(cluster).columns][2] == ["10.0.0.0", "10.0.0.0", "10.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -316,6 +343,10 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
     assert (parsed.as_json, parsed.model_name) == (True, "null")
 
 
+NOWHERE = ("--ray-address", "127.0.0.1:1")
+"""Where no Ray is: what cannot work is refused before one is looked for."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -323,6 +354,9 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
         (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
         (["--world-size", "2"], "required: --model"),
         (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: world_size: 0 is not between 1 and"),
     ],
 )
 def test_the_coordinator_names_the_option_that_does_not_fit(

@@ -2,18 +2,21 @@
 
 import math
 from array import array
+from base64 import b64encode
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
+from urllib.parse import quote
 
 import msgspec
 import pytest
 
 from longleaf import codec
-from longleaf.channel.lives import MergeTiming
+from longleaf.channel.epochs import MergeTiming
 from longleaf.codec.generation import FINISH_REASONS
-from longleaf.codec.status import MAX_TEXT, encode_error
+from longleaf.codec.status import encode_error
 from longleaf.errors import (
     AlreadyExists,
+    ContextLost,
     InvalidArgument,
     LongleafError,
     ModelRefused,
@@ -34,13 +37,18 @@ from longleaf.messages import (
     ForkContext,
     Generate,
     IngestHeader,
+    IngestPhase,
     IngestPiece,
     IngestProgress,
+    Loss,
     ModelInfo,
     PositionInfo,
     Progress,
     RankShare,
+    Recovering,
+    Recovery,
     Resume,
+    SlotState,
     Started,
     Timings,
     Usage,
@@ -75,6 +83,8 @@ SETTINGS = [
         Started(5, 3, 2, "a.B-c_9", True),
         Started(5, 3, 2, "a.B-c_9", is_exact=True),
         Progress(3, 5),
+        Recovering(3, 5, 9),
+        Recovering(0, 0, 0),
         Delta(7, (1, 2), "Grüße 🦙"),
         Delta(7, (1, 2), "ab", (Logprobs(-0.5, (TokenLogprob(1, -0.5),)), Logprobs(-math.inf, ())), 3),
         Delta(
@@ -168,10 +178,17 @@ def test_changes_survive(settings: ContextSettings) -> None:
     assert codec.decode_update(ingest_pb.UpdateContextRequest.FromString(data)) == ("moby", settings)
 
 
-@pytest.mark.parametrize("phase", ["receiving", "tokenizing", "prefilling", "ready"])
+@pytest.mark.parametrize("phase", [phase for phase in get_args(IngestPhase) if phase != "unspecified"])
 def test_ingest_progress_survives(phase: Any) -> None:
     progress = IngestProgress(
-        phase=phase, received_bytes=5, received_tokens=2, processed=3, total=9, tokens_per_second=2.5, context=CONTEXT
+        phase=phase,
+        received_bytes=5,
+        received_tokens=2,
+        processed=3,
+        total=9,
+        tokens_per_second=2.5,
+        context=CONTEXT,
+        recovering=Recovering(1, 2, 3) if phase == "recovering" else None,
     )
     message = codec.encode_ingest_progress(progress)
     assert codec.decode_ingest_progress(message) == progress
@@ -203,9 +220,27 @@ def test_clusters_survive() -> None:
         window_tokens=10,
         max_window_tokens=11,
         is_exact=True,
+        recovery=Recovery(epoch=2, lost_tokens=9, recovered_tokens=5, seconds=0.25, is_over=True, given_up=("a", "b")),
+        losses=(
+            Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot="waiting", refill_time=9.5),
+            Loss(
+                time=2.5, member=7, rank=None, epoch=0, node="", reason="", slot="given_up", slot_reason="three times"
+            ),
+        ),
     )
     data = codec.encode_cluster(cluster).SerializeToString()
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
+
+
+@pytest.mark.parametrize("slot", get_args(SlotState))
+def test_states_of_slots_mean_the_same_on_the_wire(slot: SlotState) -> None:
+    loss = Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot=slot)
+    model = ModelInfo(name="m")
+    cluster = Cluster(model=model, workers=(), world_size=2, epoch=1, launcher="", merge="", losses=(loss,))
+    [message] = codec.encode_cluster(cluster).losses
+    assert cluster_pb.SlotState.Name(message.slot_state) == f"SLOT_STATE_{slot.upper()}"
+    assert codec.decode_cluster(codec.encode_cluster(cluster)).losses == (loss,)
+    assert codec.decode_cluster(codec.encode_cluster(cluster)).recovery is None
 
 
 SAMPLING = Sampling(
@@ -367,10 +402,12 @@ def test_a_name_without_bounds_is_cut_in_the_message() -> None:
     [
         InvalidArgument("x" * 10_000, "✝" * 10_000),
         NotFound("contexts/" + "ü" * 10_000),
+        NotFound("€" * 10_000),
         AlreadyExists("contexts/" + "a" * 10_000),
         ResourceExhausted("pool", "x" * 10_000, 1.5),
         WorkerLost(3, "\ud800" * 10_000),
         NotFinite("x" * 10_000),
+        ContextLost("contexts/" + "ü" * 10_000, "\ud800" * 10_000),
         Unavailable("x" * 10_000),
         StartError("x" * 10_000),
         ModelRefused("x" * 10_000),
@@ -380,5 +417,5 @@ def test_a_name_without_bounds_is_cut_in_the_message() -> None:
 )
 def test_statuses_stay_small_enough_for_headers(error: LongleafError) -> None:
     status = encode_error(error)
-    assert len(status.message) <= MAX_TEXT
-    assert len(status.SerializeToString()) < 12 * MAX_TEXT
+    message, details = quote(status.message, safe=" "), b64encode(status.SerializeToString())
+    assert len(message) + len(details) < 7_500, "of 8 KiB, with room for what else a response's end carries"

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from longleaf.errors import LongleafError, StartError, Unavailable
+from longleaf.config import check_waits
+from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 from longleaf.launch import ServiceProcess
 
 
@@ -55,3 +56,12 @@ def test_a_service_that_is_never_ready_is_given_up() -> None:
         pytest.raises(StartError, match="not ready"),
     ):
         service.wait_ready(0.05)
+
+
+@pytest.mark.parametrize("name", ["wait_for_ranks", "drain_seconds"])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_time_to_wait_is_refused(name: str, seconds: float) -> None:
+    given = {"wait_for_ranks": 0.0, "drain_seconds": 0.0}
+    check_waits(**given)
+    with pytest.raises(InvalidArgument, match=f"^{name}: .* is not between 0 and 1,000,000"):
+        check_waits(**(given | {name: seconds}))

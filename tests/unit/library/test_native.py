@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import platform
 import stat
 from pathlib import Path
 
@@ -212,3 +213,45 @@ def test_a_compiler_that_fails_says_why(source):
     with pytest.raises(OSError, match="nothing"):
         answer(source)
     assert not kept()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """An installation that has no libraries yet."""
+    monkeypatch.setattr(native, "INSTALLED", tmp_path / "installed")
+    return tmp_path / "installed"
+
+
+def without_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def test_what_was_installed_is_loaded_where_there_is_no_compiler(source, installed, monkeypatch):
+    native.install(source, FLAGS)
+    assert len(list(installed.iterdir())) == len(native.KINDS[platform.machine()])
+    without_a_compiler(monkeypatch)
+    assert answer(source) == 42
+    assert not kept()
+
+
+def test_other_code_than_was_installed_is_compiled(source, installed):
+    native.install(source, FLAGS)
+    source.write_text("int answer(void) { return 43; }")
+    assert answer(source) == 43
+    assert len(kept()) == 1
+
+
+def test_code_for_a_processor_is_loaded_on_one_that_has_all_it_takes(source, installed, monkeypatch):
+    kinds = native.KINDS[platform.machine()]
+    native.install(source, ("-O1", native.NATIVE))
+    for kind, features in kinds.items():
+        monkeypatch.setattr(native, "_processor_features", lambda features=features: sorted(features))
+        assert native.find_installed(source, ("-O1", native.NATIVE)).name.startswith(f"answer-{kind}-")
+    monkeypatch.setattr(native, "_processor_features", lambda: sorted(next(iter(kinds.values())))[1:])
+    assert not native.find_installed(source, ("-O1", native.NATIVE)).name.startswith(f"answer-{next(iter(kinds))}-")
+
+
+def test_nothing_that_was_installed_fits_a_machine_of_another_kind(source, installed, monkeypatch):
+    native.install(source, FLAGS)
+    monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
+    assert native.find_installed(source, FLAGS) is None

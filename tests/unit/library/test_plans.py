@@ -3,10 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan
+from longleaf.channel.encoding import decode_to_rank, encode
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, Transfer
+from longleaf.geometry import EVERY_RANK
+from longleaf.runs import Run
 
 ROW = Row(1, (1,), 4, (), (), 0)
 PLAN = StepPlan(1, 1, Decode((ROW,)))
+MOVE = Move((Transfer(4, Run(0, 8, 14, (1, 2)), Run(1, 8, 14, (5, 3))),), (Run(EVERY_RANK, 3, 14, (0, 4, 1)),))
 
 
 @pytest.mark.parametrize(
@@ -14,10 +19,17 @@ PLAN = StepPlan(1, 1, Decode((ROW,)))
     [
         (PLAN, True),
         (replace(PLAN, work=Prefill((1,), 0, (5, 6), ())), False),
+        (replace(PLAN, work=MOVE), False),
         (replace(PLAN, release_sequences=(2,)), False),
         (replace(PLAN, work=Decode((ROW, replace(ROW, sequence=2, num_reference=100_000)))), False),
     ],
-    ids=["rows", "a chunk", "a sequence ends", "an answer is compared"],
+    ids=["rows", "a chunk", "a move", "a sequence ends", "an answer is compared"],
 )
 def test_what_keeps_the_answer_before_waiting_is_not_begun_before_it(plan, may_overlap):
     assert plan.may_overlap == may_overlap
+
+
+def test_a_move_is_told_as_it_is_and_counts_the_tokens_that_go():
+    plan = replace(PLAN, work=MOVE)
+    assert decode_to_rank(encode(plan)) == plan == Sequences(4).complete(plan)
+    assert (plan.num_tokens, plan.num_reference) == (6 + 11, 0)

@@ -9,12 +9,17 @@ from longleaf.codec.status import DETAILS_KEY, KINDS, decode_error, encode_error
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
+    ContextLost,
     DeadlineExceeded,
+    EpochBroken,
+    Fenced,
     InvalidArgument,
+    KeysDamaged,
     LongleafError,
     ModelRefused,
     NotFinite,
     NotFound,
+    PermissionDenied,
     RanksDisagree,
     ResourceExhausted,
     StartError,
@@ -31,8 +36,12 @@ EXAMPLES = [
     DeadlineExceeded("too late"),
     Cancelled("generations/x was cancelled"),
     NotFinite("token 3 of the answer"),
+    ContextLost("contexts/moby", "no room is left for it"),
     WorkerLost(3, "died"),
+    EpochBroken("rank 1: raised"),
+    PermissionDenied("not from there"),
     Unavailable("starting"),
+    Unavailable("loading", 2.5),
     ModelRefused("no rope"),
     StartError("no slots"),
 ]
@@ -54,7 +63,7 @@ def test_an_error_is_the_same_on_the_other_side(error: LongleafError) -> None:
 def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> None:
     known = {kind.error for kind in KINDS}
     types = {found for found in vars(errors).values() if isinstance(found, type)}
-    assert types - known == {LongleafError, RanksDisagree}, "the root, and what only ranks meet"
+    assert types - known == {LongleafError, RanksDisagree, Fenced, KeysDamaged}, "the root, and what only ranks meet"
     assert known == {type(example) for example in EXAMPLES}
     for i, kind in enumerate(KINDS):
         assert not any(issubclass(later.error, kind.error) for later in KINDS[i + 1 :])

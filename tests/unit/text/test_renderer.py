@@ -26,7 +26,7 @@ ENDLESS = (
 class NoFleet:
     """Nothing may be launched: the tokenizer comes first."""
 
-    host = "127.0.0.1"
+    num_missing = 0
 
     async def launch(self, *arguments: object) -> None:
         raise AssertionError("launched")

@@ -1,0 +1,87 @@
+"""A service that can be hurt: `python -m tests.chaos FOLDER --model DIR ...`, as `python -m coordinator`, with probes
+in the folder. See tests.chaos.soak for what hurts it."""
+
+import asyncio
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import coordinator.__main__ as command
+import coordinator.service
+from coordinator.engine.engine import Engine
+from coordinator.events import Tokens
+from longleaf.channel.epochs import SegmentLayout
+from tests.chaos.entry import live_as_rank
+from tests.chaos.points import COMMIT, PUBLISH, Points, Probe
+from tests.chaos.views import Look
+
+
+def main(arguments: list[str]) -> int:
+    for number in command.SIGNALS:
+        signal.signal(number, command.leave)
+    folder = Path(arguments[0])
+    command.worker_main = partial(live_as_rank, folder)
+    coordinator.service.Engine = partial(ProbedEngine, folder)  # type: ignore[misc]
+    return command.main(arguments[1:])
+
+
+class ProbedEngine(Engine):
+    """An engine with points, and a probe in a folder."""
+
+    def __init__(self, folder: Path, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._folder = folder
+        self._points = Points()
+
+    async def start(self):
+        readies = await super().start()
+        scheduler: Any = self._scheduler
+        scheduler.commit = partial(self._commit, scheduler.commit)
+        look = partial(self._look_on, asyncio.get_running_loop())
+        Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
+        return readies
+
+    def _commit(self, commit: Any, *arguments: object) -> Any:
+        outcomes = commit(*arguments)
+        self._points.reach(COMMIT)
+        return outcomes
+
+    def _tell(self, scheduler: Any, outcomes: Any = ()) -> None:
+        if any(isinstance(outcome, Tokens) for _, outcome in outcomes):
+            self._points.reach(PUBLISH)
+        super()._tell(scheduler, outcomes)
+
+    def _look_on(self, loop: asyncio.AbstractEventLoop) -> Look:
+        """Asked by another thread."""
+
+        async def look() -> Look:
+            return self._look()
+
+        return asyncio.run_coroutine_threadsafe(look(), loop).result()
+
+    def _look(self) -> Look:
+        scheduler: Any = self._scheduler
+        is_busy = self._steps or scheduler.num_waiting or scheduler.num_running or scheduler.recovering
+        if is_busy or self._epochs.is_over or self._epochs.may_grow:
+            return Look()
+        self.audit()
+        segments = scheduler.segments
+        layout = tuple(
+            SegmentLayout(one.segment.id, one.segment.start, tuple(one.runs), one.window_runs)
+            for one in segments.holdings
+            if one.segment.token_ids
+        )
+        paths = {
+            one.id: tuple((segment.id, start, end) for segment, start, end in one.path.parts())
+            for one in scheduler.contexts.list()
+        }
+        return Look(True, layout, frozenset(segments._forgotten), paths)
+
+
+if __name__ == "__main__":
+    _code = main(sys.argv[1:])
+    for _number in command.SIGNALS:
+        signal.signal(_number, signal.SIG_IGN)
+    sys.exit(_code)

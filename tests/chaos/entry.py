@@ -1,0 +1,19 @@
+"""Where the process of a rank that can be hurt begins. Imports no torch before its environment is complete."""
+
+from functools import partial
+from pathlib import Path
+
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.config import apply_environment, network_environment
+from longleaf.interfaces import interface_of
+from workers.__main__ import live
+from workers.imports import for_good
+
+
+def live_as_rank(folder: Path, spec: RankSpec) -> None:
+    """As workers.__main__.main, with a probe in `folder`."""
+    apply_environment(network_environment(interface_of(spec.host)))
+    with for_good():
+        from tests.chaos.member import ChaosRank
+
+    live(spec, partial(ChaosRank, folder))

@@ -1,0 +1,155 @@
+"""What is done to a service, by name. Each is done once under load, and the service must be whole again after it."""
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import Awaitable, Callable
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+import psutil
+
+from tests.chaos.load import ask_poison
+from tests.chaos.points import (
+    ANSWER,
+    BROADCAST,
+    CHUNK,
+    COMMIT,
+    JOINING,
+    LAYOUT,
+    MOVE,
+    PUBLISH,
+    STEP,
+    Fault,
+)
+from tests.chaos.service import Service
+
+SHORT_SECONDS = 1.0
+"""How long a rank is stopped that is not to be given up."""
+MOST_DELAY = 2.0
+"""Seconds between two losses that are not at once."""
+
+
+class Outcome(NamedTuple):
+    """What must have come of a fault: processes that are gone, and how many epochs there were at least."""
+
+    gone: frozenset[int] = frozenset()
+    num_epochs: int = 0
+
+
+class Scene(NamedTuple):
+    """Where it happens. `pids` are the ranks'."""
+
+    service: Service
+    pids: list[int]
+    random: Random
+
+    @property
+    def turn(self) -> int:
+        """At which time something happens at a point."""
+        return self.random.randint(1, 6)
+
+
+Do = Callable[[Scene], Awaitable[Outcome]]
+
+
+async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
+    """Kills ranks at once; rank 0 with others if it `is_first`."""
+    victims = scene.pids[:count] if is_first else scene.random.sample(scene.pids, count)
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    return Outcome(frozenset(victims), 2)
+
+
+async def kill_later(scene: Scene) -> Outcome:
+    """Kills a second rank while the first one is being recovered, whatever that is at."""
+    first, second = scene.random.sample(scene.pids, 2)
+    os.kill(first, signal.SIGKILL)
+    await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
+    os.kill(second, signal.SIGKILL)
+    return Outcome(frozenset((first, second)), 2)
+
+
+async def hurt(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
+    """Has something happen to a rank at a point, for good; to rank 0 if that alone comes there."""
+    pid = scene.pids[0] if is_first else scene.random.choice(scene.pids)
+    scene.service.arm(pid, Fault(point, act, scene.turn))
+    return Outcome(frozenset((pid,)), 2)
+
+
+async def hurt_later(scene: Scene, point: str) -> Outcome:
+    """Kills a rank, and another one when it comes to a point in what follows."""
+    first, second = scene.random.sample(scene.pids, 2)
+    scene.service.arm(second, Fault(point, "kill"))
+    os.kill(first, signal.SIGKILL)
+    return Outcome(frozenset((first, second)), 2)
+
+
+async def hurt_committed(scene: Scene, point: str) -> Outcome:
+    """Kills a rank while the coordinator is at a point."""
+    pid = scene.random.choice(scene.pids)
+    scene.service.arm_coordinator(Fault(point, "kill", scene.turn, pid))
+    return Outcome(frozenset((pid,)), 2)
+
+
+async def fail(scene: Scene) -> Outcome:
+    """A rank raises, and lives."""
+    scene.service.arm(scene.random.choice(scene.pids), Fault(STEP, "fail", scene.turn))
+    return Outcome(num_epochs=1)
+
+
+async def exhaust(scene: Scene) -> Outcome:
+    """A rank may have no more memory than it has."""
+    pid = scene.random.choice(scene.pids)
+    resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms,) * 2)
+    scene.service.arm(pid, Fault(STEP, "allocate", scene.turn))
+    return Outcome(num_epochs=1)
+
+
+async def stop(scene: Scene, seconds: float | None) -> Outcome:
+    """Stops a rank: for good, or for a time in which nobody gives it up."""
+    pid = scene.random.choice(scene.pids)
+    os.kill(pid, signal.SIGSTOP)
+    if seconds is None:
+        return Outcome(frozenset((pid,)), 2)
+    await asyncio.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+    return Outcome()
+
+
+async def poison(scene: Scene) -> Outcome:
+    await ask_poison(scene.service.client)
+    return Outcome(num_epochs=2)
+
+
+FAULTS: dict[str, Do] = {
+    "kill": partial(kill, count=1),
+    "kill rank 0": partial(kill, count=1, is_first=True),
+    "kill two": partial(kill, count=2),
+    "kill all": partial(kill, count=3),
+    "kill later": kill_later,
+    "kill before a step": partial(hurt, point=STEP, act="kill"),
+    "kill at half of a run": partial(hurt, point=CHUNK, act="kill"),
+    "kill rank 0 before broadcast": partial(hurt, point=BROADCAST, act="kill", is_first=True),
+    "kill before broadcast": partial(hurt, point=BROADCAST, act="kill"),
+    "kill rank 0 before the answer": partial(hurt, point=ANSWER, act="kill", is_first=True),
+    "kill after the step": partial(hurt, point=ANSWER, act="kill"),
+    "kill after commit": partial(hurt_committed, point=COMMIT),
+    "kill before publishing": partial(hurt_committed, point=PUBLISH),
+    "kill again while joining": partial(hurt_later, point=JOINING),
+    "kill again before the layout": partial(hurt_later, point=LAYOUT),
+    "kill again at half of a run": partial(hurt_later, point=CHUNK),
+    "kill again in a move": partial(hurt_later, point=MOVE),
+    "fail": fail,
+    "poison": poison,
+    "spin": partial(hurt, point=STEP, act="spin"),
+    "sleep": partial(hurt, point=STEP, act="sleep"),
+    "hold": partial(hurt, point=STEP, act="hold"),
+    "stop": partial(stop, seconds=None),
+    "stop shortly": partial(stop, seconds=SHORT_SECONDS),
+    "no memory": exhaust,
+}
+NO_LOSS = ("stop shortly",)
+"""After which the epoch is the same."""

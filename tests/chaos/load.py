@@ -1,0 +1,130 @@
+"""Clients of a service whose answers are known: they ask, leave in the middle, ingest and delete, and check all that
+they are told."""
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from random import Random
+
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError
+from longleaf.messages import Delta, Recovering
+from tests.chaos.reference import NEW, POISON, VISITOR, Known, Reference
+
+CLIENTS = 3
+BROKE_TWICE = "the ranks broke there, again and again"
+"""What a job is told that was under way when ranks were lost twice in steps that only it was in."""
+
+
+class Wrong(AssertionError):
+    """What a client was told is not so."""
+
+
+async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_after: int = NEW) -> Known:
+    """Asks, and reads the answer to its end or up to some token; as it came."""
+    tokens, logprobs = list[int](), list[float]()
+    options = {"max_tokens": NEW, "ignore_end_token": True, "num_logprobs": 1, **known.options}
+    events = client.generate(known.question, context=known.context, **options)
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Recovering):
+                told["waits"] += 1
+            if isinstance(event, Delta):
+                if event.index != len(tokens):
+                    raise Wrong(f"{known.context}: index {event.index} after {len(tokens)} tokens")
+                tokens += event.token_ids
+                logprobs += [one.logprob for one in event.logprobs]
+                if len(tokens) >= leave_after:
+                    break
+    told["tokens"] += len(tokens)
+    return replace(known, tokens=tuple(tokens), logprobs=tuple(logprobs))
+
+
+def check(found: Known, known: Known, at_least: int = NEW) -> float:
+    """Tokens are those of the reference, and how likely they were; the largest difference of that, as a share of what
+    is allowed. An answer that was not read to its end has `at_least` so many."""
+    count = len(found.tokens)
+    what = f"{known.context}, question of {len(known.question)} ({'sampled' if known.options else 'greedy'})"
+    if count < at_least or found.tokens != known.tokens[:count]:
+        raise Wrong(f"{what}: {found.tokens} is not {known.tokens}")
+    worst = max(abs(a - b) for a, b in zip(found.logprobs, known.logprobs[:count], strict=True))
+    if not worst <= known.tolerance:
+        raise Wrong(f"{what}: logprobs differ by {worst:.1e}, more than {known.tolerance:.1e}")
+    return worst / known.tolerance
+
+
+async def ask_poison(client: AsyncClient) -> None:
+    """The job that breaks every step that it is in fails, and says so."""
+    try:
+        async for _ in client.generate(POISON, max_tokens=4, ignore_end_token=True):
+            pass
+    except LongleafError as error:
+        if BROKE_TWICE not in str(error):
+            raise Wrong(f"the poison was told: {error}") from error
+    else:
+        raise Wrong("the poison was answered")
+
+
+class Load:
+    """Clients that go on until they are told to end. `may_break`: a stream may be blamed for the loss of ranks twice
+    in a row, when it was alone with both."""
+
+    def __init__(self, client: AsyncClient, reference: Reference, random: Random, *, may_break: bool) -> None:
+        self.told = Counter[str]()
+        self._client = client
+        self._reference = reference
+        self._may_break = may_break
+        self._is_ending = False
+        self._begun = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._be_client(number, random.random())) for number in range(CLIENTS)]
+
+    async def wait_begun(self) -> None:
+        """Returns when tokens come. Raises what a client found wrong."""
+        begun = asyncio.create_task(self._begun.wait())
+        done, _ = await asyncio.wait([begun, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        for task in done:
+            task.result()
+
+    async def end(self) -> None:
+        """Returns when all have read what they asked for. Raises what one of them found wrong."""
+        self._is_ending = True
+        await asyncio.gather(*self._tasks)
+
+    async def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _be_client(self, number: int, seed: float) -> None:
+        random = Random(seed)
+        while not self._is_ending:
+            try:
+                if number == 0:
+                    await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
+                else:
+                    await self._ask(random)
+            except LongleafError as error:
+                if not (self._may_break and BROKE_TWICE in str(error)):
+                    raise
+                self.told["blamed"] += 1
+
+    async def _ask(self, random: Random) -> None:
+        known = random.choice([one for one in self._reference.known if one.context != VISITOR])
+        leave_after = random.randrange(1, NEW) if random.random() < 0.25 else NEW
+        found = await answer(self._client, known, self.told, leave_after)
+        check(found, known, leave_after)
+        self.told["left" if leave_after < NEW else "streams"] += 1
+        self._begun.set()
+
+    async def _visit(self, name: str) -> None:
+        """Reads a document that nobody holds, asks, and has it forgotten."""
+        try:
+            await self._client.ingest(name, self._reference.documents[VISITOR])
+            for known in self._reference.asks(VISITOR):
+                check(await answer(self._client, replace(known, context=name), self.told), known)
+        finally:
+            with suppress(LongleafError):
+                await self._client.delete_context(name)
+        self.told["ingests"] += 1

@@ -1,0 +1,106 @@
+"""A rank with points at which it can be hurt, and that tells what it holds."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from longleaf.channel.epochs import Join, Layout, Ready
+from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.runs import Run
+from tests.chaos.points import ANSWER, BROADCAST, CHUNK, JOINING, LAYOUT, MOVE, STEP, Points, Probe
+from tests.chaos.reference import POISON
+from workers.model.model import Model
+from workers.pending import Pending
+from workers.rank import Rank
+from workers.step import moving
+
+
+class ChaosRank(Rank):
+    """As a rank, with a probe in `folder`."""
+
+    def __init__(self, folder: Path, spec: RankSpec) -> None:
+        super().__init__(spec)
+        self._points = Points()
+        self._is_chunk = False
+        moving.settle = partial(self._settle, moving.settle)
+        Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
+
+    def lay_out(self, model: Model) -> None:
+        super().lay_out(model)
+        layers: Any = model.decoder.layers
+        layers[len(layers) // 2].register_forward_pre_hook(self._pass_half)
+
+    def _pass_half(self, *_: object) -> None:
+        if self._is_chunk:
+            self._points.reach(CHUNK)
+
+    def join(self, join: Join) -> Ready:
+        self._points.reach(JOINING)
+        ready = super().join(join)
+        assert self.epoch is not None
+        self.epoch._tell = partial(self._tell, WeakMethod(self.epoch._tell))  # the epoch must end when it is left
+        return ready
+
+    def _tell(self, tell: Any, ids_T: Tensor) -> Tensor:
+        self._points.reach(BROADCAST)
+        return tell()(ids_T)
+
+    def _settle(self, settle: Any, *arguments: object) -> None:
+        self._points.reach(MOVE)
+        settle(*arguments)
+
+    def take(self, layout: Layout) -> None:
+        self._points.reach(LAYOUT)
+        super().take(layout)
+
+    def start(self, plan: StepPlan) -> Pending:
+        self._points.reach(STEP)
+        if any(has_poison(ids) for ids in ids_of(plan)):
+            raise RuntimeError("poison")
+        self._is_chunk = isinstance(plan.work, Prefill)
+        pending = super().start(plan)
+
+        def answer():
+            result = pending.result()
+            self._points.reach(ANSWER)
+            return result
+
+        return Pending(lambda: pending.is_done, answer)
+
+    # --- what it holds ---
+
+    def _book(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
+        """Of each segment where it starts, and what each rank holds of it."""
+        ledger: Any = self._joined._ledger
+        return {
+            segment: (ledger._starts[segment], {rank: [tuple(e) for e in one.extents] for rank, one in held.items()})
+            for segment, held in ledger._held.items()
+        }
+
+    @torch.inference_mode()
+    def _keys(self, runs: Sequence[Run]) -> dict[int, Tensor]:
+        """What is kept of runs, one after the other, [S, N, K, D] of each layer."""
+        size = self.config.block_size
+        slots = [run.blocks[i // size] * size + i % size for run in runs for i in range(len(run))]
+        return {layer: self.pool.take(layer, torch.tensor(slots)).numpy() for layer in self.model.layers}
+
+
+def ids_of(plan: StepPlan) -> list[tuple[int, ...]]:
+    match plan.work:
+        case Prefill() as work:
+            return [work.token_ids]
+        case Decode() as work:
+            return [row.token_ids for row in work.rows]
+        case _:
+            return []
+
+
+def has_poison(ids: tuple[int, ...]) -> bool:
+    size = len(POISON)
+    return any(ids[i : i + size] == POISON for i in range(len(ids) - size + 1))

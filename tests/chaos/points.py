@@ -1,0 +1,129 @@
+"""Places in a process where a test has something happen. Only services that these tests start have them: what they
+replace is what the product leaves to be replaced, so that nothing in it looks whether a test is there."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any, NamedTuple
+
+JOINING = "while joining"
+LAYOUT = "before the layout"
+STEP = "before a step"
+CHUNK = "half of a run"
+BROADCAST = "before broadcast"
+ANSWER = "before the answer"
+MOVE = "in a move"
+COMMIT = "after commit"
+PUBLISH = "before publishing"
+FOREVER = 100_000
+HUGE = 1 << 40
+"""Bytes that no process gets that has a limit."""
+
+
+class Fault(NamedTuple):
+    """What happens when a process comes to a point for the given time."""
+
+    point: str
+    act: str
+    turn: int = 1
+    pid: int = 0
+    """Whom it is done to; 0: the process itself."""
+
+
+def kill(fault: Fault) -> None:
+    os.kill(fault.pid or os.getpid(), signal.SIGKILL)
+
+
+def spin(fault: Fault) -> None:
+    """Keeps the interpreter busy, which lets other threads have their turn."""
+    while True:
+        pass
+
+
+def sleep(fault: Fault) -> None:
+    """Waits in C without the interpreter, as in a library that hangs: the pulse goes on."""
+    time.sleep(FOREVER)
+
+
+def hold(fault: Fault) -> None:
+    """Waits in C with the interpreter: the pulse stops."""
+    ctypes.PyDLL(None).sleep(FOREVER)
+
+
+def fail(fault: Fault) -> None:
+    raise RuntimeError(f"a fault {fault.point}")
+
+
+def allocate(fault: Fault) -> None:
+    """Asks torch for more memory than there may be."""
+    import torch
+
+    torch.empty(HUGE, dtype=torch.uint8)
+
+
+ACTS: dict[str, Callable[[Fault], None]] = {
+    "kill": kill,
+    "spin": spin,
+    "sleep": sleep,
+    "hold": hold,
+    "fail": fail,
+    "allocate": allocate,
+}
+
+
+class Points:
+    """The points of a process; nothing happens there until a fault is armed, and then once."""
+
+    def __init__(self) -> None:
+        self._armed: Fault | None = None
+        self._num_left = 0
+
+    def arm(self, fault: Fault | None) -> None:
+        """In place of the one that was armed before."""
+        self._armed = None
+        if fault is not None:
+            self._num_left = fault.turn
+            self._armed = fault
+
+    def reach(self, point: str) -> None:
+        """The process is there."""
+        fault = self._armed
+        if fault is None or fault.point != point:
+            return
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self._armed = None
+            ACTS[fault.act](fault)
+
+
+class Probe(threading.Thread):
+    """Answers what a test asks this process, in a thread of its own, at a socket in a folder."""
+
+    def __init__(self, folder: Path, answers: dict[str, Callable[..., Any]]) -> None:
+        super().__init__(name="probe", daemon=True)
+        self._answers = answers
+        self._listener = Listener(str(folder / str(os.getpid())), family="AF_UNIX")
+
+    def run(self) -> None:
+        while True:
+            with self._listener.accept() as connection:
+                name, arguments = connection.recv()
+                try:
+                    connection.send(self._answers[name](*arguments))
+                except Exception as error:
+                    connection.send(error)
+
+
+def ask(folder: Path, pid: int, name: str, *arguments: object) -> Any:
+    """What the probe of a process answers. Raises what it raised, and OSError or EOFError when the process is gone."""
+    with Client(str(folder / str(pid)), family="AF_UNIX") as connection:
+        connection.send((name, arguments))
+        found = connection.recv()
+    if isinstance(found, Exception):
+        raise found
+    return found

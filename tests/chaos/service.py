@@ -1,0 +1,195 @@
+"""A service of processes that can be hurt, and what must be true of it whenever it is whole again."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from longleaf.client import AsyncClient
+from longleaf.comm.leftovers import FOLDER, Maker
+from longleaf.config import EngineConfig
+from longleaf.launch import LISTENING, coordinator_command
+from longleaf.messages import Cluster
+from tests.chaos.load import answer, check
+from tests.chaos.points import Fault, ask
+from tests.chaos.reference import BOOK, CUT, FORKED, LONG, Reference
+from tests.chaos.views import Keys, Look, check_books, check_keys, keys_of
+from tests.support.command_line import end
+
+WORLD_SIZE = 3
+SETTINGS: dict[str, Any] = {
+    "world_size": WORLD_SIZE,
+    "block_size": 16,
+    "chunk_size": 256,
+    "kv_bytes": 16 << 20,
+    "step_timeout": 5.0,
+    "step_timeout_per_token": 0.005,
+    "lost_after": 4.0,
+    "max_losses_per_minute": 100_000,
+    "max_sequences": 16,
+}
+HEAL_SECONDS = 150.0
+LOOK_SECONDS = 0.05
+STOP_SECONDS = 30.0
+SHOWN = 6000
+"""Characters of a failed service's log."""
+
+
+class Service:
+    """To be entered; nothing of it is left afterwards, whatever happens."""
+
+    def __init__(self, folder: Path, reference: Reference, **settings: Any) -> None:
+        self._folder = folder
+        self._log = folder / "log"
+        self.config = EngineConfig(model=str(reference.folder), **{**SETTINGS, **settings})
+        self.reference = reference
+        self._keys: dict[str, Keys] = {}
+        self._sizes: list[tuple[int, int, int]] = []
+        self._started = set[int]()
+        """Ids of all processes that were ranks."""
+
+    async def __aenter__(self) -> "Service":
+        command = coordinator_command(self.config, host="127.0.0.1", port=0, launcher="local")
+        command = [sys.executable, "-m", "tests.chaos", str(self._folder), *command[4:]]
+        line = await asyncio.to_thread(self._start, command)
+        assert line.startswith(LISTENING), self.log
+        self.client = AsyncClient(line.removeprefix(LISTENING).strip(), retries=0)
+        return self
+
+    def _start(self, command: list[str]) -> str:
+        """What it says first."""
+        with self._log.open("w") as log:
+            pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+            self.process = subprocess.Popen(command, **pipes, start_new_session=True)
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.client.close()
+        end(self.process)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()[-SHOWN:]
+
+    # --- what is done to it ---
+
+    async def prepare(self) -> None:
+        """Ingests the documents, and learns what an undisturbed service holds and draws."""
+        documents, client = self.reference.documents, self.client
+        for name in (BOOK, LONG):
+            await client.ingest(name, documents[name])
+        await client.fork_context(BOOK, FORKED, num_tokens=CUT)
+        await client.ingest(FORKED, documents[FORKED][CUT:], append=True)
+        drawn = [one.sampled() for one in self.reference.known if one.context in (BOOK, LONG)]
+        self.reference.known.extend([await answer(client, one, Counter()) for one in drawn])
+        look = await self._idle()
+        pids = await self.pids()
+        for name in look.paths:
+            self._keys[name] = keys_of(self._folder, look, name, pids)
+
+    async def pids(self) -> list[int]:
+        """Of the ranks, in order."""
+        found = [worker.pid for worker in (await self.client.cluster()).workers]
+        self._started.update(found)
+        return found
+
+    def arm(self, pid: int, fault: Fault | None) -> None:
+        ask(self._folder, pid, "arm", fault)
+
+    def arm_coordinator(self, fault: Fault | None) -> None:
+        self.arm(self.process.pid, fault)
+
+    # --- what must be so ---
+
+    async def wait_healed(self, gone: set[int], epoch: int) -> Cluster:
+        """Returns when the world is whole, without the processes that must be gone, in this epoch or a later one."""
+
+        def is_healed(found: Cluster) -> bool:
+            pids = {worker.pid for worker in found.workers}
+            is_over = found.recovery is None or found.recovery.is_over
+            return found.world_size == WORLD_SIZE and found.epoch >= epoch and is_over and not gone & pids
+
+        found: Cluster | None = None
+        try:
+            async with asyncio.timeout(HEAL_SECONDS):
+                async for found in self._changes():
+                    if is_healed(found):
+                        break
+        except TimeoutError:
+            raise AssertionError(f"not healed: {gone} should be gone, epoch {epoch} there: {found}") from None
+        assert found is not None
+        await self.pids()
+        return found
+
+    async def check(self) -> tuple[float, float]:
+        """Everything that a whole service must be, while nobody asks it. The largest difference of a key, and that of
+        a logprob as a share of what is allowed."""
+        for pid in await self.pids():
+            self.arm(pid, None)
+        self.arm_coordinator(None)
+        keys, logits = await self._check_held(), 0.0
+        for known in self.reference.known:
+            if known.context in self._keys:
+                logits = max(logits, check(await answer(self.client, known, Counter()), known))
+        found = await self.client.verify(num_tokens=3 * 16 + 40)
+        assert found.passed, found
+        self._check_size()
+        return keys, logits
+
+    async def _check_held(self) -> float:
+        look, pids = await self._idle(), await self.pids()
+        assert sorted(look.paths) == sorted(self._keys)
+        check_books(self._folder, look, pids, self.config.block_size)
+        return max(
+            check_keys(keys_of(self._folder, look, name, pids), wanted, name) for name, wanted in self._keys.items()
+        )
+
+    async def _idle(self) -> Look:
+        """Looks when there is nothing to do, and nobody is to join."""
+        async with asyncio.timeout(HEAL_SECONDS):
+            async for _ in self._changes():
+                look = await asyncio.to_thread(ask, self._folder, self.process.pid, "look")
+                if look.is_idle:
+                    return look
+        raise AssertionError(f"the service has ended: {self.log}")
+
+    def _changes(self) -> AsyncGenerator[Cluster, None]:
+        return self.client.watch_cluster(min_interval=LOOK_SECONDS)
+
+    def _check_size(self) -> None:
+        """No more descriptors, threads, children or shared memory than after the first fault."""
+        process = psutil.Process(self.process.pid)
+        children = process.children(recursive=True)
+        assert all(child.status() != psutil.STATUS_ZOMBIE for child in children), children
+        self._sizes.append((process.num_fds(), process.num_threads(), len(children)))
+        first = self._sizes[0]
+        assert all(now <= then + 2 for now, then in zip(self._sizes[-1], first, strict=True)), self._sizes
+
+    # --- its end ---
+
+    async def stop(self) -> None:
+        """Ends it as a user would, and sees that nothing of it is left."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(self.process.wait, STOP_SECONDS + self.config.lost_after)
+        assert code == 0, self.log
+        left = psutil.wait_procs(family, timeout=STOP_SECONDS)[1]
+        assert not left, f"{left} are left after {time.monotonic() - began:.0f} s"
+        files = [name for name in os.listdir(FOLDER) if is_of(name, self._started)]
+        assert not files, files
+
+
+def is_of(name: str, pids: set[int]) -> bool:
+    """Whether one of these processes made a file of shared memory."""
+    maker = Maker.of(name)
+    return maker is not None and maker.pid in pids

@@ -1,0 +1,28 @@
+"""Real processes are hurt under load with known answers: nothing that was promised may be missing afterwards."""
+
+import time
+
+import pytest
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.soak import MOST_SECONDS, Table, deal, play, show
+
+SHORT = ("kill rank 0 before the answer", "poison", "stop shortly")
+
+
+async def hurt(seed: int, names: list[str]) -> None:
+    table = Table()
+    await play(seed, names, table, time.monotonic() + MOST_SECONDS)
+    print(show(table))
+
+
+@pytest.mark.timeout(400)
+async def test_a_service_is_whole_again_after_some_faults():
+    await hurt(0, list(SHORT))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(MOST_SECONDS + 240)
+@pytest.mark.parametrize("seed", [1])
+async def test_a_service_is_whole_again_after_every_fault(seed: int):
+    await hurt(seed, deal(seed, FAULTS))

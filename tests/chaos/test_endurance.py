@@ -1,0 +1,69 @@
+"""Many losses, and many epochs, in a row: nothing adds up."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.chaos.endurance import Size, check_growth, size_of
+from tests.chaos.faults import Outcome, Scene, fail, kill
+from tests.chaos.load import answer, check
+from tests.chaos.reference import LONG, make_reference
+from tests.chaos.service import Service
+
+pytestmark = pytest.mark.timeout(2400)
+LOSSES, EPOCHS, WARM_UP = 50, 100, 10
+KV_BYTES = 8 << 20
+"""Small beside all that a rank has: it grows while blocks are used for the first time."""
+
+
+async def kill_another(scene: Scene, spared: int) -> Outcome:
+    """Kills a rank, but never the process `spared`."""
+    others = [pid for pid in scene.pids if pid != spared]
+    return await kill(scene._replace(pids=others), 1)
+
+
+async def go_through(service: Service, turns: int, spared: int | None, random: Random) -> list[dict[int, Size]]:
+    """Has one fault after the other under a stream, which goes on each time: a loss of any other than the process
+    `spared`, or with None an exception that nobody dies of. What each process had after each of them."""
+    sizes = list[dict[int, Size]]()
+    known = [one for one in service.reference.asks(LONG) if not one.options]
+    for turn in range(turns):
+        epoch, pids = (await service.client.cluster()).epoch, await service.pids()
+        asked = known[turn % len(known)]
+        stream = asyncio.create_task(answer(service.client, asked, Counter()))
+        scene = Scene(service, pids, random)
+        outcome = await (fail(scene) if spared is None else kill_another(scene, spared))
+        await service.wait_healed(set(outcome.gone), epoch + outcome.num_epochs)
+        check(await stream, asked)
+        sizes.append({pid: size_of(pid) for pid in (service.process.pid, *await service.pids())})
+    return sizes
+
+
+@pytest.mark.slow
+async def test_fifty_losses_in_a_row_leave_the_service_within_the_tolerance(tmp_path: Path):
+    """Also in memory: a rank that is never lost goes through a hundred epochs."""
+    reference = make_reference(tmp_path / "model", "llama", 1)
+    async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
+        await service.prepare()
+        spared = (await service.pids())[1]
+        sizes = await go_through(service, LOSSES, spared, Random(1))
+        assert spared in sizes[-1]
+        check_growth(sizes, WARM_UP // 2)
+        await service.check()
+        await service.stop()
+
+
+@pytest.mark.slow
+async def test_a_hundred_epochs_leave_nothing_behind(tmp_path: Path):
+    """In which nobody dies: a rank raises, and all meet again."""
+    reference = make_reference(tmp_path / "model", "gemma3", 2)
+    async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
+        await service.prepare()
+        sizes = await go_through(service, EPOCHS, None, Random(2))
+        assert len(set(sizes[0]) & set(sizes[-1])) == 4
+        check_growth(sizes, WARM_UP)
+        await service.check()
+        await service.stop()

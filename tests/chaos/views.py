@@ -1,0 +1,85 @@
+"""What a service holds while it has nothing to do, and whether that is what it should hold."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from longleaf.channel.epochs import SegmentLayout
+from tests.chaos.points import ask
+from workers.keys.ledger import Ledger
+
+KEY_TOLERANCE = 2e-5
+"""Of the largest difference of a number that is kept, as a share of the largest one of its layer."""
+Told = dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]
+"""By segment, where it starts, and by rank the extents that are held."""
+Keys = dict[int, np.ndarray]
+"""What is kept of each token, [S, N, K, D], by layer."""
+
+
+class Look(NamedTuple):
+    """The coordinator's book, after its laws were seen to hold; nothing while it has something to do."""
+
+    is_idle: bool = False
+    layout: tuple[SegmentLayout, ...] = ()
+    forgotten: frozenset[int] = frozenset()
+    """Segments that ranks will be told to forget with the next plan."""
+    paths: dict[str, tuple[tuple[int, int, int], ...]] = {}  # noqa: RUF012
+    """Of each context the segments and the positions for which each is used."""
+
+
+def slots(held: dict[int, list[tuple[int, int, int]]]) -> dict[int, dict[int, int]]:
+    return {
+        rank: {position: slot + position - start for start, end, slot in extents for position in range(start, end)}
+        for rank, extents in held.items()
+        if extents
+    }
+
+
+def check_books(folder: Path, look: Look, pids: list[int], block_size: int) -> None:
+    """Every rank believes what the coordinator does."""
+    for rank, pid in enumerate(pids):
+        check_book(rank, ask(folder, pid, "book"), look, block_size)
+
+
+def check_book(rank: int, found: Told, look: Look, block_size: int) -> None:
+    """A rank believes what the coordinator does, but for what it will be told to forget."""
+    wanted = Ledger(0, block_size)
+    wanted.replace(look.layout)
+    missing = wanted._held.keys() - found.keys()
+    assert not missing, f"rank {rank} does not know of segments {sorted(missing)}"
+    for segment, (start, held) in found.items():
+        if segment not in look.forgotten:
+            assert segment in wanted._held, f"rank {rank} knows of segment {segment}, and the coordinator does not"
+            extents = {number: [tuple(e) for e in one.extents] for number, one in wanted._held[segment].items()}
+            is_same = (start, slots(held)) == (wanted._starts[segment], slots(extents))
+            assert is_same, f"rank {rank} and the coordinator differ in segment {segment}"
+
+
+def keys_of(folder: Path, look: Look, context: str, pids: list[int]) -> Keys:
+    """What is kept of a context, token by token."""
+    layouts = {layout.segment: layout for layout in look.layout}
+    pieces: list[tuple[int, int, int, Keys]] = []
+    for segment, start, end in look.paths[context]:
+        for run in layouts[segment].runs:
+            if run.start < end and run.end > start:
+                held = ask(folder, pids[run.rank], "keys", [run])
+                pieces.append((run.start, max(start, run.start), min(end, run.end), held))
+    ends = [0, *(end for _, _, end, _ in pieces)]
+    assert [start for _, start, _, _ in pieces] == ends[:-1], f"{context}: not all is held, or in another order"
+    layers = pieces[0][3]
+    return {
+        layer: np.concatenate([held[layer][low - first : high - first] for first, low, high, held in pieces])
+        for layer in layers
+    }
+
+
+def check_keys(found: Keys, wanted: Keys, context: str) -> float:
+    """The largest difference, as a share of the largest number of its layer."""
+    worst = 0.0
+    for layer, expected in wanted.items():
+        assert found[layer].shape == expected.shape, f"{context}, layer {layer}: {found[layer].shape}"
+        share = float(np.abs(found[layer] - expected).max() / np.abs(expected).max())
+        assert share <= KEY_TOLERANCE, f"{context}, layer {layer}: keys differ by {share:.1e} of the largest"
+        worst = max(worst, share)
+    return worst

@@ -1,0 +1,98 @@
+"""A host is lost. While a service runs, it goes on without it and takes it back; while it starts, who it was is said,
+and nobody is left."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.test_growing_cluster import read_to, start
+from tests.e2e.test_hosts import OPTIONS, serve
+from tests.support.command_line import CLI
+from tests.support.network.ray_nodes import SLOTS, RayNodes
+from tests.support.witness import Witness
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def hurt(nodes: RayNodes) -> Iterator[RayNodes]:
+    """The cluster, whose second node begins anew after the test."""
+    yield nodes
+    nodes.start(1)
+
+
+def cut(nodes: RayNodes) -> None:
+    nodes.cut()
+
+
+def kill_raylet(nodes: RayNodes) -> None:
+    nodes.kill(1, "raylet")
+
+
+@pytest.mark.parametrize("hurting", [kill_raylet, cut])
+def test_a_service_goes_on_without_a_host_and_takes_it_back(
+    hurt: RayNodes, checkpoint: Path, hurting: Callable[[RayNodes], None]
+):
+    with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
+        num_processes, [here, away] = len(hurt.service()), hurt.network.addresses
+        with Witness(service.address, hurt.on(0)) as witness:
+            [node] = {one["node"] for one in service.json("cluster")["workers"] if one["address"] == away}
+            witness.under_way()
+            hurting(hurt)
+            found = witness.cluster(lambda found: found["world_size"] == SLOTS)
+            assert {worker["address"] for worker in found["workers"]} == {here}
+            for _ in range(2):
+                witness.under_way()
+            hurt.mend() if hurting is cut else hurt.start(1)
+            found = witness.healed(2 * SLOTS, SLOTS)
+            assert {worker["address"] for worker in found["workers"]} == {here, away}
+            assert [(loss["rank"] in (2, 3), loss["node"]) for loss in found["losses"]] == [(True, node)] * SLOTS
+            witness.under_way()
+            witness.check()
+        processes = hurt.service()
+        assert len(processes) == num_processes, "of those that were lost nobody is left"
+        assert service.stop() == 0
+        assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def check_named(nodes: RayNodes, told: str) -> None:
+    """One of the second host's ranks, and where it was."""
+    assert told.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
+    assert ", on node " in told and f"({nodes.network.addresses[1]})" in told
+
+
+@pytest.mark.parametrize("name", ["ray::IDLE", "ray::WorkerActo"])
+def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
+    hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str
+):
+    """Ray would look for another place for those that had not begun."""
+    options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS), "--ray-address", hurt.address]
+    service, _ = start(started, [*hurt.on(0), *CLI, "serve", "--port", "0", *options], "starting ")
+    while not hurt.runs(1, name):
+        assert service.poll() is None
+    processes = hurt.service()
+    hurt.kill(1, "raylet")
+    output, _ = service.communicate(timeout=200)
+    assert service.returncode == 1
+    [told] = output.splitlines()
+    check_named(hurt, told)
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+
+
+def test_a_host_that_is_lost_before_the_last_has_come_is_waited_for(
+    hurt: RayNodes, checkpoint: Path, started: ExitStack
+):
+    options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS + 1), "--ray-address", hurt.address]
+    command = [*hurt.on(0), *CLI, "serve", "--port", "0", *options, "--wait-for-ranks", "300"]
+    service, _ = start(started, command, "waiting for 1 of 5 slots")
+    hurt.kill(1, "raylet")
+    read_to(service, "waiting for 3 of 5 slots")
+    hurt.start(1, slots=SLOTS + 1)
+    read_to(service, "listening on ")
+    processes = hurt.service()
+    service.terminate()
+    assert service.wait(timeout=60) == 0
+    assert psutil.wait_procs(processes, timeout=20)[1] == []

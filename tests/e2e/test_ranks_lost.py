@@ -1,0 +1,95 @@
+"""A rank is lost while it serves: streams go on, who was lost is told, and another takes its place."""
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.command_line import Served
+from tests.support.witness import Witness
+
+pytestmark = pytest.mark.timeout(300)
+RAY = pytest.param("ray", marks=pytest.mark.ray)
+BOTH = ["local", RAY]
+LAUNCHERS = [pytest.param("local", marks=pytest.mark.slow), RAY]
+
+
+class Healing:
+    """A service of `world_size` ranks that is asked and watched while its ranks are lost."""
+
+    def __init__(self, started: ExitStack, checkpoint: Path, launcher: str, world_size: int, *options: str) -> None:
+        own = ("--model", str(checkpoint), "--world-size", str(world_size), "--launcher", launcher)
+        self.service = started.enter_context(Served(*own, "--kv-bytes", "8000000", *options))
+        self.witness = started.enter_context(Witness(self.service.address))
+        self.world_size = world_size
+        self.pids = self.service.rank_pids()
+        self.num_losses = 0
+
+    def hurt(self, number: signal.Signals, *ranks: int) -> list[psutil.Process]:
+        """Ranks get a signal under an answer."""
+        self.witness.under_way()
+        lost = [psutil.Process(self.pids[rank]) for rank in ranks]
+        for process in lost:
+            process.send_signal(number)
+        self.num_losses += len(ranks)
+        return lost
+
+    def heal(self, *lost: psutil.Process) -> list[dict[str, Any]]:
+        """The world is whole again, and these processes are gone; the losses so far."""
+        found = self.witness.healed(self.world_size, self.num_losses)
+        assert len(found["losses"]) == self.num_losses
+        nodes = {worker["node"] for worker in found["workers"]}
+        assert all(loss["reason"] and loss["node"] in nodes for loss in found["losses"])
+        self.pids = [worker["pid"] for worker in found["workers"]]
+        assert psutil.wait_procs(lost, timeout=20)[1] == []
+        return found["losses"]
+
+    def end(self) -> None:
+        """All was well, and nothing is left."""
+        self.witness.under_way()
+        self.witness.check()
+        found = self.service.json("cluster")
+        assert len(found["losses"]) == self.num_losses
+        assert self.service.stop() == 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_whichever_rank_dies_another_takes_its_place(checkpoint: Path, started: ExitStack, launcher: str):
+    healing = Healing(started, checkpoint, launcher, 2)
+    for turn, rank in enumerate((1, 0), start=1):
+        losses = healing.heal(*healing.hurt(signal.SIGKILL, rank))
+        assert [loss["rank"] for loss in losses[turn - 1 :]] == [rank]
+    healing.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", BOTH)
+def test_several_ranks_die_at_once_and_one_after_the_other(checkpoint: Path, started: ExitStack, launcher: str):
+    healing = Healing(started, checkpoint, launcher, 3)
+    healing.heal(*healing.hurt(signal.SIGKILL, 0, 1, 2))
+    lost = healing.hurt(signal.SIGKILL, 2)
+    found = healing.witness.cluster(lambda found: found["world_size"] == 2)
+    healing.pids = [worker["pid"] for worker in found["workers"]]
+    healing.heal(*lost, *healing.hurt(signal.SIGKILL, 0))
+    healing.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", BOTH)
+def test_a_rank_that_is_stopped_too_long_is_ended(checkpoint: Path, started: ExitStack, launcher: str):
+    healing = Healing(started, checkpoint, launcher, 2, "--lost-after", "2")
+    for turn, rank in enumerate((0, 1), start=1):
+        losses = healing.heal(*healing.hurt(signal.SIGSTOP, rank))
+        [(told, reason)] = [(loss["rank"], loss["reason"]) for loss in losses[turn - 1 :]]
+        assert (told, reason) == (rank, "has been silent for 2 s")
+    healing.end()
+
+
+def test_a_rank_that_hangs_past_a_deadline_is_ended(checkpoint: Path, started: ExitStack):
+    healing = Healing(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
+    [loss] = healing.heal(*healing.hurt(signal.SIGSTOP, 1))
+    assert loss["rank"] == 1 and "took longer than its 3" in loss["reason"]
+    healing.end()

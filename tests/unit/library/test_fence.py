@@ -1,0 +1,68 @@
+"""What frees a rank that waits for others: in which order it may be put up, what it ends, and what it leaves alone."""
+
+import socket
+import threading
+
+import pytest
+
+from longleaf.comm.fence import Fence, Sockets
+from longleaf.errors import Fenced
+
+
+def test_what_is_begun_before_is_freed_and_what_comes_later_is_not_begun():
+    fence, freed = Fence(), []
+    fence.add(lambda: freed.append("early"))
+    fence.put_up()
+    with pytest.raises(Fenced):
+        fence.add(lambda: freed.append("late"))
+    assert freed == ["early"]
+    fence.take_down()
+    fence.add(lambda: freed.append("next"))
+    fence.put_up()
+    assert freed == ["early", "next"]
+
+
+def pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    one = socket.create_connection(listener.getsockname())
+    return one, listener.accept()[0]
+
+
+def test_connections_that_were_opened_meanwhile_end_and_others_go_on():
+    with socket.create_server(("127.0.0.1", 0)) as old, socket.socketpair()[0] as plain:
+        before = pair(old)
+        sockets = Sockets()
+        new = socket.create_server(("127.0.0.1", 0))
+        meanwhile = pair(new)
+        sockets.complete()
+        later = pair(new)
+        heard = []
+        waiting = threading.Thread(target=lambda: heard.append(meanwhile[0].recv(1)))
+        waiting.start()
+        assert sockets.shut_down() == 2
+        waiting.join(60)
+        assert heard == [b""]
+        for one, other in (before, later, pair(new)):  # who listens still does
+            one.send(b"x")
+            assert other.recv(1) == b"x"
+            one.close()
+            other.close()
+        assert plain.fileno() >= 0
+        for one in (*meanwhile, new):
+            one.close()
+
+
+def test_a_number_that_is_of_another_file_by_now_is_left_alone():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets = Sockets()
+        gone = pair(listener)
+        sockets.complete()
+        numbers = {one.fileno() for one in gone}
+        for one in gone:
+            one.close()
+        found = pair(listener)
+        assert {one.fileno() for one in found} == numbers, "the system gives the lowest ones"
+        assert sockets.shut_down() == 0
+        found[0].send(b"x")
+        assert found[1].recv(1) == b"x"
+        for one in found:
+            one.close()
