@@ -1,12 +1,14 @@
 # Every target that needs Python makes .venv by itself; a second call finds it ready.
 # Variables: PYTHON (3.11 or newer), TORCH (which build of torch), TRITON (which Triton), ARGS (passed on to the command),
-# WORKERS (how many processes run tests; 0: this one; 3 keep two cores busy, since some tests wait for processes).
+# WORKERS (how many processes run tests; 0: this one; 3 keep two cores busy, since some tests wait for processes),
+# MINUTES (how long `make soak` goes on).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 ARGS ?=
 WORKERS ?= 3
+MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-gpu test-slow durations coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-triton test-gpu test-slow soak durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -44,6 +46,9 @@ test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs to
 
 test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
+
+soak: $(READY) ## Hurt services under load in every known way for MINUTES=30; a failure prints the line that repeats it
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
 durations: $(READY) ## Keep in tests/durations.txt which tests take longest; only a machine that does nothing else tells
 	$(MAKE) --no-print-directory test | sed -n '/slowest .* durations/,$$p' > tests/durations.txt

@@ -25,6 +25,8 @@ GraphsChoice = Literal["auto", "off"]
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
+DRAIN_SECONDS = 2.0
+"""How long a service that ends lets calls run, by default."""
 LOOPBACK = "127.0.0.1"
 CLIENT_NAME = "longleaf-client"
 """What the clients of this project call themselves, before the name of their library."""
@@ -81,11 +83,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads_per_rank: int = 1
     """CPU threads of each rank."""
     step_timeout: float = 60.0
-    """Seconds a step may take before its fleet is given up, for a step of few tokens."""
+    """Seconds a step of few tokens may take before the rank that holds it up is killed."""
     step_timeout_per_token: float = 0.05
     """Seconds added per token that the step computes."""
     start_timeout: float = 300.0
     """Seconds the ranks may take to load the model."""
+    form_timeout: float = 10.0
+    """Seconds that ranks who have loaded it may take to form a new group after a loss, or twice as long as the first
+    group took if that is more; then it is tried again."""
+    lost_after: float = 5.0
+    """Seconds without a sign of life after which a rank is killed and counts as lost."""
+    max_losses_per_minute: int = 6
+    """Losses of ranks in a minute beyond which further ones are not replaced at once."""
     max_sequences: int = 64
     """Generations that run at once."""
     max_waiting: int = 256
@@ -113,6 +122,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}
         limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
         limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
+        limits |= {"form_timeout": (0.1, MAX_SECONDS), "lost_after": (1, MAX_SECONDS)}
+        limits |= {"max_losses_per_minute": (0, 1 << 20)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
         limits |= {"unread_timeout": (0.1, MAX_SECONDS)}
         limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000)}
@@ -128,6 +139,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
         if self.window_bytes is not None and self.window_keys == "sharded":
             raise InvalidArgument("window_bytes", "is for window_keys replicated; sharded keys share one pool")
+
+
+def check_waits(wait_for_ranks: float, drain_seconds: float) -> None:
+    """Raises InvalidArgument for what is no number of seconds to wait."""
+    for name, value in (("wait_for_ranks", wait_for_ranks), ("drain_seconds", drain_seconds)):
+        if not 0 <= value <= MAX_SECONDS:
+            raise InvalidArgument(name, f"{human_number(value)} is not between 0 and {human_number(MAX_SECONDS)}")
 
 
 def check_model_name(name: str) -> None:
@@ -183,7 +201,8 @@ def ray_environment(token_file: Path | None) -> dict[str, str]:
     loopback address alone. On Linux it does so only where it believes that its system is one without clusters; in Ray
     2.60 nothing else hangs on that variable but what `ray start` says and refuses.
     """
-    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+    # the last of them: else Ray prints pages on standard output when a machine is gone, which is told in words of ours
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": r"(?s).*"}
     variables = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if token_file is not None:
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_AUTH_TOKEN": ""}

@@ -7,10 +7,15 @@
     ├── ResourceExhausted    no room now; says when to try again
     ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
     ├── Cancelled            another call ended what this one reads, or its client was closed
+    ├── PermissionDenied     the caller may not ask for this from where it is
     ├── NotFinite            the model's numbers became NaN or infinite; names the tokens
+    ├── ContextLost          a context was given up after a loss of ranks; says why
     ├── Unavailable          the service cannot answer
-    │   └── WorkerLost       a rank died, raised or hung; names the rank
+    │   ├── WorkerLost       a rank died, raised or hung; names the rank
+    │   └── EpochBroken      the ranks could not go on together, and all of them live
     ├── RanksDisagree        ranks do different things at the same time; says what two of them do
+    ├── Fenced               a rank may not wait for the others any more
+    ├── KeysDamaged          keys came to a rank otherwise than another one sent them; names both
     └── StartError           the service cannot start with these settings
         └── ModelRefused     this checkpoint cannot be served exactly
 
@@ -65,6 +70,10 @@ class Cancelled(LongleafError):
     """Another call ended what this one reads, or the client was closed."""
 
 
+class PermissionDenied(LongleafError):
+    """The caller may not ask for this from where it is."""
+
+
 class NotFinite(LongleafError):
     """What the model computes at `tokens`, such as `token 3 of the answer` counted from 0, is NaN or infinite. The same
     request may fail in the same way again: no wait helps."""
@@ -74,8 +83,22 @@ class NotFinite(LongleafError):
         self.tokens = tokens
 
 
+class ContextLost(LongleafError):
+    """The context `name` (for instance `contexts/moby`) was there, and was given up after a loss of ranks, for
+    `reason`. It can be ingested again."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} was lost: {reason}")
+        self.name = name
+        self.reason = reason
+
+
 class Unavailable(LongleafError):
-    """The service cannot answer."""
+    """The service cannot answer. `retry_seconds` is a sensible wait when nothing was begun and waiting helps."""
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class WorkerLost(Unavailable):
@@ -90,8 +113,25 @@ class WorkerLost(Unavailable):
         return WorkerLost, (self.rank, self.reason)
 
 
+class EpochBroken(Unavailable):
+    """The ranks could not go on together: one raised, or all were late. None of them is gone."""
+
+
 class RanksDisagree(LongleafError):
     """Ranks meet for different operations, or with messages of different sizes; the message tells those of two."""
+
+
+class Fenced(LongleafError):
+    """The epoch has ended in which a rank would exchange something with others: nobody will come."""
+
+
+class KeysDamaged(LongleafError):
+    """Keys and values came to rank `target` otherwise than rank `source` sent them."""
+
+    def __init__(self, source: int, target: int) -> None:
+        super().__init__(f"keys came to rank {target} otherwise than rank {source} sent them")
+        self.source = source
+        self.target = target
 
 
 class StartError(LongleafError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Self
 
-from longleaf.config import EngineConfig, Launcher, check_model_name
+from longleaf.config import DRAIN_SECONDS, EngineConfig, Launcher, check_model_name, check_waits
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 from longleaf.units import human_seconds
 
@@ -34,10 +34,13 @@ def coordinator_command(
     launcher: Launcher,
     ray_address: str | None = None,
     model_name: str | None = None,
+    wait_for_ranks: float = 0.0,
+    drain_seconds: float = DRAIN_SECONDS,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
     config.check()
+    check_waits(wait_for_ranks, drain_seconds)
     if not Path(config.model).is_dir():
         raise InvalidArgument("model", f"{config.model} is not a folder")
     if not (Path(config.model) / "config.json").is_file():
@@ -50,6 +53,7 @@ def coordinator_command(
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
+    options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
     options |= {name.replace("_", "-"): getattr(config, name) for name in EngineConfig.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.

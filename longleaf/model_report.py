@@ -3,6 +3,7 @@
 import msgspec
 
 from longleaf.config import WindowKeys
+from longleaf.fingerprint import Fingerprint
 
 
 class TextReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,10 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     is_supported: bool
     text: TextReport
     attention: AttentionReport
+    fingerprint: Fingerprint | None = None
+    """Of its folder; None where something in it is missing or cannot be read, weights among it."""
+    unread: str = ""
+    """What that is; empty when there is a fingerprint."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:

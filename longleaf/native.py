@@ -1,5 +1,8 @@
 """C code of the package: built with the machine's compiler at its first use, kept, and loaded with ctypes.
 
+Where the package was installed with libraries for several kinds of processors, as in an image that has no compiler,
+those are loaded.
+
 What is loaded runs as this user, so it is kept where nobody else can write; and it was whole when it was kept, since
 the half of a library, which a crash may leave, ends the process that touches the rest.
 """
@@ -22,6 +25,20 @@ LINK = ("-shared", "-fPIC")
 DIGEST_BYTES = hashlib.sha256().digest_size
 """At the end of a kept library; no loader reads past what the library says of itself."""
 
+INSTALLED = Path(__file__).resolve().parent / "installed"
+"""Libraries that belong to this installation; who can write there can change the package itself."""
+NATIVE = "-march=native"
+_X86_64_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+KINDS: dict[str, dict[str, set[str]]] = {
+    "x86_64": {
+        "x86-64-v4": _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+        "x86-64-v3": _X86_64_V3,
+        "x86-64": set(),
+    },
+    "aarch64": {"armv8.2-a+fp16": {"asimdhp", "fphp", "atomics"}, "armv8-a": set()},
+}
+"""By machine, the best first: what code is compiled for, and the features that a processor must have to run it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +48,8 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     `flags` are for the compiler alone: what a library is linked with may change the whole process that loads it.
     Raises OSError, with the reason, when there is no compiler, it fails, or the result cannot be loaded.
     """
+    if (installed := find_installed(source, flags)) is not None:
+        return ctypes.CDLL(str(installed))
     flags = ("-c", "-fPIC", *flags)
     try:
         folder = own_folder(cache_folder())
@@ -73,6 +92,29 @@ def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
             _run("cc", *LINK, compiled, "-lm", "-o", linked)
             _keep(Path(linked).read_bytes(), Path(workplace) / "kept.so", library)
     return library
+
+
+def install(source: Path, flags: Sequence[str]) -> None:
+    """Compiles `source` into this installation, for each kind of processor of this architecture. Raises OSError."""
+    INSTALLED.mkdir(exist_ok=True)
+    for kind in KINDS[platform.machine()]:
+        compiled = [f"-march={kind}" if flag == NATIVE else flag for flag in flags]
+        with tempfile.TemporaryDirectory() as workplace:
+            _run("cc", "-c", "-fPIC", *compiled, str(source), "-o", f"{workplace}/code.o")
+            _run("cc", *LINK, f"{workplace}/code.o", "-lm", "-o", str(_installed_path(source, flags, kind)))
+
+
+def find_installed(source: Path, flags: Sequence[str]) -> Path | None:
+    """The library of this installation that is the best for this processor; None where there is none for this code."""
+    features = set(_processor_features())
+    kinds = (kind for kind, needed in KINDS.get(platform.machine(), {}).items() if needed <= features)
+    return next((path for kind in kinds if (path := _installed_path(source, flags, kind)).exists()), None)
+
+
+def _installed_path(source: Path, flags: Sequence[str], kind: str) -> Path:
+    """It tells the code and what it is compiled for."""
+    key = hashlib.sha256("\0".join((source.read_text(), *flags, kind)).encode()).hexdigest()[:16]
+    return INSTALLED / f"{source.stem}-{kind}-{key}.so"
 
 
 def _key(source: Path, flags: Sequence[str]) -> str:

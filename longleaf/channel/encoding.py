@@ -2,12 +2,13 @@
 
 import msgspec
 
-from longleaf.channel.lives import Died, Heartbeat, Hello, Join, Ready, Stop
+from longleaf.channel.epochs import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.channel.step import StepPlan, StepResult
 
-ToRank = StepPlan | Join | Stop
+ToRank = StepPlan | Load | OpenStore | Join | Layout | Fence | Stop
 
-FromRank = Hello | Ready | StepResult | Died | Heartbeat
+FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Broken | Died | Heartbeat
 
 
 def encode(message: ToRank | FromRank) -> bytes:

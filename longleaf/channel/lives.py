@@ -1,84 +1,63 @@
-"""What the coordinator and a rank say of the rank's life: that it is there, is ready, must leave, has failed."""
+"""What the coordinator and a member say of the member's life: that it is there, has loaded, lives, has failed, must
+leave. What an epoch makes of it is in `longleaf.channel.epochs`."""
 
 import msgspec
 
-from longleaf.geometry import Rotary, Windows
+from longleaf.fingerprint import Fingerprint
 
 PULSE_SECONDS = 1.0
-"""How often ranks report that they live."""
+"""How often members report that they live."""
 
 
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Coordinator to rank: where the process group of this epoch meets. `nodes` names each rank's machine."""
-
-    epoch: int
-    host: str
-    port: int
-    nodes: tuple[str, ...]
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Coordinator to member: all machines have the same model. Load it."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Coordinator to rank: leave."""
+    """Coordinator to member: leave."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Rank to coordinator: I am here. Rank 0 tells where its store listens (port 0 at world size 1)."""
+    """Member to coordinator: I am here."""
 
-    rank: int
+    member: int
     node: str
     host: str
     pid: int
-    store_port: int = 0
+    fingerprint: Fingerprint | None = None
+    """Of the model's folder there; told by the first member of each machine."""
+    missing: str = ""
+    """Why there is none, where it should have been told."""
 
 
-class MergeTiming(msgspec.Struct, frozen=True):
-    """How long each merge takes over these ranks, and which of them was therefore chosen."""
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """Member to coordinator: the model is loaded and the pool is laid out. From now on it can join epochs."""
 
-    rows: int
-    """For up to so many rows."""
-    merge: str
-    """The choice."""
-    microseconds: dict[str, float]
-    """Median per call, on the slowest rank, by merge."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Rank to coordinator: the model is loaded and the pool is laid out."""
-
-    rank: int
-    device: str
-    dtype: str
-    num_blocks: int
-    """Blocks of the pool that runs may use."""
-    bytes_per_token: int
-    """Bytes of keys and values per token, over all layers."""
-    kv_dtype: str = ""
-    """Type in which keys and values are kept."""
-    kernels: str = ""
-    """What computes attention there, as `longleaf.kernels.table` names it."""
-    transport: str = ""
-    """What carries partials between the ranks; empty at world size 1."""
-    merges: tuple[MergeTiming, ...] = ()
-    """What was measured when the merge was to be chosen."""
-    notes: tuple[str, ...] = ()
-    """What the rank logged while it started, for people."""
-    rotary: Rotary = Rotary()
-    windows: Windows | None = None
-    """With replicated windows, if the model has windowed layers; `num_blocks` and `bytes_per_token` are then of the
-    other layers alone."""
+    member: int
 
 
 class Died(msgspec.Struct, frozen=True, tag="failed"):
-    """Any rank to coordinator: an exception ended this rank. `refused` marks settings or a model that cannot work,
-    `blamed` is another rank that this one saw gone."""
+    """Member to coordinator: an exception ended it. `refused` marks settings or a model that cannot work, `blamed` is
+    another rank that this one saw gone."""
 
-    rank: int
+    member: int
     reason: str
     refused: bool = False
     blamed: int | None = None
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Any rank to coordinator, once a second, from a thread of its own."""
+class Progress(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """How far a member has come. Of two that are in the same step, the smaller one is behind."""
 
-    rank: int
+    epoch: int = 0
+    step: int = 0
+    """Number of the step that it began last."""
+    num_exchanges: int = 0
+    """Exchanges that it has entered in this step."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Member to coordinator, once a second, from a thread of its own, whatever the others do."""
+
+    member: int
+    progress: Progress = Progress()

@@ -15,7 +15,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     server_key: bytes
     """Public key of the coordinator: nobody else can take its place."""
     public_key: bytes
-    """The member's key. The coordinator knows by it who speaks, and as which rank; the other members do not know it."""
+    """The member's key. The coordinator knows by it who speaks; the other members do not know it."""
     secret_key: bytes
 
     def __repr__(self) -> str:
@@ -37,10 +37,12 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher tells a rank at birth."""
+    """What a launcher tells a member at birth. Which rank it has, each epoch tells anew."""
 
-    rank: int
+    member: int
+    """Its number: that of no other member of this service, ever."""
     config: EngineConfig
+    """Its world size is that of the first epoch."""
     invitation: Invitation
     host: str
     """Address under which other ranks reach this one."""
@@ -48,6 +50,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of this rank's machine."""
     num_ranks_here: int
     """Ranks of this machine, which share its memory."""
+    is_first_here: bool = False
+    """Whether this member tells for its machine which model it has."""
     gpu: int | None
     """Which of the GPUs that it sees is this rank's own, from 0; None: none of them. The numbers go on where more ranks
     see them than there are."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan
+from longleaf.channel.step import Decode, Row, StepPlan
 from longleaf.runs import Run
 
 
@@ -21,7 +21,7 @@ class Sequences:
         they are executed. Raises ValueError for a row that goes on with a sequence of which nothing was told."""
         for sequence in plan.release_sequences:
             self._told.pop(sequence, None)
-        if isinstance(plan.work, Prefill):
+        if not isinstance(plan.work, Decode):
             return plan
         rows = [self._begin(row) if row.path else self._go_on(row) for row in plan.work.rows]
         return replace(plan, work=Decode(tuple(rows)))

@@ -13,15 +13,20 @@ from longleaf.sampling import Sampling, Token
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys."""
+    """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys.
+
+    Tokens whose keys were lost are read again in the same way: their pieces lie among what is held. All that is before
+    a piece is held, or in another piece.
+    """
 
     path: tuple[int, ...]
     """Segments the tokens may attend to, in order; the last receives the chunk."""
     start: int
     """Position of the first token."""
     token_ids: tuple[int, ...]
+    """Those of the pieces, one piece after the other."""
     pieces: tuple[Run, ...]
-    """Consecutive, covering the chunk, at most one per rank."""
+    """In order of position, at most one per rank; with replicated windows each begins where the one before ends."""
     rope: Rope = OWN_ROPE
     window_runs: tuple[Run, ...] = ()
     """With replicated windows, all runs of EVERY_RANK that the last segment has in this step, in order, in the windows'
@@ -92,12 +97,38 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     rows: tuple[Row, ...]
 
 
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """A run, or some of its blocks, that goes to another rank: the same positions."""
+
+    segment: int
+    source: Run
+    """Where it is held until the step is answered."""
+    target: Run
+    """Where it is held from then on: in blocks that hold nothing."""
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    """Keys and values go from rank to rank, as they are kept."""
+
+    transfers: tuple[Transfer, ...]
+    windows: tuple[Run, ...] = ()
+    """With replicated windows, runs of EVERY_RANK that rank 0 hands out to all: there are ranks that know of them, and
+    have nothing in them yet."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(transfer.target) for transfer in self.transfers) + sum(map(len, self.windows))
+
+
+Work = Prefill | Decode | Move
+
+
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     """What every rank must do in one step."""
 
     epoch: int
     step: int
-    work: Prefill | Decode
+    work: Work
     release_segments: tuple[int, ...] = ()
     """Segments to forget before the work; their blocks may be handed out again in this very plan."""
     release_sequences: tuple[int, ...] = ()
@@ -105,9 +136,14 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
-        if isinstance(self.work, Prefill):
-            return len(self.work.token_ids)
-        return sum(row.num_tokens for row in self.work.rows)
+        """Tokens that are computed, or moved."""
+        match self.work:
+            case Prefill() as work:
+                return len(work.token_ids)
+            case Decode() as work:
+                return sum(row.num_tokens for row in work.rows)
+            case Move() as work:
+                return work.num_tokens
 
     @property
     def may_overlap(self) -> bool:
@@ -119,7 +155,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     @property
     def num_reference(self) -> int:
         """Tokens that rank 0 computes alone while the others wait, to compare."""
-        return 0 if isinstance(self.work, Prefill) else sum(row.num_reference for row in self.work.rows)
+        return sum(row.num_reference for row in self.work.rows) if isinstance(self.work, Decode) else 0
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +189,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows."""
+    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows. Of a move it says that every rank
+    has what came to it, and knows where all lies now."""
 
     epoch: int
     step: int

@@ -23,6 +23,7 @@ from longleaf.messages import (
     Context,
     ContextOptions,
     ContextSettings,
+    Draining,
     Event,
     ForkContext,
     GenerateOptions,
@@ -97,6 +98,7 @@ class AsyncClient:
         self, input: str | BytesLike | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
         """Streams one generation from text (bytes are UTF-8) or token ids: Started, Progress, Delta, and last Finished.
+        Where the service loses ranks, Recovering comes between them, and the next Delta has the next index.
 
         Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
         and was given a `request_id` ends there when nobody has read it for a minute.
@@ -144,8 +146,7 @@ class AsyncClient:
     async def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
         """Ends a resumable generation, whoever reads it or will come back to it. Raises NotFound."""
         request = codec.encode_cancel(request_id)
-        attempts = self._calls.attempts("CancelGeneration", timeout)
-        await self._calls.unary(self._generations.CancelGeneration, request, attempts, _nothing)
+        await self._calls.once(self._generations.CancelGeneration, "CancelGeneration", request, _nothing, timeout)
 
     def ask(
         self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
@@ -194,8 +195,8 @@ class AsyncClient:
                 try:
                     async with aclosing(self._ingest_once(sending, attempts.time_left())) as steps:
                         async for progress in steps:
-                            if (reached := reach_of(progress)) > furthest:
-                                furthest = reached
+                            if (reached := reach_of(progress)) > furthest or progress.recovering is not None:
+                                furthest = max(furthest, reached)
                                 attempts.renew()
                             yield progress
                     return
@@ -235,7 +236,7 @@ class AsyncClient:
         request = ingest_pb.ListContextsRequest()
         while True:
             page, token = await self._calls.unary(
-                self._contexts.ListContexts, request, attempts, _decode_page, is_repeatable=True
+                self._contexts.ListContexts, request, attempts, codec.decode_contexts, is_repeatable=True
             )
             contexts += page
             if not token:
@@ -250,8 +251,9 @@ class AsyncClient:
         """Changes the name for people, the pin or the expiry, and nothing else: `ttl` seconds from now, or `expires`
         in seconds since the epoch, None for never. Raises NotFound."""
         request = codec.encode_update(context, ContextSettings(**settings))
-        attempts = self._calls.attempts("UpdateContext", timeout)
-        return await self._calls.unary(self._contexts.UpdateContext, request, attempts, codec.decode_context)
+        return await self._calls.once(
+            self._contexts.UpdateContext, "UpdateContext", request, codec.decode_context, timeout
+        )
 
     async def fork_context(
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
@@ -259,14 +261,12 @@ class AsyncClient:
         """Makes a new context of the first `num_tokens` tokens of another one, or of all. Nothing is copied. Raises
         NotFound, AlreadyExists."""
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
-        attempts = self._calls.attempts("ForkContext", timeout)
-        return await self._calls.unary(self._contexts.ForkContext, request, attempts, codec.decode_context)
+        return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
 
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         """Raises NotFound."""
         request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
-        attempts = self._calls.attempts("DeleteContext", timeout)
-        await self._calls.unary(self._contexts.DeleteContext, request, attempts, _nothing)
+        await self._calls.once(self._contexts.DeleteContext, "DeleteContext", request, _nothing, timeout)
 
     async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
@@ -326,21 +326,29 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> Verification:
         """Holds the ranks' logits of a short prompt against those of plain attention on one rank. The prompt is `text`,
-        or `num_tokens` ids drawn with `seed`; `max_tokens` are decoded after it. Meanwhile other streams wait a little.
-        """
+        or `num_tokens` ids drawn with `seed`; `max_tokens` are decoded after it. Meanwhile others wait a little."""
         request = codec.encode_verify(Verify(text=text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens))
         decode = codec.decode_verification
         return await self._calls.read(self._cluster.VerifyCluster, "VerifyCluster", request, decode, timeout)
+
+    async def drain(self, *, wait: bool = False, timeout: float | None = None) -> Draining:
+        """Ends the service, from its own machine only: it takes no new calls, and lets what runs end for a while. With
+        `wait` the answer comes when all has ended, or was told why it could not. Made once: another service may answer
+        the second time. Raises PermissionDenied, and Unavailable when the service fails meanwhile."""
+        request = cluster_pb.DrainRequest(wait=wait)
+        return await self._calls.once(self._cluster.Drain, "Drain", request, codec.decode_draining, timeout)
+
+    async def refill(self, *, timeout: float | None = None) -> int:
+        """Starts ranks in the places that the service gave up, from its own machine only; in how many. Raises
+        PermissionDenied."""
+        request, count = cluster_pb.RefillSlotsRequest(), attrgetter("slot_count")
+        return await self._calls.once(self._cluster.RefillSlots, "RefillSlots", request, count, timeout)
 
     async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         """Whether the service (all of it, or one by its full name) can answer now. Raises Unavailable, NotFound."""
         request = health_pb2.HealthCheckRequest(service=service)
         status = await self._calls.read(self._health.Check, "Check", request, attrgetter("status"), timeout)
         return status == health_pb2.HealthCheckResponse.SERVING
-
-
-def _decode_page(page: ingest_pb.ListContextsResponse) -> tuple[list[Context], str]:
-    return [codec.decode_context(context) for context in page.contexts], page.next_page_token
 
 
 def _nothing(_: object) -> None:

@@ -96,6 +96,12 @@ class Calls:
         attempts = self.attempts(name, timeout)
         return await self.unary(method, request, attempts, decode, is_repeatable=True)
 
+    async def once(
+        self, method: Any, name: str, request: object, decode: Callable[[Any], T], timeout: float | None
+    ) -> T:
+        """What the response of a call says that must not be made twice."""
+        return await self.unary(method, request, self.attempts(name, timeout), decode)
+
     async def stream(
         self, method: Any, request: object, attempts: Attempts, decode: Callable[[Any], T]
     ) -> AsyncGenerator[T, None]:

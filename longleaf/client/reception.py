@@ -6,7 +6,7 @@ from typing import cast
 
 from longleaf import codec
 from longleaf.codec import BytesLike
-from longleaf.errors import LongleafError, Unavailable, WorkerLost
+from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
 from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 
@@ -78,4 +78,4 @@ class Reception:
 
 def may_go_on(error: LongleafError) -> bool:
     """Whether the service may still hold what it did when the call broke with `error`."""
-    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost)
+    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost | EpochBroken)

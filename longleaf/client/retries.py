@@ -52,7 +52,7 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
 
     def delay(self, number: int, error: LongleafError, drawn: float) -> float:
         """Seconds before retry `number`; `drawn` in [0, 1) is the random part."""
-        named = error.retry_seconds if isinstance(error, ResourceExhausted) else None
+        named = error.retry_seconds if isinstance(error, ResourceExhausted | Unavailable) else None
         return (named or 0.0) + drawn * min(self.longest_delay, self.first_delay * 2 ** (number - 1))
 
 
@@ -93,4 +93,4 @@ class Attempts:
 
 def was_refused(error: LongleafError) -> bool:
     """Nothing was begun, and waiting helps."""
-    return isinstance(error, ResourceExhausted) and error.retry_seconds is not None
+    return isinstance(error, ResourceExhausted | Unavailable) and error.retry_seconds is not None

@@ -15,6 +15,7 @@ from longleaf.messages import (
     Cluster,
     Context,
     ContextOptions,
+    Draining,
     Event,
     GenerateOptions,
     IngestOptions,
@@ -158,6 +159,12 @@ class Client:
         return self._loop.run(
             self._client.verify, text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens, timeout=timeout
         )
+
+    def drain(self, *, wait: bool = False, timeout: float | None = None) -> Draining:
+        return self._loop.run(self._client.drain, wait=wait, timeout=timeout)
+
+    def refill(self, *, timeout: float | None = None) -> int:
+        return self._loop.run(self._client.refill, timeout=timeout)
 
     def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         return self._loop.run(self._client.is_healthy, service, timeout=timeout)

@@ -5,16 +5,19 @@ Decoding a request raises InvalidArgument naming the field by its path on the wi
 
 from longleaf.codec.cluster import (
     decode_cluster,
+    decode_draining,
     decode_verification,
     decode_verify,
     decode_watch,
     encode_cluster,
+    encode_draining,
     encode_verification,
     encode_verify,
     encode_watch,
 )
 from longleaf.codec.context import (
     decode_context,
+    decode_contexts,
     decode_fork,
     decode_ingest_piece,
     decode_ingest_progress,
@@ -58,6 +61,8 @@ __all__ = [
     "decode_cancel",
     "decode_cluster",
     "decode_context",
+    "decode_contexts",
+    "decode_draining",
     "decode_event",
     "decode_fork",
     "decode_generate",
@@ -74,6 +79,7 @@ __all__ = [
     "encode_cancel",
     "encode_cluster",
     "encode_context",
+    "encode_draining",
     "encode_event",
     "encode_fork",
     "encode_generate",

@@ -1,10 +1,22 @@
 """The cluster. Its structs name the fields in the order and with the meaning of the messages, but shorter."""
 
-from longleaf.channel.lives import MergeTiming
-from longleaf.codec.names import as_text
-from longleaf.codec.times import decode_seconds, encode_measured
+from typing import get_args
+
+from longleaf.channel.epochs import MergeTiming, TierMerge
+from longleaf.codec.names import as_text, context_name, enum_value
+from longleaf.codec.times import decode_seconds, encode_measured, encode_time
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Cluster, ModelInfo, Verification, Verify, Worker
+from longleaf.messages import (
+    Cluster,
+    Draining,
+    Loss,
+    ModelInfo,
+    Recovery,
+    SlotState,
+    Verification,
+    Verify,
+    Worker,
+)
 from longleaf.units import human_number, human_seconds
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 
@@ -27,6 +39,8 @@ _VERIFICATION_NAMES = {
     "conclusive": "is_conclusive",
 }
 MAX_SEED = 2**64 - 1
+_SLOT_STATES: tuple[SlotState, ...] = get_args(SlotState)
+"""By their numbers."""
 
 
 def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
@@ -52,12 +66,45 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         window_keys=cluster.window_keys,
         window_token_count=cluster.window_tokens,
         max_window_token_count=cluster.max_window_tokens,
+        inside_transport=cluster.inside_transport,
+        between_transport=cluster.between_transport,
+        tier_merges=[
+            cluster_pb.TierMerge(row_count=tier.rows, inside=tier.inside, between=tier.between)
+            for tier in cluster.tier_merges
+        ],
+        recovery=None if cluster.recovery is None else _encode_recovery(cluster.recovery),
+        losses=[_encode_loss(loss) for loss in cluster.losses],
     )
 
 
 def _encode_worker(worker: Worker) -> cluster_pb.Worker:
     fields = cluster_pb.Worker.DESCRIPTOR.fields_by_name
     return cluster_pb.Worker(**{field: getattr(worker, _WORKER_NAMES.get(field, field)) for field in fields})
+
+
+def _encode_recovery(recovery: Recovery) -> cluster_pb.Recovery:
+    return cluster_pb.Recovery(
+        epoch=recovery.epoch,
+        lost_token_count=recovery.lost_tokens,
+        recovered_token_count=recovery.recovered_tokens,
+        elapsed_duration=encode_measured(recovery.seconds),
+        over=recovery.is_over,
+        given_up_contexts=map(context_name, recovery.given_up),
+    )
+
+
+def _encode_loss(loss: Loss) -> cluster_pb.Loss:
+    return cluster_pb.Loss(
+        loss_time=encode_time(loss.time),
+        member=loss.member,
+        rank=loss.rank,
+        epoch=loss.epoch,
+        node=loss.node,
+        reason=loss.reason,
+        slot_state=cluster_pb.SlotState.Name(_SLOT_STATES.index(loss.slot)),
+        refill_time=None if loss.refill_time is None else encode_time(loss.refill_time),
+        slot_reason=loss.slot_reason,
+    )
 
 
 def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
@@ -82,6 +129,36 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         window_keys=message.window_keys,
         window_tokens=message.window_token_count,
         max_window_tokens=message.max_window_token_count,
+        inside_transport=message.inside_transport,
+        between_transport=message.between_transport,
+        tier_merges=tuple(TierMerge(t.row_count, t.inside, t.between) for t in message.tier_merges),
+        recovery=_decode_recovery(message.recovery) if message.HasField("recovery") else None,
+        losses=tuple(map(_decode_loss, message.losses)),
+    )
+
+
+def _decode_recovery(message: cluster_pb.Recovery) -> Recovery:
+    return Recovery(
+        epoch=message.epoch,
+        lost_tokens=message.lost_token_count,
+        recovered_tokens=message.recovered_token_count,
+        seconds=decode_seconds(message.elapsed_duration),
+        is_over=message.over,
+        given_up=tuple(name.removeprefix("contexts/") for name in message.given_up_contexts),
+    )
+
+
+def _decode_loss(message: cluster_pb.Loss) -> Loss:
+    return Loss(
+        time=decode_seconds(message.loss_time),
+        member=message.member,
+        rank=message.rank if message.HasField("rank") else None,
+        epoch=message.epoch,
+        node=message.node,
+        reason=message.reason,
+        slot=enum_value(_SLOT_STATES, message.slot_state),
+        refill_time=decode_seconds(message.refill_time) if message.HasField("refill_time") else None,
+        slot_reason=message.slot_reason,
     )
 
 
@@ -143,3 +220,11 @@ def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verificati
 def _verification_fields() -> list[str]:
     fields = cluster_pb.VerifyClusterResponse.DESCRIPTOR.fields_by_name
     return [field for field in fields if field != "plain_duration"]
+
+
+def encode_draining(found: Draining) -> cluster_pb.DrainResponse:
+    return cluster_pb.DrainResponse(open_call_count=found.open_calls, limit_duration=encode_measured(found.limit))
+
+
+def decode_draining(message: cluster_pb.DrainResponse) -> Draining:
+    return Draining(open_calls=message.open_call_count, limit=decode_seconds(message.limit_duration))

@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from longleaf.codec.claims import decode_claim, encode_claim
+from longleaf.codec.generation import decode_recovering, encode_recovering
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
@@ -66,6 +67,11 @@ def _encode_positions(positions: PositionInfo) -> context_pb.PositionInfo:
         phase_error=positions.phase_error,
         beyond_trained_length=positions.is_beyond_trained,
     )
+
+
+def decode_contexts(page: ingest_pb.ListContextsResponse) -> tuple[list[Context], str]:
+    """The contexts of a page, and the token of the next one."""
+    return [decode_context(context) for context in page.contexts], page.next_page_token
 
 
 def decode_context(message: context_pb.Context) -> Context:
@@ -272,6 +278,7 @@ def encode_ingest_progress(progress: IngestProgress) -> ingest_pb.IngestContextR
         total_token_count=progress.total,
         tokens_per_second=progress.tokens_per_second,
         context=encode_context(progress.context) if progress.context else None,
+        recovering=encode_recovering(progress.recovering) if progress.recovering else None,
     )
 
 
@@ -284,4 +291,5 @@ def decode_ingest_progress(message: ingest_pb.IngestContextResponse) -> IngestPr
         total=message.total_token_count,
         tokens_per_second=message.tokens_per_second,
         context=decode_context(message.context) if message.HasField("context") else None,
+        recovering=decode_recovering(message.recovering) if message.HasField("recovering") else None,
     )

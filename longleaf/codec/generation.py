@@ -26,6 +26,7 @@ from longleaf.messages import (
     FinishReason,
     Generate,
     Progress,
+    Recovering,
     Resume,
     SamplingOptions,
     Started,
@@ -136,10 +137,20 @@ def encode_event(event: Event) -> service_pb.GenerateResponse:
         case Progress(processed, total):
             progress = generation_pb.Progress(processed_token_count=processed, total_token_count=total)
             return service_pb.GenerateResponse(progress=progress)
+        case Recovering():
+            return service_pb.GenerateResponse(recovering=encode_recovering(event))
         case Delta():
             return service_pb.GenerateResponse(delta=_encode_delta(event))
         case Finished():
             return service_pb.GenerateResponse(finished=_encode_finished(event))
+
+
+def encode_recovering(recovering: Recovering) -> generation_pb.Recovering:
+    return generation_pb.Recovering(
+        lost_token_count=recovering.lost_tokens,
+        recovered_token_count=recovering.recovered_tokens,
+        total_token_count=recovering.total_tokens,
+    )
 
 
 def _encode_started(event: Started) -> generation_pb.Started:
@@ -204,12 +215,18 @@ def decode_event(message: service_pb.GenerateResponse) -> Event | None:
             return Started(*counts, started.request_id, started.beyond_trained_length, started.exact)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
+        case "recovering":
+            return decode_recovering(message.recovering)
         case "delta":
             return _decode_delta(message.delta)
         case "finished":
             return _decode_finished(message.finished)
         case _:
             return None
+
+
+def decode_recovering(message: generation_pb.Recovering) -> Recovering:
+    return Recovering(message.lost_token_count, message.recovered_token_count, message.total_token_count)
 
 
 def _decode_delta(message: generation_pb.Delta) -> Delta:

@@ -19,12 +19,15 @@ from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
+    ContextLost,
     DeadlineExceeded,
+    EpochBroken,
     InvalidArgument,
     LongleafError,
     ModelRefused,
     NotFinite,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     StartError,
     Unavailable,
@@ -38,8 +41,9 @@ BROKEN_SEND = "Internal error from Core"
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
 """What the library says on either side of a request that is larger than a message may be."""
 RANK = re.compile(r"[0-9]{1,9}")
-MAX_TEXT = 1000
-"""Characters of a message or description; statuses travel in headers, whose size is limited (8 KiB by default)."""
+MAX_TEXT_BYTES = 800
+"""Of a message, name or description in UTF-8. Statuses travel in headers, of which a client takes 8 KiB by default: the
+message with up to three bytes for one, and once more with its details in base 64."""
 
 Detail = TypeVar("Detail", bound=Message)
 Read = Callable[[status_pb2.Status], LongleafError | None]
@@ -126,8 +130,10 @@ def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
 
 
 def _short(text: str) -> str:
-    text = text.encode(errors="replace").decode()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    content = text.encode(errors="replace")
+    if len(content) <= MAX_TEXT_BYTES:
+        return content.decode()
+    return content[: MAX_TEXT_BYTES - len("…".encode())].decode(errors="ignore") + "…"
 
 
 # --- what a status carries, and how it is read ---
@@ -167,6 +173,25 @@ def _not_finite(status: status_pb2.Status) -> NotFinite | None:
     return NotFinite(tokens) if tokens else None
 
 
+def _context_lost(status: status_pb2.Status) -> ContextLost | None:
+    info = _info_of(status)
+    return ContextLost(info.metadata["name"], info.metadata["reason"]) if info.reason == "CONTEXT_LOST" else None
+
+
+def _unavailable(error: Unavailable) -> list[Message]:
+    """With RetryInfo when waiting helps."""
+    return [*_info("UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
+
+
+def _retry_info(seconds: float | None) -> list[Message]:
+    return [] if seconds is None else [error_details_pb2.RetryInfo(retry_delay=encode_duration(seconds))]
+
+
+def _retry_seconds(status: status_pb2.Status) -> float | None:
+    retry = _find(status, error_details_pb2.RetryInfo)
+    return max(0.0, decode_seconds(retry.retry_delay)) if retry else None
+
+
 def _violation(error: InvalidArgument) -> list[Message]:
     violation = error_details_pb2.BadRequest.FieldViolation(
         field=_short(error.field), description=_short(error.description)
@@ -184,7 +209,7 @@ def _invalid_argument(status: status_pb2.Status) -> InvalidArgument:
 def _resource(error: NotFound | AlreadyExists) -> list[Message]:
     return [
         error_details_pb2.ResourceInfo(
-            resource_type=error.name.partition("/")[0],
+            resource_type=_short(error.name.partition("/")[0]),
             resource_name=_short(error.name),
             description=_short(str(error)),
         )
@@ -204,16 +229,12 @@ def _quota(error: ResourceExhausted) -> list[Message]:
     violation = error_details_pb2.QuotaFailure.Violation(
         subject=_short(error.subject), description=_short(error.description)
     )
-    details: list[Message] = [error_details_pb2.QuotaFailure(violations=[violation])]
-    if error.retry_seconds is not None:
-        details.append(error_details_pb2.RetryInfo(retry_delay=encode_duration(error.retry_seconds)))
-    return details
+    return [error_details_pb2.QuotaFailure(violations=[violation]), *_retry_info(error.retry_seconds)]
 
 
 def _exhausted(status: status_pb2.Status) -> ResourceExhausted:
     quota = _find(status, error_details_pb2.QuotaFailure)
-    retry = _find(status, error_details_pb2.RetryInfo)
-    seconds = max(0.0, decode_seconds(retry.retry_delay)) if retry else None
+    seconds = _retry_seconds(status)
     if quota is None or not quota.violations:
         return ResourceExhausted("message", status.message, seconds)
     return ResourceExhausted(quota.violations[0].subject, quota.violations[0].description, seconds)
@@ -229,9 +250,19 @@ KINDS = (
     ),
     # not CANCELLED: the library takes that for the caller's own doing
     ErrorKind(Cancelled, StatusCode.ABORTED, _info("CANCELLED"), _of_reason(Cancelled, "CANCELLED")),
+    ErrorKind(
+        PermissionDenied, StatusCode.PERMISSION_DENIED, _info("PERMISSION_DENIED"), _of_message(PermissionDenied)
+    ),
     ErrorKind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
+    ErrorKind(ContextLost, StatusCode.DATA_LOSS, _info("CONTEXT_LOST", "name", "reason"), _context_lost),
     ErrorKind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
-    ErrorKind(Unavailable, StatusCode.UNAVAILABLE, _info("UNAVAILABLE"), _of_message(Unavailable)),
+    ErrorKind(EpochBroken, StatusCode.UNAVAILABLE, _info("EPOCH_BROKEN"), _of_reason(EpochBroken, "EPOCH_BROKEN")),
+    ErrorKind(
+        Unavailable,
+        StatusCode.UNAVAILABLE,
+        _unavailable,
+        lambda status: Unavailable(status.message, _retry_seconds(status)),
+    ),
     ErrorKind(
         ModelRefused, StatusCode.FAILED_PRECONDITION, _info("MODEL_REFUSED"), _of_reason(ModelRefused, "MODEL_REFUSED")
     ),

@@ -8,6 +8,8 @@ import typer
 
 from longleaf.commands import contexts, demo, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
+from longleaf.commands.drain import drain
+from longleaf.commands.refill import refill
 from longleaf.commands.verify import verify
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
@@ -48,6 +50,8 @@ app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
 app.add_typer(models.app, name="models")
 app.command()(cluster)
+app.command()(drain)
+app.command()(refill)
 app.command()(verify)
 
 

@@ -1,9 +1,13 @@
 """`longleaf cluster`."""
 
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -11,15 +15,16 @@ from rich.text import Text
 
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.geometry import UNLIMITED_TOKENS
-from longleaf.messages import Cluster, ModelInfo
-from longleaf.units import human_angle, human_bytes
+from longleaf.messages import Cluster, Loss, ModelInfo, Recovery
+from longleaf.topology import Topology
+from longleaf.units import human_angle, human_bytes, human_seconds
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
 
 
 def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
-    """Show the model, the ranks, what they hold, and how many generations run and wait.
+    """Show the model, the ranks, what they hold, which were lost, and how many generations run and wait.
 
     Nothing is polled: with --watch the service tells what changed, one JSON object per line with --json.
 
@@ -33,7 +38,7 @@ def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_j
     if as_json:
         print_json(found)
         return
-    for line in headlines(found):
+    for line in lines_of(found, time.time()):
         print(line)
     Console().print(workers_table(found))
 
@@ -47,8 +52,13 @@ def _watch(server: str, interval: float, as_json: bool) -> None:
             return
         with Live(console=Console(highlight=False), auto_refresh=False) as live:
             for found in changes:
-                head = Text("\n".join(headlines(found)))
+                head = Text("\n".join(lines_of(found, time.time())))
                 live.update(Group(head, workers_table(found)), refresh=True)
+
+
+def lines_of(found: Cluster, now: float) -> list[str]:
+    """All that stands above the table; `now` in seconds since the epoch."""
+    return [*headlines(found), *recovery_lines(found.recovery), *loss_lines(found.losses, now)]
 
 
 def headlines(found: Cluster) -> list[str]:
@@ -79,11 +89,29 @@ def merge_lines(found: Cluster) -> list[str]:
     """How partials are merged, and why so."""
     if found.world_size == 1:
         return []
-    lines = [f"merge {found.merge} over {found.transport}"]
+    lines = [f"merge {found.merge} over {found.transport}", *tier_lines(found)]
     for timing in found.merge_timings:
         times = ", ".join(f"{name} {us:,.0f}" for name, us in sorted(timing.microseconds.items(), key=itemgetter(1)))
         lines.append(f"  up to {timing.rows} rows: {timing.merge} (microseconds: {times})")
     return lines
+
+
+def tier_lines(found: Cluster) -> list[str]:
+    """What happens inside the nodes and between them, where there are several."""
+    if not found.between_transport:
+        return []
+    inside = f"{found.inside_transport} inside nodes, " if found.inside_transport else ""
+    lines = [f"  {inside}{found.between_transport} between {Topology(nodes_of(found))}"]
+    for tier in found.tier_merges:
+        rows = f"up to {tier.rows} rows" if tier.rows else "any number of rows"
+        first = f"{tier.inside} inside nodes, then {tier.between} between them"
+        lines.append(f"  {rows}: {first if tier.inside else f'{tier.between} over all ranks at once'}")
+    return lines
+
+
+def nodes_of(found: Cluster) -> tuple[str, ...]:
+    """The machine of each rank."""
+    return tuple(worker.node for worker in found.workers)
 
 
 def window_lines(found: Cluster) -> list[str]:
@@ -94,10 +122,60 @@ def window_lines(found: Cluster) -> list[str]:
     return [f"keys of windowed layers on every rank, {held}"]
 
 
+def recovery_lines(recovery: Recovery | None) -> list[str]:
+    """How far the recovery is, or how the last one ended."""
+    if recovery is None:
+        return []
+    tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}"
+    taken = human_seconds(recovery.seconds)
+    told = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else f"recovering: {tokens} tokens, {taken}"
+    return [told, *([f"  given up for want of room: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
+
+
+def loss_lines(losses: Sequence[Loss], now: float) -> list[str]:
+    """A line for each loss. Why a place stays empty is said of the last one there."""
+    lines = list[str]()
+    for loss, follower in zip_longest(losses, losses[1:]):
+        is_said_later = follower is not None and follower.slot_reason == loss.slot_reason
+        lines.append(loss_line(replace(loss, slot_reason="") if is_said_later else loss, now))
+    return lines
+
+
+def loss_line(loss: Loss, now: float) -> str:
+    """Who was lost, when and why, and what became of its place."""
+    who = f"member {loss.member}" if loss.rank is None else f"rank {loss.rank} of epoch {loss.epoch}"
+    node = f" on node {loss.node}" if loss.node else ""
+    place = slot_told(loss, now)
+    since = human_seconds(round(max(0.0, now - loss.time)))
+    return f"{who}{node} was lost {since} ago: {loss.reason}" + (f"; its place {place}" if place else "")
+
+
+def slot_told(loss: Loss, now: float) -> str:
+    """What became of the place of a lost rank; empty where this client does not know."""
+    match loss.slot:
+        case "waiting":
+            wait = 0.0 if loss.refill_time is None else max(0.0, loss.refill_time - now)
+            return f"will be filled in {human_seconds(round(wait))}" if wait else "will be filled"
+        case "filling":
+            return "is being filled"
+        case "filled":
+            return "is filled"
+        case "given_up":
+            return "stays empty" + (f": {loss.slot_reason}" if loss.slot_reason else "")
+        case "unspecified":
+            return ""
+
+
 def workers_table(found: Cluster) -> Table:
-    table = Table("rank", "node", "pid", "device", "kernels", "tokens held", "of", "keys and values")
+    """A row per rank; addresses only where there are several nodes, for elsewhere it is the loopback."""
+    has_several = len(set(nodes_of(found))) > 1
+    place = ("rank", "node", *(("address",) if has_several else ()), "pid", "device", "kernels")
+    table = Table(*place, "tokens held", "of", "keys and values")
     for worker in found.workers:
-        place = (str(worker.rank), worker.node, str(worker.pid), worker.device, worker.kernels)
+        address = (worker.address,) if has_several else ()
         most = "no limit" if worker.max_tokens >= UNLIMITED_TOKENS else f"{worker.max_tokens:,}"
-        table.add_row(*place, f"{worker.tokens:,}", most, human_bytes(worker.kv_bytes))
+        table.add_row(
+            *(str(worker.rank), worker.node, *address, str(worker.pid), worker.device, worker.kernels),
+            *(f"{worker.tokens:,}", most, human_bytes(worker.kv_bytes)),
+        )
     return table

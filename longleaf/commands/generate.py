@@ -1,17 +1,25 @@
 """`longleaf ask` and `longleaf generate`."""
 
+import shutil
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from longleaf.commands.flags import Flags, takes_flags
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.errors import Unavailable
-from longleaf.messages import Delta, Event, Finished, Started
+from longleaf.messages import Delta, Event, Finished, Recovering, Started
 from longleaf.units import human_seconds
+
+MAKE_ROOM = "\x1bD\x1bM"
+"""For terminals: there is a line below the cursor, which stays where it is."""
+SAVE, RESTORE = "\x1b7", "\x1b8"
+"""For terminals: the cursor goes back to where it was saved."""
+BELOW = "\r\n\x1b[K"
+"""For terminals: to the line below, which is erased."""
 
 
 @takes_flags(Flags)
@@ -64,13 +72,49 @@ def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int =
 
 
 def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
-    """The events. Says once on stderr that they may lead beyond what the model was trained for."""
-    is_told = False
-    for event in answer:
-        if isinstance(event, Started) and event.is_beyond_trained and not is_told:
-            print("note: this may go beyond the length that the model was trained for", file=sys.stderr)
-            is_told = True
-        yield event
+    """The events. Says on stderr that they may lead beyond what the model was trained for, once, and while they wait
+    for a recovery how far that is."""
+    is_told, line = False, RecoveryLine(sys.stderr)
+    try:
+        for event in answer:
+            if isinstance(event, Started) and event.is_beyond_trained and not is_told:
+                print("note: this may go beyond the length that the model was trained for", file=sys.stderr)
+                is_told = True
+            if isinstance(event, Recovering):
+                line.show(event)
+            else:
+                line.hide()
+            yield event
+    finally:
+        line.hide()
+
+
+class RecoveryLine:
+    """How far a recovery is, on a terminal in the line below an answer, which goes on where it was. Elsewhere it is
+    said once that there is one."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._has_shown = self._is_shown = False
+
+    def show(self, recovering: Recovering) -> None:
+        told = f"recovering: {recovering.recovered_tokens:,} of {recovering.total_tokens:,} tokens"
+        if recovering.lost_tokens:
+            told += f", {recovering.lost_tokens:,} to go for this answer"
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{told[:width]}{RESTORE}")
+            self._out.flush()
+        elif not self._has_shown:
+            print(told, file=self._out, flush=True)
+        self._has_shown = self._is_shown = True
+
+    def hide(self) -> None:
+        if self._is_shown and self._is_terminal:
+            self._out.write(f"{SAVE}{BELOW}{RESTORE}")
+            self._out.flush()
+        self._is_shown = False
 
 
 def _print_json(answer: Iterable[Event], num_samples: int) -> None:

@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longleaf.commands.fetch import fetch
 from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
-from longleaf.errors import InvalidArgument, LongleafError
+from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
+from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.messages import Cluster
 from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
 from longleaf.runs import join
@@ -24,12 +26,15 @@ REFUSED = 2
 Report = TypeVar("Report", TextReport, AttentionReport)
 _DEFAULTS = EngineConfig(model="")
 
-app = typer.Typer(no_args_is_help=True, help="Tell whether a checkpoint can be served.")
+app = typer.Typer(no_args_is_help=True, help="Tell whether a checkpoint can be served, and bring it.")
 
 
 @app.callback()
 def options() -> None:
-    """Tell whether a checkpoint can be served, and what it takes."""
+    """Tell whether a checkpoint can be served, and what it takes; bring one from storage."""
+
+
+app.command("fetch")(fetch)
 
 
 @app.command("check")
@@ -64,8 +69,10 @@ def check(
     """Tell whether a checkpoint can be served exactly, what its attention is like, and how many tokens fit.
 
     No service is needed, and no weights are read: the model is built from its config and run over a few tokens, as a
-    rank does before it serves. --load reads the weights as well, which alone shows that all are there. Exit code 2: the
-    checkpoint is refused, for the reason that is told.
+    rank does before it serves. --load reads the weights as well, which alone shows that all are there. The fingerprint
+    is the same wherever the same model lies; machines whose models differ do not serve together. It covers config,
+    tokenizer and template whole, and of every tensor name, shape, type and three pieces of 4 KiB: what was damaged
+    elsewhere in a tensor it does not see. Exit code 2: the checkpoint is refused, for the reason that is told.
 
     Example: longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
@@ -109,12 +116,23 @@ def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) ->
         given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else []), *pools]
         attention = _ask("workers.check", given, AttentionReport)
     is_supported = not text.reason and not attention.reason
+    fingerprint, unread = _fingerprint(Path(config.model))
     return ModelReport(
         model=Path(config.model).resolve().name,
         is_supported=is_supported,
         text=text,
         attention=attention,
+        fingerprint=fingerprint,
+        unread=unread,
     )
+
+
+def _fingerprint(folder: Path) -> tuple[Fingerprint | None, str]:
+    """That of the model there, or why there is none."""
+    try:
+        return read_fingerprint(folder), ""
+    except ModelRefused as error:
+        return None, str(error)
 
 
 def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
@@ -155,6 +173,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
     console.print(sizes)
+    print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none, for {found.unread}")
 
 
 def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:

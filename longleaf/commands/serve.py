@@ -11,6 +11,7 @@ from longleaf.commands.flags import takes_flags
 from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
+    DRAIN_SECONDS,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -31,6 +32,7 @@ SERVICE = "What is served, and where"
 RANKS = "Ranks, and how they work together"
 KEYS = "Keys and values"
 REQUESTS = "Requests and times"
+LOSSES = "Ranks that are lost"
 _DEFAULTS = EngineConfig(model="")
 
 
@@ -56,6 +58,9 @@ class ServeFlags:
     ray_address: Annotated[
         str | None, option(RANKS, "A running Ray cluster to join, such as auto.", default="start one here")
     ] = None
+    wait_for_ranks: Annotated[
+        float, option(RANKS, "Seconds to wait for a Ray cluster to have a slot for every rank; 0 refuses at once.")
+    ] = 0.0
     device: Annotated[
         DeviceName,
         option(
@@ -121,9 +126,21 @@ class ServeFlags:
     start_timeout: Annotated[
         float, option(REQUESTS, "Seconds that ranks may take to load the model; a large one needs more.")
     ] = _DEFAULTS.start_timeout
+    drain_seconds: Annotated[
+        float, option(REQUESTS, "Seconds that running calls may take to end once the service is told to.")
+    ] = DRAIN_SECONDS
     step_timeout: Annotated[
-        float, option(REQUESTS, "Seconds a step of few tokens may take before the fleet is given up.")
+        float, option(REQUESTS, "Seconds a step of few tokens may take before the rank that holds it up is killed.")
     ] = _DEFAULTS.step_timeout
+    form_timeout: Annotated[
+        float, option(LOSSES, "Seconds that ranks may take to form a new group; then it is tried again.")
+    ] = _DEFAULTS.form_timeout
+    lost_after: Annotated[
+        float, option(LOSSES, "Seconds without a sign of life after which a rank is killed and counts as lost.")
+    ] = _DEFAULTS.lost_after
+    max_losses_per_minute: Annotated[
+        int, option(LOSSES, "Losses of ranks in a minute beyond which further ones are not replaced at once.")
+    ] = _DEFAULTS.max_losses_per_minute
 
     def config(self) -> EngineConfig:
         """What ranks are told of it."""
@@ -136,7 +153,9 @@ class ServeFlags:
 def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     """Serve a model until interrupted.
 
-    Prints `listening on HOST:PORT` once it is ready; with --json, {"address": "HOST:PORT"}.
+    Prints `listening on HOST:PORT` once it is ready; with --json, {"address": "HOST:PORT"}. The port is open earlier:
+    until the model is there calls are told how far that is. After an interrupt, or SIGTERM, no new calls are taken, and
+    those that run may end within --drain-seconds; a second one ends them at once.
 
     Example: longleaf serve --model ./Qwen3-0.6B --world-size 4
     """
@@ -147,6 +166,8 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         launcher=flags.launcher,
         ray_address=flags.ray_address,
         model_name=flags.model_name,
+        wait_for_ranks=flags.wait_for_ranks,
+        drain_seconds=flags.drain_seconds,
         as_json=as_json,
     )
     print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)

@@ -1,8 +1,14 @@
-"""The fleet: the model, the ranks, and whether they are exact."""
+"""The fleet: the model, the ranks, those that were lost, and whether they are exact."""
+
+from typing import Literal
 
 import msgspec
 
-from longleaf.channel.lives import MergeTiming
+from longleaf.channel.epochs import MergeTiming, TierMerge
+
+SlotState = Literal["unspecified", "waiting", "filling", "filled", "given_up"]
+"""What became of the place of a lost rank: it stays empty for a while, another process starts there and loads, or has
+a rank, or none will. `unspecified` is what a later version of the service may say and this client does not know."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +46,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the pool."""
     kernels: str = ""
     """What computes attention there: `compiled`, `torch`, `flash`, `triton` or `dense`."""
+    address: str = ""
+    """At which the other ranks reach it."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +102,51 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Why there was nothing to compare with."""
 
 
+class Draining(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the end of a service is."""
+
+    open_calls: int
+    """Calls that still run; where the answer was waited for, those that had not ended in time."""
+    limit: float
+    """Seconds that calls may go on at most, from the moment at which draining began."""
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values that went with lost ranks are computed again, by all that are there."""
+
+    epoch: int
+    """The first one after the loss."""
+    lost_tokens: int
+    recovered_tokens: int
+    """Those of the lost ones that are held again."""
+    seconds: float
+    """How long it has taken by now, or took, from when the loss was noticed."""
+    is_over: bool
+    """Nothing is missing any more."""
+    given_up: tuple[str, ...] = ()
+    """Ids of contexts for which the ranks that are left have no room."""
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that was lost. Times are seconds since the epoch of the calendar."""
+
+    time: float
+    """When it was noticed."""
+    member: int
+    """Number of its process; no other one ever has it."""
+    rank: int | None
+    """In the epoch that ended with it; None where it was in none."""
+    epoch: int
+    """0 where it was in none."""
+    node: str
+    reason: str
+    slot: SlotState
+    refill_time: float | None = None
+    """When another process is started in its place; only with `waiting`."""
+    slot_reason: str = ""
+    """Why none is; only with `given_up`."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The model, the ranks and the load."""
 
@@ -117,3 +170,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose keys of windowed layers every rank holds."""
     max_window_tokens: int = 0
     """Most tokens that the windows' pool can hold; 0 where they are sharded, and for models without such layers."""
+    inside_transport: str = ""
+    """What carries partials among the ranks of one node; empty where no node has several."""
+    between_transport: str = ""
+    """What carries them between nodes; empty where there is one."""
+    tier_merges: tuple[TierMerge, ...] = ()
+    """The merge tier by tier, by number of rows; none at world size 1."""
+    recovery: Recovery | None = None
+    """The one that goes on, or the last one; None where no rank was lost."""
+    losses: tuple[Loss, ...] = ()
+    """The last 16 at most, the latest one last."""

@@ -8,9 +8,10 @@ from msgspec import UNSET, UnsetType
 
 from longleaf.errors import InvalidArgument
 from longleaf.messages.claims import Claimed, ClaimOptions
+from longleaf.messages.generation import Recovering
 from longleaf.units import human_seconds
 
-IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready"]
+IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready", "recovering"]
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
 Precision = Literal["unspecified", "float32", "float64"]
@@ -138,7 +139,8 @@ IngestPiece = IngestHeader | bytes | Sequence[int]
 
 
 class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an ingest is; `context` comes with the phase `ready`. `total` is 0 while it is not known.
+    """How far an ingest is; `context` comes with the phase `ready`, `recovering` with that phase. `total` is 0 while it
+    is not known.
 
     Of the first one, `received_bytes` and `received_tokens` (for token ids) tell where to send from."""
 
@@ -149,6 +151,7 @@ class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0
     tokens_per_second: float = 0.0
     context: Context | None = None
+    recovering: Recovering | None = None
 
 
 class Tokenized(msgspec.Struct, frozen=True):

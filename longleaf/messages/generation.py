@@ -110,6 +110,17 @@ class Progress(msgspec.Struct, frozen=True):
     total: int
 
 
+class Recovering(msgspec.Struct, frozen=True):
+    """Ranks were lost, and the request waits while keys and values that went with them are computed again."""
+
+    lost_tokens: int
+    """Tokens of this request whose keys and values are still missing."""
+    recovered_tokens: int
+    """Tokens that are done, of all that the service computes again now, for whomever."""
+    total_tokens: int
+    """All of these."""
+
+
 class Delta(msgspec.Struct, frozen=True):
     """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token.
 
@@ -135,4 +146,4 @@ class Finished(msgspec.Struct, frozen=True):
     """No key, value or partial was rounded more than the model itself rounds."""
 
 
-Event = Started | Progress | Delta | Finished
+Event = Started | Progress | Recovering | Delta | Finished

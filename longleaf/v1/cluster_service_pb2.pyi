@@ -1,13 +1,28 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SLOT_STATE_UNSPECIFIED: _ClassVar[SlotState]
+    SLOT_STATE_WAITING: _ClassVar[SlotState]
+    SLOT_STATE_FILLING: _ClassVar[SlotState]
+    SLOT_STATE_FILLED: _ClassVar[SlotState]
+    SLOT_STATE_GIVEN_UP: _ClassVar[SlotState]
+SLOT_STATE_UNSPECIFIED: SlotState
+SLOT_STATE_WAITING: SlotState
+SLOT_STATE_FILLING: SlotState
+SLOT_STATE_FILLED: SlotState
+SLOT_STATE_GIVEN_UP: SlotState
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
@@ -52,7 +67,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., rope_type: _Optional[str] = ..., long_allowed: _Optional[bool] = ..., float32_phase_error: _Optional[float] = ..., float64_phase_error: _Optional[float] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes", "kernels")
+    __slots__ = ("rank", "node", "pid", "device", "token_count", "max_token_count", "kv_bytes", "max_kv_bytes", "kernels", "address")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +77,7 @@ class Worker(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     pid: int
@@ -71,10 +87,11 @@ class Worker(_message.Message):
     kv_bytes: int
     max_kv_bytes: int
     kernels: str
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ...) -> None: ...
+    address: str
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "block_token_count", "window_keys", "window_token_count", "max_window_token_count")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +107,11 @@ class Cluster(_message.Message):
     WINDOW_KEYS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TIER_MERGES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -105,7 +127,60 @@ class Cluster(_message.Message):
     window_keys: str
     window_token_count: int
     max_window_token_count: int
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ...) -> None: ...
+    inside_transport: str
+    between_transport: str
+    tier_merges: _containers.RepeatedCompositeFieldContainer[TierMerge]
+    recovery: Recovery
+    losses: _containers.RepeatedCompositeFieldContainer[Loss]
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ...) -> None: ...
+
+class Recovery(_message.Message):
+    __slots__ = ("epoch", "lost_token_count", "recovered_token_count", "elapsed_duration", "over", "given_up_contexts")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_DURATION_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lost_token_count: int
+    recovered_token_count: int
+    elapsed_duration: _duration_pb2.Duration
+    over: bool
+    given_up_contexts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., elapsed_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., over: _Optional[bool] = ..., given_up_contexts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Loss(_message.Message):
+    __slots__ = ("loss_time", "member", "rank", "epoch", "node", "reason", "slot_state", "refill_time", "slot_reason")
+    LOSS_TIME_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SLOT_STATE_FIELD_NUMBER: _ClassVar[int]
+    REFILL_TIME_FIELD_NUMBER: _ClassVar[int]
+    SLOT_REASON_FIELD_NUMBER: _ClassVar[int]
+    loss_time: _timestamp_pb2.Timestamp
+    member: int
+    rank: int
+    epoch: int
+    node: str
+    reason: str
+    slot_state: SlotState
+    refill_time: _timestamp_pb2.Timestamp
+    slot_reason: str
+    def __init__(self, loss_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., member: _Optional[int] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., slot_state: _Optional[_Union[SlotState, str]] = ..., refill_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., slot_reason: _Optional[str] = ...) -> None: ...
+
+class TierMerge(_message.Message):
+    __slots__ = ("row_count", "inside", "between")
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_FIELD_NUMBER: _ClassVar[int]
+    row_count: int
+    inside: str
+    between: str
+    def __init__(self, row_count: _Optional[int] = ..., inside: _Optional[str] = ..., between: _Optional[str] = ...) -> None: ...
 
 class MergeTiming(_message.Message):
     __slots__ = ("row_count", "merge", "latency_us")
@@ -173,3 +248,27 @@ class VerifyClusterResponse(_message.Message):
     plain_dtype: str
     conclusive: bool
     def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., plain_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ..., distance: _Optional[float] = ..., plain_distance: _Optional[float] = ..., plain_dtype: _Optional[str] = ..., conclusive: _Optional[bool] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("wait",)
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    wait: bool
+    def __init__(self, wait: _Optional[bool] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("open_call_count", "limit_duration")
+    OPEN_CALL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    open_call_count: int
+    limit_duration: _duration_pb2.Duration
+    def __init__(self, open_call_count: _Optional[int] = ..., limit_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RefillSlotsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RefillSlotsResponse(_message.Message):
+    __slots__ = ("slot_count",)
+    SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    slot_count: int
+    def __init__(self, slot_count: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Describes the cluster.
+    """Describes the cluster, and ends it.
     """
 
     def __init__(self, channel):
@@ -50,10 +50,20 @@ class ClusterServiceStub:
                 request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/longleaf.v1.ClusterService/Drain',
+                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.RefillSlots = channel.unary_unary(
+                '/longleaf.v1.ClusterService/RefillSlots',
+                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
-    """Describes the cluster.
+    """Describes the cluster, and ends it.
     """
 
     def GetCluster(self, request, context):
@@ -64,8 +74,8 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """Tells the same now, and again whenever it has changed, until the client leaves. When the service stops, the stream
-        ends with UNAVAILABLE.
+        """Tells the same now, and again whenever it has changed, until the client leaves: also how far a recovery is. When the
+        service stops, the stream ends with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +85,23 @@ class ClusterServiceServicer:
         """Proves the fleet on the spot: runs a short prompt over all ranks, then with the same weights on rank 0 alone, with
         transformers' own attention in float32, and compares the logits. The prompt takes its turn beside all that runs; the
         passes on rank 0 keep every stream waiting, so the prompt is short and one verification runs at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Ends the service: from now on it is not healthy and takes no new calls (UNAVAILABLE with RetryInfo); what runs may
+        end within --drain-seconds, what does not is told why. Asked again it says how far that is. Answered on the machine
+        of the service only, over the loopback or an address of its own; elsewhere PERMISSION_DENIED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RefillSlots(self, request, context):
+        """Starts ranks again in the places that were given up, because too many in a row were lost there while they loaded.
+        Answered where Drain is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +125,16 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'RefillSlots': grpc.unary_unary_rpc_method_handler(
+                    servicer.RefillSlots,
+                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'longleaf.v1.ClusterService', rpc_method_handlers)
@@ -107,7 +144,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Describes the cluster.
+    """Describes the cluster, and ends it.
     """
 
     @staticmethod
@@ -181,6 +218,60 @@ class ClusterService:
             '/longleaf.v1.ClusterService/VerifyCluster',
             longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterRequest.SerializeToString,
             longleaf_dot_v1_dot_cluster__service__pb2.VerifyClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ClusterService/Drain',
+            longleaf_dot_v1_dot_cluster__service__pb2.DrainRequest.SerializeToString,
+            longleaf_dot_v1_dot_cluster__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RefillSlots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ClusterService/RefillSlots',
+            longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.SerializeToString,
+            longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,33 +30,33 @@ from longleaf.v1 import context_pb2 as longleaf_dot_v1_dot_context__pb2
 from longleaf.v1 import generation_pb2 as longleaf_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/context_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19longleaf/v1/context.proto\x1a\x1clongleaf/v1/generation.proto\"\xd3\x02\n\x0cIngestConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61ppend\x18\x02 \x01(\x08\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tupload_id\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x15 \x01(\x05\x12\x11\n\tclient_id\x18\x16 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x05 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12!\n\x14\x63\x61pacity_token_count\x18\t \x01(\x03H\x01\x88\x01\x01\x42\x13\n\x11_total_size_bytesB\x17\n\x15_capacity_token_count\"\x8a\x01\n\x14IngestContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfigH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x42\t\n\x07payload\"\xf7\x01\n\x15IngestContextResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.longleaf.v1.IngestPhase\x12\x1b\n\x13received_size_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15processed_token_count\x18\x03 \x01(\x03\x12\x19\n\x11total_token_count\x18\x04 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12%\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x14received_token_count\x18\x07 \x01(\x03\"!\n\x11GetContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x13ListContextsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"^\n\x12\x46orkContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08new_name\x18\x02 \x01(\t\x12\x18\n\x0btoken_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_token_count\"n\n\x14UpdateContextRequest\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Context\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"$\n\x14\x44\x65leteContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*\x99\x01\n\x0bIngestPhase\x12\x1c\n\x18INGEST_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INGEST_PHASE_RECEIVING\x10\x01\x12\x1b\n\x17INGEST_PHASE_TOKENIZING\x10\x02\x12\x1b\n\x17INGEST_PHASE_PREFILLING\x10\x03\x12\x16\n\x12INGEST_PHASE_READY\x10\x04\x32\xe1\x03\n\x0e\x43ontextService\x12Z\n\rIngestContext\x12!.longleaf.v1.IngestContextRequest\x1a\".longleaf.v1.IngestContextResponse(\x01\x30\x01\x12\x42\n\nGetContext\x12\x1e.longleaf.v1.GetContextRequest\x1a\x14.longleaf.v1.Context\x12S\n\x0cListContexts\x12 .longleaf.v1.ListContextsRequest\x1a!.longleaf.v1.ListContextsResponse\x12\x44\n\x0b\x46orkContext\x12\x1f.longleaf.v1.ForkContextRequest\x1a\x14.longleaf.v1.Context\x12H\n\rUpdateContext\x12!.longleaf.v1.UpdateContextRequest\x1a\x14.longleaf.v1.Context\x12J\n\rDeleteContext\x12!.longleaf.v1.DeleteContextRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!longleaf/v1/context_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19longleaf/v1/context.proto\x1a\x1clongleaf/v1/generation.proto\"\xd3\x02\n\x0cIngestConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61ppend\x18\x02 \x01(\x08\x12\x1d\n\x10total_size_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tupload_id\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x15 \x01(\x05\x12\x11\n\tclient_id\x18\x16 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x05 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x03ttl\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12!\n\x14\x63\x61pacity_token_count\x18\t \x01(\x03H\x01\x88\x01\x01\x42\x13\n\x11_total_size_bytesB\x17\n\x15_capacity_token_count\"\x8a\x01\n\x14IngestContextRequest\x12+\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x19.longleaf.v1.IngestConfigH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x42\t\n\x07payload\"\xa4\x02\n\x15IngestContextResponse\x12\'\n\x05phase\x18\x01 \x01(\x0e\x32\x18.longleaf.v1.IngestPhase\x12\x1b\n\x13received_size_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15processed_token_count\x18\x03 \x01(\x03\x12\x19\n\x11total_token_count\x18\x04 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12%\n\x07\x63ontext\x18\x06 \x01(\x0b\x32\x14.longleaf.v1.Context\x12\x1c\n\x14received_token_count\x18\x07 \x01(\x03\x12+\n\nrecovering\x18\x08 \x01(\x0b\x32\x17.longleaf.v1.Recovering\"!\n\x11GetContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x13ListContextsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"W\n\x14ListContextsResponse\x12&\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Context\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"^\n\x12\x46orkContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08new_name\x18\x02 \x01(\t\x12\x18\n\x0btoken_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_token_count\"n\n\x14UpdateContextRequest\x12%\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.Context\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"$\n\x14\x44\x65leteContextRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*\xb6\x01\n\x0bIngestPhase\x12\x1c\n\x18INGEST_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16INGEST_PHASE_RECEIVING\x10\x01\x12\x1b\n\x17INGEST_PHASE_TOKENIZING\x10\x02\x12\x1b\n\x17INGEST_PHASE_PREFILLING\x10\x03\x12\x16\n\x12INGEST_PHASE_READY\x10\x04\x12\x1b\n\x17INGEST_PHASE_RECOVERING\x10\x05\x32\xe1\x03\n\x0e\x43ontextService\x12Z\n\rIngestContext\x12!.longleaf.v1.IngestContextRequest\x1a\".longleaf.v1.IngestContextResponse(\x01\x30\x01\x12\x42\n\nGetContext\x12\x1e.longleaf.v1.GetContextRequest\x1a\x14.longleaf.v1.Context\x12S\n\x0cListContexts\x12 .longleaf.v1.ListContextsRequest\x1a!.longleaf.v1.ListContextsResponse\x12\x44\n\x0b\x46orkContext\x12\x1f.longleaf.v1.ForkContextRequest\x1a\x14.longleaf.v1.Context\x12H\n\rUpdateContext\x12!.longleaf.v1.UpdateContextRequest\x1a\x14.longleaf.v1.Context\x12J\n\rDeleteContext\x12!.longleaf.v1.DeleteContextRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.context_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INGESTPHASE']._serialized_start=1401
-  _globals['_INGESTPHASE']._serialized_end=1554
+  _globals['_INGESTPHASE']._serialized_start=1446
+  _globals['_INGESTPHASE']._serialized_end=1628
   _globals['_INGESTCONFIG']._serialized_start=236
   _globals['_INGESTCONFIG']._serialized_end=575
   _globals['_INGESTCONTEXTREQUEST']._serialized_start=578
   _globals['_INGESTCONTEXTREQUEST']._serialized_end=716
   _globals['_INGESTCONTEXTRESPONSE']._serialized_start=719
-  _globals['_INGESTCONTEXTRESPONSE']._serialized_end=966
-  _globals['_GETCONTEXTREQUEST']._serialized_start=968
-  _globals['_GETCONTEXTREQUEST']._serialized_end=1001
-  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1003
-  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1063
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1065
-  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1152
-  _globals['_FORKCONTEXTREQUEST']._serialized_start=1154
-  _globals['_FORKCONTEXTREQUEST']._serialized_end=1248
-  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1250
-  _globals['_UPDATECONTEXTREQUEST']._serialized_end=1360
-  _globals['_DELETECONTEXTREQUEST']._serialized_start=1362
-  _globals['_DELETECONTEXTREQUEST']._serialized_end=1398
-  _globals['_CONTEXTSERVICE']._serialized_start=1557
-  _globals['_CONTEXTSERVICE']._serialized_end=2038
+  _globals['_INGESTCONTEXTRESPONSE']._serialized_end=1011
+  _globals['_GETCONTEXTREQUEST']._serialized_start=1013
+  _globals['_GETCONTEXTREQUEST']._serialized_end=1046
+  _globals['_LISTCONTEXTSREQUEST']._serialized_start=1048
+  _globals['_LISTCONTEXTSREQUEST']._serialized_end=1108
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_start=1110
+  _globals['_LISTCONTEXTSRESPONSE']._serialized_end=1197
+  _globals['_FORKCONTEXTREQUEST']._serialized_start=1199
+  _globals['_FORKCONTEXTREQUEST']._serialized_end=1293
+  _globals['_UPDATECONTEXTREQUEST']._serialized_start=1295
+  _globals['_UPDATECONTEXTREQUEST']._serialized_end=1405
+  _globals['_DELETECONTEXTREQUEST']._serialized_start=1407
+  _globals['_DELETECONTEXTREQUEST']._serialized_end=1443
+  _globals['_CONTEXTSERVICE']._serialized_start=1631
+  _globals['_CONTEXTSERVICE']._serialized_end=2112
 # @@protoc_insertion_point(module_scope)

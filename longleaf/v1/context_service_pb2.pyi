@@ -22,11 +22,13 @@ class IngestPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INGEST_PHASE_TOKENIZING: _ClassVar[IngestPhase]
     INGEST_PHASE_PREFILLING: _ClassVar[IngestPhase]
     INGEST_PHASE_READY: _ClassVar[IngestPhase]
+    INGEST_PHASE_RECOVERING: _ClassVar[IngestPhase]
 INGEST_PHASE_UNSPECIFIED: IngestPhase
 INGEST_PHASE_RECEIVING: IngestPhase
 INGEST_PHASE_TOKENIZING: IngestPhase
 INGEST_PHASE_PREFILLING: IngestPhase
 INGEST_PHASE_READY: IngestPhase
+INGEST_PHASE_RECOVERING: IngestPhase
 
 class IngestConfig(_message.Message):
     __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned", "capacity_token_count")
@@ -65,7 +67,7 @@ class IngestContextRequest(_message.Message):
     def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
 class IngestContextResponse(_message.Message):
-    __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context", "received_token_count")
+    __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context", "received_token_count", "recovering")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROCESSED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +75,7 @@ class IngestContextResponse(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     phase: IngestPhase
     received_size_bytes: int
     processed_token_count: int
@@ -80,7 +83,8 @@ class IngestContextResponse(_message.Message):
     tokens_per_second: float
     context: _context_pb2.Context
     received_token_count: int
-    def __init__(self, phase: _Optional[_Union[IngestPhase, str]] = ..., received_size_bytes: _Optional[int] = ..., processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., received_token_count: _Optional[int] = ...) -> None: ...
+    recovering: _generation_pb2.Recovering
+    def __init__(self, phase: _Optional[_Union[IngestPhase, str]] = ..., received_size_bytes: _Optional[int] = ..., processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., received_token_count: _Optional[int] = ..., recovering: _Optional[_Union[_generation_pb2.Recovering, _Mapping]] = ...) -> None: ...
 
 class GetContextRequest(_message.Message):
     __slots__ = ("name",)

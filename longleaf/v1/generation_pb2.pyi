@@ -114,6 +114,16 @@ class Progress(_message.Message):
     total_token_count: int
     def __init__(self, processed_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ...) -> None: ...
 
+class Recovering(_message.Message):
+    __slots__ = ("lost_token_count", "recovered_token_count", "total_token_count")
+    LOST_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    lost_token_count: int
+    recovered_token_count: int
+    total_token_count: int
+    def __init__(self, lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., total_token_count: _Optional[int] = ...) -> None: ...
+
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "token_bytes")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

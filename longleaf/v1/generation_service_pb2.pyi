@@ -45,13 +45,15 @@ class CancelGenerationRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "progress", "delta", "finished")
+    __slots__ = ("started", "progress", "delta", "finished", "recovering")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.Started
     progress: _generation_pb2.Progress
     delta: _generation_pb2.Delta
     finished: _generation_pb2.Finished
-    def __init__(self, started: _Optional[_Union[_generation_pb2.Started, _Mapping]] = ..., progress: _Optional[_Union[_generation_pb2.Progress, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[_generation_pb2.Finished, _Mapping]] = ...) -> None: ...
+    recovering: _generation_pb2.Recovering
+    def __init__(self, started: _Optional[_Union[_generation_pb2.Started, _Mapping]] = ..., progress: _Optional[_Union[_generation_pb2.Progress, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[_generation_pb2.Finished, _Mapping]] = ..., recovering: _Optional[_Union[_generation_pb2.Recovering, _Mapping]] = ...) -> None: ...

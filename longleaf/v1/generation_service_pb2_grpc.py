@@ -55,9 +55,10 @@ class GenerationServiceServicer:
     def Generate(self, request, context):
         """Streams one generation: Started, then Progress while a long prompt is read, then Deltas, then Finished. With
         several samples the Deltas of all come interleaved, and a Finished for each. A stream that resumes begins with
-        Started, too.
+        Started, too. Where ranks are lost, Recovering comes anywhere before the end, and the next Delta has the next index.
         Fails with INVALID_ARGUMENT, NOT_FOUND (context, or generation to resume), ALREADY_EXISTS (a generation with this
-        request_id runs), RESOURCE_EXHAUSTED (no room), DEADLINE_EXCEEDED or UNAVAILABLE (a worker was lost).
+        request_id runs), RESOURCE_EXHAUSTED (no room), DEADLINE_EXCEEDED, DATA_LOSS (the context was
+        lost, or numbers are not finite) or UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
