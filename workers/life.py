@@ -333,9 +333,9 @@ class Life:
         log.log(level, "epoch %d is broken for member %d", self._epoch, self._member, exc_info=not is_fenced)
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
         blamed = error.rank if isinstance(error, WorkerLost) and not is_fenced else None
-        broken = Broken(self._member, self._epoch, self._step, reason, blamed)
+        # first of all: to leave may take its time, and who says nothing meanwhile is taken for the one that is gone
+        self._mailbox.send(Broken(self._member, self._epoch, self._step, reason, blamed))
         self._leave()
-        self._mailbox.send(broken)
 
     def _leave(self) -> None:
         """Leaves the epoch, if it is in one; what was begun there is dropped."""

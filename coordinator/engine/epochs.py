@@ -8,11 +8,14 @@ from coordinator.engine.epoch import Epoch
 from coordinator.engine.recoveries import Recoveries
 from coordinator.ranks.history import is_filling
 from coordinator.ranks.ports import EpochEnd, Formation, Ranks
+from coordinator.recovery.suspicion import BREAK, LOSS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.epochs import Layout
-from longleaf.errors import EpochBroken, WorkerLost
+from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
 
 FIRST_EPOCH = 1
+MAX_IDLE = 8
+"""Epochs one after the other that may break without a step: more than a job that breaks them has."""
 
 
 class Epochs:
@@ -28,6 +31,10 @@ class Epochs:
         self._ended: asyncio.Task[EpochEnd] | None = None
         self._joinable: asyncio.Task[None] | None = None
         self._settled: asyncio.Task[None] | None = None
+        self._num_idle = 0
+        """Epochs one after the other that broke before a step was answered."""
+        self._num_answered = 0
+        """Steps that were, before the current one."""
 
     @property
     def is_begun(self) -> bool:
@@ -90,11 +97,16 @@ class Epochs:
     async def follow(self, scheduler: Scheduler, tell: Callable[[], None]) -> None:
         """Goes on with those that are there: after a loss, or when others could join and nothing is under way.
 
-        `tell` is called when streams must be told something. Raises WorkerLost when nobody is left.
+        `tell` is called when streams must be told something. Raises WorkerLost when nobody is left, and Unavailable
+        when epochs break one after the other without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
-        end = await self.ended() if is_loss else None
-        scheduler.roll_back(end.step if end else None)
+        if is_loss:
+            end = await self.ended()
+            self._check_progress(end.error, scheduler)
+            scheduler.roll_back(end.step, LOSS if isinstance(end.error, WorkerLost) else BREAK)
+        else:
+            scheduler.roll_back()
         tell()
         while True:
             formation = await self._ranks.form(self.current.number + 1)
@@ -109,6 +121,13 @@ class Epochs:
             scheduler.roll_back()
         self._watch()
         tell()
+
+    def _check_progress(self, error: LongleafError, scheduler: Scheduler) -> None:
+        """Ranks that live, and break before their first step, would do so for ever: raises Unavailable."""
+        is_idle = isinstance(error, EpochBroken) and scheduler.num_answered == self._num_answered
+        self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
+        if self._num_idle >= MAX_IDLE:
+            raise Unavailable(f"{MAX_IDLE} epochs ended one after the other without a step; the last: {error}")
 
     @property
     def may_yet_grow(self) -> bool:

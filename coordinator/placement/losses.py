@@ -29,9 +29,9 @@ class Loss:
         """Blocks for what is left, once there is room for it."""
         self.front: int | None = None
         """With replicated windows, the place on the segment's path before which they are kept to go on from."""
-        self.num_broken = before.num_broken if before else 0
-        """Epochs that broke while it was read again, and did not come past that place."""
-        self._broken_end = before._broken_end if before else 0
+        self.suspicion = before.suspicion if before else 0
+        """How much its tokens are suspected of ending epochs, for they were not read past that place again."""
+        self._suspect_end = before._suspect_end if before else 0
         """Where that ends."""
 
     @property
@@ -58,10 +58,10 @@ class Loss:
         low, high = self.left[index]
         assert low == start < end <= high
         self.left[index : index + 1] = [(end, high)] if end < high else []
-        if self.left and self.first >= self._broken_end:
-            self.num_broken = 0
+        if self.left and self.first >= self._suspect_end:
+            self.suspicion = 0
 
-    def break_at(self, end: int) -> None:
-        """An epoch broke while positions up to `end` were read again."""
-        self.num_broken += 1
-        self._broken_end = max(self._broken_end, end)
+    def suspect(self, end: int, amount: int) -> None:
+        """An epoch ended while positions up to `end` were read again."""
+        self.suspicion += amount
+        self._suspect_end = max(self._suspect_end, end)

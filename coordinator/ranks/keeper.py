@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coordinator.ranks.ports import Delayed, Fleet, GivenUp, MemberEvent, MemberLost, Replacing
+from coordinator.ranks.ports import Delayed, Fleet, GivenUp, Joined, MemberEvent, MemberLost, Replacing
 from coordinator.ranks.roster import Roster
 from longleaf.channel.epochs import Ready
 from longleaf.config import EngineConfig
@@ -17,7 +17,7 @@ from longleaf.units import human_seconds
 
 MINUTE = 60.0
 MAX_FAILED = 3
-"""Replacements of a slot that may be lost one after the other before they have loaded the model."""
+"""Replacements of a slot that may be lost one after the other before they are ranks."""
 AGAIN_SECONDS = 5.0
 """Between two looks whether a slot is there again."""
 
@@ -29,6 +29,9 @@ class Slot:
     member: int
     config: EngineConfig
     num_failed: int = 0
+    """Replacements, one after the other, that were lost before they had a rank."""
+    has_rank: bool = True
+    """Whether the member has been in an epoch."""
     reason: str = ""
     """Why there is no replacement yet, as it was told last."""
     task: asyncio.Task[None] | None = None
@@ -93,40 +96,50 @@ class Keeper:
         return len(empty)
 
     def _take(self, event: MemberEvent) -> None:
-        if not isinstance(event, MemberLost) or not self._roster.is_kept:
-            return
-        self._backoff.note(self._clock())
-        for slot in self._slots:
-            if slot.member == event.member and not slot.is_being_filled:
-                self._fill(slot)
+        match event:
+            case Joined():
+                for slot in self._slots:
+                    if slot.member == event.member:
+                        slot.has_rank, slot.num_failed = True, 0
+            case MemberLost() if self._roster.is_kept:
+                self._backoff.note(self._clock())
+                for slot in self._slots:
+                    if slot.member == event.member and not slot.is_being_filled:
+                        self._note_failed(slot, event.reason)
+                        self._fill(slot)
+            case _:
+                pass
+
+    @staticmethod
+    def _note_failed(slot: Slot, reason: str) -> None:
+        """Counts a replacement that never was a rank."""
+        if not slot.has_rank:
+            slot.num_failed, slot.reason = slot.num_failed + 1, reason
 
     def _fill(self, slot: Slot) -> None:
         slot.task = asyncio.create_task(self._replace(slot))
 
     async def _replace(self, slot: Slot) -> None:
-        """Returns when a replacement has loaded the model, or too many were lost before that."""
+        """Returns when a replacement has loaded the model, or too many were lost before they had a rank."""
         while slot.num_failed < MAX_FAILED:
             await self._back_off(slot)
-            number = await self._start(slot)
-            if number is None:
-                await self._sleep(AGAIN_SECONDS)
-                continue
+            number = await self._begin(slot)
             try:
                 async with asyncio.timeout(self._start_timeout):
                     await self._roster.admit(number)
-                slot.num_failed, slot.reason = 0, ""
+                slot.reason = ""
                 return
             except TimeoutError:
-                slot.reason = f"did not load within {human_seconds(self._start_timeout)}"
+                reason = f"did not load within {human_seconds(self._start_timeout)}"
             except StartError as error:
-                slot.reason = str(error)
-            slot.num_failed += 1
-            self._roster.end(number, slot.reason)
+                reason = str(error)
+            self._note_failed(slot, reason)
+            self._roster.end(number, reason)
             await self._roster.settle()
         self._roster.tell(
             GivenUp(
                 slot.member,
-                f"{MAX_FAILED} replacements were lost before they had loaded the model; the last: {slot.reason}",
+                f"{MAX_FAILED} replacements were lost before they were ranks; the last: {slot.reason}",
             )
         )
 
@@ -134,6 +147,18 @@ class Keeper:
         while delay := self._backoff.delay(self._clock()):
             self._roster.tell(Delayed(slot.member, delay, "too many ranks were lost within a minute"))
             await self._sleep(delay)
+
+    async def _begin(self, slot: Slot) -> int:
+        """The number of a member whose process was started in the slot, once that is there. Nobody else waits for one
+        that stays away longer than a start may take."""
+        began, is_told = self._clock(), False
+        while (number := await self._start(slot)) is None:
+            if not is_told and self._clock() - began >= self._start_timeout:
+                is_told = True
+                absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
+                self._roster.tell(GivenUp(slot.member, f"{absence}: {slot.reason}"))
+            await self._sleep(AGAIN_SECONDS)
+        return number
 
     async def _start(self, slot: Slot) -> int | None:
         """The number of a member whose process was started in the slot; None when that is not there, or was not
@@ -149,7 +174,7 @@ class Keeper:
                 self._roster.tell(Delayed(slot.member, AGAIN_SECONDS, slot.reason))
             return None
         self._roster.tell(Replacing(number, slot.member))
-        slot.member = number
+        slot.member, slot.has_rank = number, False
         return number
 
     async def close(self) -> None:

@@ -41,7 +41,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
     """WorkerLost that names a rank, where one is gone; EpochBroken where all live; StartError for what no rank can
     serve."""
     step: int | None = None
-    """The step in which it broke, if it was in one: as a rank told, or because it was not answered in time."""
+    """The step that the ranks were in, if they were in one: as a rank told, or as it was not answered yet."""
 
 
 class Group(Protocol):

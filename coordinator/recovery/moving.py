@@ -35,6 +35,8 @@ class Moving:
         self._handed = set[int]()
         """Blocks of windows that these have by now."""
         self._num_broken = 0
+        self.is_stuck = False
+        """Windows cannot be handed out: ranks broke twice while they were."""
         self._under_way: _Moved | None = None
 
     @property
@@ -53,6 +55,7 @@ class Moving:
         if not has_windows or self._placer.windows is None:
             self.bare.clear()
         self._handed.clear()
+        self.is_stuck = False
         self._num_broken = 0 if newcomers else self._num_broken
 
     # --- windows ---
@@ -131,7 +134,8 @@ class Moving:
             if new in holding.arriving:
                 holding.arriving = tuple(run for run in holding.arriving if run is not new)
                 self._placer.free([new])
-        if moved and moved.parts and has_broken:
+        if moved and has_broken:
             self._num_broken += 1
             if self._num_broken > 1:
                 self._newcomers.clear()
+                self.is_stuck = bool(moved.window_blocks)

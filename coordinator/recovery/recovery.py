@@ -11,6 +11,7 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.moving import Moving
 from coordinator.recovery.regrouping import regroup
 from coordinator.recovery.rereading import Rereading
+from coordinator.recovery.suspicion import BREAK
 from longleaf.channel.step import Decode, Move, Prefill
 from longleaf.messages import Recovering
 from longleaf.runs import Run
@@ -77,19 +78,20 @@ class Recovery:
 
     # --- the change ---
 
-    def undo(self, step_work: object | None) -> Holding | None:
-        """What is under way never was. Gives the segment of which that work, which broke an epoch, read."""
-        has_broken = self._work is not None and self._work is step_work
+    def undo(self, step_work: object | None, suspicion: int) -> Holding | None:
+        """What is under way never was. Gives the segment of which that work, in which an epoch ended, read."""
+        is_suspected = self._work is not None and self._work is step_work
         self._work = None
-        reread = self._rereading.undo(has_broken=has_broken) if self._rereading.is_under_way else None
+        amount = suspicion if is_suspected else 0
+        reread = self._rereading.undo(amount) if self._rereading.is_under_way else None
         if self._moving.is_under_way:
-            self._moving.undo(has_broken=has_broken)
-        return reread if has_broken else None
+            self._moving.undo(has_broken=amount >= BREAK)
+        return reread if is_suspected else None
 
     def fail(self) -> Holding | None:
         """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
         self._work = None
-        return self._rereading.undo(has_broken=False)
+        return self._rereading.undo(0)
 
     def change_ranks(self, ranking: Ranking) -> None:
         """Has the books be those of the next epoch. Nothing else may be promised."""
@@ -97,7 +99,7 @@ class Recovery:
         bare = self._moving.bare | set[int]()
         self._rereading.forget_promises()
         first = ranking.before[0]
-        has_windows = first is not None and first not in bare
+        has_windows = first is not None and first not in bare and not self._moving.is_stuck
         regroup(self._placer, self._segments, ranking, has_windows=has_windows)
         self._moving.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
         self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}

@@ -164,15 +164,15 @@ class Rereading:
             self._rolling = loss.promise.split(self.num_rolling)
             self._current = None
 
-    def undo(self, *, has_broken: bool) -> Holding | None:
-        """What was under way never was. Gives the segment, if anybody still needs it."""
+    def undo(self, suspicion: int) -> Holding | None:
+        """What was under way never was, and is suspected so much. Gives the segment, if anybody still needs it."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
             return None
         loss = holding.loss
         assert loss.promise is not None
-        if has_broken:
-            loss.break_at(holding.arriving[-1].end)
+        if suspicion:
+            loss.suspect(holding.arriving[-1].end, suspicion)
         self._placer.take_back(holding.arriving, loss.promise)
         holding.arriving = ()
         holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)

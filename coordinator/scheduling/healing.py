@@ -9,12 +9,12 @@ from coordinator.placement.paths import Path, Segment
 from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import Recovery
+from coordinator.recovery.suspicion import GUILTY
 from coordinator.scheduling.fitting import Fitting, asks
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.sequences import Sequence
-from coordinator.scheduling.suspects import MAX_BROKEN
 from longleaf.channel.step import StepResult
 from longleaf.errors import ContextLost, ResourceExhausted
 from longleaf.messages import Recovering
@@ -50,12 +50,12 @@ class Healing:
 
     # --- the change ---
 
-    def roll_back(self, step: int | None) -> None:
-        """Undoes what is under way. `step` is the one that broke the epoch, if one did."""
+    def roll_back(self, step: int | None, suspicion: int) -> None:
+        """Undoes what is under way. `step` is the one in which the epoch ended, if it was in one."""
         self.is_between_epochs = True
         lives = self._lives
-        work, guilty = lives.planner.roll_back(step, set(lives.requests.jobs()))
-        reread = self._recovery.undo(work)
+        work, guilty = lives.planner.roll_back(step, suspicion, set(lives.requests.jobs()))
+        reread = self._recovery.undo(work, suspicion)
         for job in self._running_sequences():
             lives.preempt(job)
         for job in self._ingests():
@@ -63,7 +63,7 @@ class Healing:
         for job in guilty:
             assert work is not None
             lives.fail(job, job.poisoned(work))
-        if reread and reread.loss and reread.loss.num_broken >= MAX_BROKEN:
+        if reread and reread.loss and reread.loss.suspicion >= GUILTY:
             self._give_up_all(reread.segment, "the ranks broke whenever it was read again")
 
     def change_ranks(self, ranking: Ranking, *, may_grow: bool) -> None:

@@ -181,16 +181,16 @@ class Planner:
 
     # --- the end of an epoch ---
 
-    def roll_back(self, step: int | None, jobs: Container[Job]) -> tuple[Work | None, list[Job]]:
-        """Forgets what is under way. Gives the work of step number `step`, which broke the epoch, and those for which
-        it was the second one, of the jobs that there are."""
+    def roll_back(self, step: int | None, suspicion: int, jobs: Container[Job]) -> tuple[Work | None, list[Job]]:
+        """Forgets what is under way. Gives the work of step number `step`, in which the epoch ended, and those of the
+        jobs that there are which are guilty by now."""
         broken = next((flight for flight in self._flights if flight.plan.step == step), None)
         self._flights.clear()
         self._suspects.keep(jobs)
         if broken is None:
             return None, []
         landed = [job for job, num_begins in broken.jobs if job.is_running and job.num_begins == num_begins]
-        return broken.plan.work, self._suspects.accuse(landed)
+        return broken.plan.work, self._suspects.accuse(landed, broken.plan.work, suspicion)
 
     def change_ranks(self, epoch: int) -> None:
         """Goes on with the ranks of another epoch, which know nothing of any sequence."""

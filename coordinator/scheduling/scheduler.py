@@ -25,6 +25,7 @@ from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.recovery.regrouping import lay_out
+from coordinator.recovery.suspicion import BREAK
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -67,6 +68,8 @@ class Scheduler:
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
+        self.num_answered = 0
+        """Steps so far."""
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._sharing = Sharing(self.segments, placer, limits)
@@ -182,6 +185,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
+        self.num_answered += 1
         self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
         jobs = self._planner.land(plan)
         if self._recovery.owns(plan.work):
@@ -282,13 +286,14 @@ class Scheduler:
 
     # --- from epoch to epoch ---
 
-    def roll_back(self, step: int | None = None) -> None:
+    def roll_back(self, step: int | None = None, suspicion: int = BREAK) -> None:
         """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
         `change_ranks`. Answers go on later at their next token, documents after the last chunk that was read.
 
-        `step` is the one that broke the epoch, if one did: a job that breaks a second one ends. See `drain`.
+        `step` is the one in which that happened, if it did in one. Its work is suspected so much: a job that breaks a
+        second one ends. See `drain`.
         """
-        self._healing.roll_back(step)
+        self._healing.roll_back(step, suspicion)
 
     def change_ranks(self, ranking: Ranking, *, may_grow: bool = False) -> None:
         """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.

@@ -2,47 +2,71 @@
 
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
+from coordinator.recovery.suspicion import BREAK, GUILTY
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Decode, Work
+from longleaf.channel.step import Decode, Prefill, Work
 
-MAX_BROKEN = 2
-"""Epochs that a job may break; with the last of them it fails."""
+
+@dataclass(slots=True)
+class _Suspicion:
+    """How much of it there is, and where a job must come to be cleared."""
+
+    amount: int = 0
+    end: int = 0
+    """Of the chunks in which epochs ended."""
+    is_answer: bool = False
+    """One ended while the job answered."""
+
+    def add(self, work: Work, amount: int) -> None:
+        self.amount += amount
+        self.end = max(self.end, _end(work))
+        self.is_answer |= isinstance(work, Decode)
+
+    def is_passed_by(self, work: Work) -> bool:
+        """A chunk before an answer proves nothing of that."""
+        return isinstance(work, Decode) or (not self.is_answer and _end(work) >= self.end)
 
 
 class Suspects:
-    """Jobs in whose steps epochs broke. The rows of each are a step of their own until one of them is answered: what
-    breaks then is not the others' fault."""
+    """Jobs in whose steps epochs ended. The rows of each that broke one are a step of their own until one of them is
+    answered: what breaks then is not the others' fault."""
 
     def __init__(self) -> None:
-        self._num_broken: dict[Job, int] = {}
+        self._found: dict[Job, _Suspicion] = {}
 
     def __len__(self) -> int:
-        return len(self._num_broken)
+        return len(self._found)
 
-    def accuse(self, jobs: Iterable[Job]) -> list[Job]:
-        """A step of these broke an epoch. Gives those in whose steps it was the second one."""
+    def accuse(self, jobs: Iterable[Job], work: Work, amount: int) -> list[Job]:
+        """This work of theirs ended an epoch. Gives those that are guilty by now."""
         guilty = list[Job]()
         for job in jobs:
-            self._num_broken[job] = self._num_broken.get(job, 0) + 1
-            if self._num_broken[job] >= MAX_BROKEN:
+            found = self._found.setdefault(job, _Suspicion())
+            found.add(work, amount)
+            if found.amount >= GUILTY:
                 guilty.append(job)
-                del self._num_broken[job]
+                del self._found[job]
         return guilty
 
     def clear(self, jobs: Iterable[Job], work: Work) -> None:
-        """A step of these was answered; a chunk before an answer proves nothing of that."""
+        """This work of theirs was answered."""
         for job in jobs:
-            if isinstance(work, Decode) or not isinstance(job, Sequence):
-                self._num_broken.pop(job, None)
+            if (found := self._found.get(job)) is not None and found.is_passed_by(work):
+                del self._found[job]
 
     def keep(self, jobs: Container[Job]) -> None:
         """Forgets all but these."""
-        self._num_broken = {job: count for job, count in self._num_broken.items() if job in jobs}
+        self._found = {job: found for job, found in self._found.items() if job in jobs}
 
     def part(self, jobs: Several[Sequence]) -> Several[Sequence]:
-        """Those of some jobs that may have rows in one step: one suspect, or all others."""
-        suspects = [job for job in jobs if job in self._num_broken]
-        others = [job for job in jobs if job not in self._num_broken]
-        return suspects[:1] or others
+        """Those of some jobs that may have rows in one step: one that broke an epoch, or all others."""
+        apart = [job for job in jobs if job in self._found and self._found[job].amount >= BREAK]
+        return apart[:1] or [job for job in jobs if job not in apart]
+
+
+def _end(work: Work) -> int:
+    """The position after the last token of a chunk."""
+    return work.start + len(work.token_ids) if isinstance(work, Prefill) else 0

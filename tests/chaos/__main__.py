@@ -17,6 +17,9 @@ from tests.chaos.entry import live_as_rank
 from tests.chaos.points import COMMIT, PUBLISH, Points, Probe
 from tests.chaos.views import Look
 
+IDLE_SECONDS = 120.0
+"""After a fault is healed, and clients have gone."""
+
 
 def main(arguments: list[str]) -> int:
     for number in command.SIGNALS:
@@ -54,18 +57,34 @@ class ProbedEngine(Engine):
         super()._tell(scheduler, outcomes)
 
     def _look_on(self, loop: asyncio.AbstractEventLoop) -> Look:
-        """Asked by another thread."""
+        """Asked by another thread. Raises TimeoutError, with what there is to do, when that does not end."""
 
         async def look() -> Look:
+            try:
+                async with asyncio.timeout(IDLE_SECONDS):
+                    while self._busy():
+                        await self.changes.after(self.changes.count)
+            except TimeoutError:
+                raise TimeoutError(f"still to do: {self._busy()}") from None
             return self._look()
 
         return asyncio.run_coroutine_threadsafe(look(), loop).result()
 
+    def _busy(self) -> dict[str, object]:
+        """What there is to do."""
+        scheduler: Any = self._scheduler
+        found: dict[str, object] = {
+            "steps": len(self._steps),
+            "waiting": scheduler.num_waiting,
+            "running": scheduler.num_running,
+            "recovering": scheduler.recovering,
+            "is over": self._epochs.is_over,
+            "may grow": self._epochs.may_grow,
+        }
+        return {name: value for name, value in found.items() if value}
+
     def _look(self) -> Look:
         scheduler: Any = self._scheduler
-        is_busy = self._steps or scheduler.num_waiting or scheduler.num_running or scheduler.recovering
-        if is_busy or self._epochs.is_over or self._epochs.may_grow:
-            return Look()
         self.audit()
         segments = scheduler.segments
         layout = tuple(
@@ -77,7 +96,7 @@ class ProbedEngine(Engine):
             one.id: tuple((segment.id, start, end) for segment, start, end in one.path.parts())
             for one in scheduler.contexts.list()
         }
-        return Look(True, layout, frozenset(segments._forgotten), paths)
+        return Look(layout, frozenset(segments._forgotten), paths)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.chaos.points import (
     STEP,
     Fault,
 )
+from tests.chaos.reference import DEADLY, POISON
 from tests.chaos.service import Service
 
 SHORT_SECONDS = 1.0
@@ -119,9 +120,9 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
     return Outcome()
 
 
-async def poison(scene: Scene) -> Outcome:
-    await ask_poison(scene.service.client)
-    return Outcome(num_epochs=2)
+async def poison(scene: Scene, poison: tuple[int, ...], num_epochs: int) -> Outcome:
+    await ask_poison(scene.service.client, poison)
+    return Outcome(num_epochs=num_epochs)
 
 
 FAULTS: dict[str, Do] = {
@@ -143,7 +144,8 @@ FAULTS: dict[str, Do] = {
     "kill again at half of a run": partial(hurt_later, point=CHUNK),
     "kill again in a move": partial(hurt_later, point=MOVE),
     "fail": fail,
-    "poison": poison,
+    "poison": partial(poison, poison=POISON, num_epochs=2),
+    "deadly poison": partial(poison, poison=DEADLY, num_epochs=4),
     "spin": partial(hurt, point=STEP, act="spin"),
     "sleep": partial(hurt, point=STEP, act="sleep"),
     "hold": partial(hurt, point=STEP, act="hold"),

@@ -1,5 +1,7 @@
 """A rank with points at which it can be hurt, and that tells what it holds."""
 
+import os
+import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.runs import Run
 from tests.chaos.points import ANSWER, BROADCAST, CHUNK, JOINING, LAYOUT, MOVE, STEP, Points, Probe
-from tests.chaos.reference import POISON
+from tests.chaos.reference import DEADLY, POISON
 from workers.model.model import Model
 from workers.pending import Pending
 from workers.rank import Rank
@@ -42,6 +44,7 @@ class ChaosRank(Rank):
 
     def join(self, join: Join) -> Ready:
         self._points.reach(JOINING)
+        self._number = join.rank
         ready = super().join(join)
         assert self.epoch is not None
         self.epoch._tell = partial(self._tell, WeakMethod(self.epoch._tell))  # the epoch must end when it is left
@@ -61,8 +64,10 @@ class ChaosRank(Rank):
 
     def start(self, plan: StepPlan) -> Pending:
         self._points.reach(STEP)
-        if any(has_poison(ids) for ids in ids_of(plan)):
+        if has_poison(plan, POISON):
             raise RuntimeError("poison")
+        if has_poison(plan, DEADLY) and self._number == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         self._is_chunk = isinstance(plan.work, Prefill)
         pending = super().start(plan)
 
@@ -101,6 +106,6 @@ def ids_of(plan: StepPlan) -> list[tuple[int, ...]]:
             return []
 
 
-def has_poison(ids: tuple[int, ...]) -> bool:
-    size = len(POISON)
-    return any(ids[i : i + size] == POISON for i in range(len(ids) - size + 1))
+def has_poison(plan: StepPlan, poison: tuple[int, ...]) -> bool:
+    size = len(poison)
+    return any(ids[i : i + size] == poison for ids in ids_of(plan) for i in range(len(ids) - size + 1))

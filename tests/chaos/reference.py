@@ -6,6 +6,8 @@ from typing import Any
 
 POISON = (511, 3, 511, 3, 511)
 """Ids that no text has: a rank that is told to read them raises."""
+DEADLY = (511, 4, 511, 4, 511)
+"""Ids of which rank 0 dies."""
 BOOK, FORKED, LONG, VISITOR = "book", "forked", "long", "visitor"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
 LOGPROB_TOLERANCE = 2e-4

@@ -155,12 +155,7 @@ class Service:
 
     async def _idle(self) -> Look:
         """Looks when there is nothing to do, and nobody is to join."""
-        async with asyncio.timeout(HEAL_SECONDS):
-            async for _ in self._changes():
-                look = await asyncio.to_thread(ask, self._folder, self.process.pid, "look")
-                if look.is_idle:
-                    return look
-        raise AssertionError(f"the service has ended: {self.log}")
+        return await asyncio.to_thread(ask, self._folder, self.process.pid, "look")
 
     def _changes(self) -> AsyncGenerator[Cluster, None]:
         return self.client.watch_cluster(min_interval=LOOK_SECONDS)

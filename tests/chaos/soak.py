@@ -49,10 +49,10 @@ Table = dict[str, Row]
 
 def show(table: Table) -> str:
     """For people."""
-    head = f"{'fault':32} times  s/heal epochs streams  left ingests blamed waits  keys off logprobs"
+    head = f"{'fault':32} times  s/heal epochs streams  left ingests waits  keys off logprobs"
     lines = [
         f"{name:32} {row.times:5} {row.seconds / max(1, row.times):7.1f} {row.epochs:6} {row.told['streams']:7}"
-        f" {row.told['left']:5} {row.told['ingests']:7} {row.told['blamed']:6} {row.told['waits']:5}"
+        f" {row.told['left']:5} {row.told['ingests']:7} {row.told['waits']:5}"
         f" {row.keys:9.1e} {row.logits:8.0%}"
         for name, row in table.items()
     ]
@@ -95,7 +95,7 @@ async def meet(service: Service, name: str, seed: int, row: Row) -> None:
     """One fault, and all that must be true after it."""
     chance = random.Random(f"{seed} {name}")
     epoch, pids = (await service.client.cluster()).epoch, await service.pids()
-    load = Load(service.client, service.reference, chance, may_break=name not in NO_LOSS)
+    load = Load(service.client, service.reference, chance)
     try:
         await load.wait_begun()
         began = time.monotonic()

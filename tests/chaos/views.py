@@ -18,13 +18,12 @@ Keys = dict[int, np.ndarray]
 
 
 class Look(NamedTuple):
-    """The coordinator's book, after its laws were seen to hold; nothing while it has something to do."""
+    """The coordinator's book while it has nothing to do, after its laws were seen to hold."""
 
-    is_idle: bool = False
-    layout: tuple[SegmentLayout, ...] = ()
-    forgotten: frozenset[int] = frozenset()
+    layout: tuple[SegmentLayout, ...]
+    forgotten: frozenset[int]
     """Segments that ranks will be told to forget with the next plan."""
-    paths: dict[str, tuple[tuple[int, int, int], ...]] = {}  # noqa: RUF012
+    paths: dict[str, tuple[tuple[int, int, int], ...]]
     """Of each context the segments and the positions for which each is used."""
 
 

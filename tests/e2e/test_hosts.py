@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.test_failures import check_told, start_stream
@@ -77,7 +78,7 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one(
         stream = start_stream(service, started, nodes.on(0))
         assert service.stop() == 0
         check_told(service, stream, NEWS)
-        assert nodes.service() == []
+        assert psutil.wait_procs(nodes.service(), timeout=20)[1] == []
 
 
 def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:

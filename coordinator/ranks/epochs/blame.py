@@ -15,13 +15,17 @@ peers may believe that it is gone before it has said that it lives."""
 class Losses:
     """Gathers what is told of the members of one epoch, in rank order, into a `verdict`, a future that is set once.
 
-    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then.
+    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `step_now` tells the
+    step that the ranks are in, if they are in one.
     """
 
-    def __init__(self, members: Sequence[int], kill: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, members: Sequence[int], kill: Callable[[int, str], None], step_now: Callable[[], int | None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.members = tuple(members)
         self._kill = kill
+        self._step_now = step_now
         self._died: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._broken: dict[int, tuple[int, str]] = {}
@@ -84,7 +88,7 @@ class Losses:
 
     def _conclude_lost(self, member: int) -> None:
         reason = self._failed.get(member) or self._died[member]
-        step = self.step or next((step for step, _ in self._broken.values()), None)
+        step = self.step or next((step for step, _ in self._broken.values()), None) or self._step_now()
         self.conclude(WorkerLost(self.members.index(member), reason), step)
 
     def conclude(self, error: LongleafError, step: int | None = None) -> None:

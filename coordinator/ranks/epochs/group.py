@@ -28,11 +28,11 @@ class Group:
         self._config = config
         self._channel = channel
         self._roster = roster
-        self._losses = Losses(self.members, roster.end)
-        self._meeting = Meeting(epoch, self.members)
-        self._sending = asyncio.Lock()
         self._results: dict[int, asyncio.Future[StepResult]] = {}
         """By the number of a step under way: an answer to any other is dropped."""
+        self._losses = Losses(self.members, roster.end, self._step_now)
+        self._meeting = Meeting(epoch, self.members)
+        self._sending = asyncio.Lock()
         self._is_fenced = False
         for member in members:
             if member.end:
@@ -130,6 +130,9 @@ class Group:
     async def _send(self, message: StepPlan | Layout) -> None:
         async with self._sending:
             await self._channel.send(self.members, message)
+
+    def _step_now(self) -> int | None:
+        return min((step for step, result in self._results.items() if not result.done()), default=None)
 
     # --- what members say ---
 

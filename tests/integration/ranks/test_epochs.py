@@ -104,7 +104,7 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
         world.control.lost(member, "was killed by signal 9")
     end = await world.control.group.wait_ended()
     assert isinstance(end.error, WorkerLost)
-    assert (end.error.rank, end.step) == (lost[0], None)
+    assert (end.error.rank, end.step) == (lost[0], 1)
     with pytest.raises(WorkerLost):
         await step
     formation = await world.control.form(2)

@@ -119,6 +119,7 @@ async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
         kept.control.lost(member, "vanished")
         await kept.wait_for(Replacing, member)
         await kept.control.wait_joinable()
+        await kept.control.form(member + 1)
         kept.now += 10.0
     kept.control.lost(4, "vanished")
     assert await kept.wait_for(Delayed) == [Delayed(4, 30.0, "too many ranks were lost within a minute")]
@@ -129,7 +130,7 @@ async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
 async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 4}
     kept.control.lost(1, "vanished")
-    reason = "3 replacements were lost before they had loaded the model; the last: no memory"
+    reason = "3 replacements were lost before they were ranks; the last: no memory"
     assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
     assert await kept.wait_for(Replacing) == [Replacing(2, 1), Replacing(3, 2), Replacing(4, 3)]
     assert [event.member for event in await kept.wait_for(MemberLost)] == [1, 2, 3, 4]
@@ -143,14 +144,41 @@ async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: 
     assert len(kept.fleet.replaced) == 4, "nobody is missing"
 
 
-async def test_who_loads_once_has_not_failed_before(kept: Kept) -> None:
+async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 5, 6}
-    for lost in (1, 4):
+    for epoch, lost in ((2, 1), (3, 4)):
         kept.control.lost(lost, "vanished")
         await kept.wait_for(Replacing, lost + 2 if lost > 1 else 3)
         await kept.control.wait_joinable()
+        await kept.control.form(epoch)
     assert not [event for event in kept.events if isinstance(event, GivenUp)]
     assert [member for _, member in kept.fleet.replaced] == [2, 3, 4, 5, 6, 7]
+
+
+async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: Kept) -> None:
+    for lost in (1, 2, 3, 4):
+        kept.control.lost(lost, "did not join 2 epochs")
+        if lost < 4:
+            await kept.wait_for(Replacing, lost)
+            await kept.control.wait_joinable()
+    reason = "3 replacements were lost before they were ranks; the last: did not join 2 epochs"
+    assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
+    assert kept.keeper.refill() == 1
+
+
+async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it_comes(kept: Kept) -> None:
+    kept.fleet.problem = StartError("no slot")
+    kept.control.lost(1, "its node died")
+    [given_up] = await kept.wait_for(GivenUp)
+    told = "it was not there for 5 min, and is filled when it is: no slot"
+    assert (given_up.lost, given_up.reason) == (1, told)
+    assert kept.now >= CONFIG.start_timeout
+    await kept.control.wait_settled()
+    assert kept.keeper.refill() == 0, "it is still looked for"
+    kept.fleet.problem = None
+    await kept.control.wait_joinable()
+    assert len([event for event in kept.events if isinstance(event, GivenUp)]) == 1, "told once"
+    assert [loss.slot for loss in kept.control.losses] == ["filling"]
 
 
 async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:

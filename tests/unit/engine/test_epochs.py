@@ -162,12 +162,21 @@ async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
             engine.get_context("old")
 
 
-async def test_a_job_that_breaks_two_epochs_fails_alone() -> None:
+@pytest.mark.parametrize(("is_deadly", "num_epochs"), [(False, 2), (True, 4)])
+async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: bool, num_epochs: int) -> None:
+    """With the second one that it breaks, or the fourth in which a rank dies."""
+
     class Poisoned(FakeRanks):
+        num_ended = 0
+
         async def step(self, plan):
             if not isinstance(plan.work, Prefill | Move) and any(666 in row.token_ids for row in plan.work.rows):
-                self.lose(0, "choked", plan.step)
-                self.load(100 + plan.epoch)
+                self.num_ended += 1
+                if is_deadly:
+                    self.lose(0, "choked", plan.step)
+                    self.load(100 + plan.epoch)
+                else:
+                    self.break_epoch("choked", plan.step)
             return await super().step(plan)
 
     ranks = Poisoned(3, 100)
@@ -179,7 +188,25 @@ async def test_a_job_that_breaks_two_epochs_fails_alone() -> None:
         told = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
         assert isinstance(told[0], Unavailable)
         assert [ids for ids, _ in told[1:]] == [answer(2, 300), answer(3, 300)]
+        assert ranks.num_ended == num_epochs
         engine.audit()
+
+
+async def test_epochs_that_always_break_before_their_first_step_end_the_service() -> None:
+    class Disagreeing(FakeRanks):
+        async def lay_out(self, layout):
+            await super().lay_out(layout)
+            self.break_epoch("that cannot be held")
+
+    ranks = Disagreeing(3, 100)
+    async with running(engine_of(ranks)) as found:
+        stream = found.engine.submit(prompt(5, 60))
+        ranks.break_epoch("hung")
+        told = "8 epochs ended one after the other without a step; the last: that cannot be held"
+        with pytest.raises(Unavailable, match=told):
+            await read(stream)
+        with pytest.raises(Unavailable, match=told):
+            await found.loop
 
 
 @pytest.mark.parametrize(("bytes_per_token", "expected"), [(1 << 10, 4096), (320 << 10, 12), (1 << 30, 1)])

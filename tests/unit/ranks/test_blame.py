@@ -27,9 +27,9 @@ def broken(member: int, blamed: int | None = None) -> Report:
 class Judged:
     """Losses whose members are gone as soon as they are killed."""
 
-    def __init__(self, reports: list[Report]) -> None:
+    def __init__(self, reports: list[Report], step_now: int | None = None) -> None:
         self.killed: list[int] = []
-        self.losses = Losses(MEMBERS, self.kill)
+        self.losses = Losses(MEMBERS, self.kill, lambda: step_now)
         for report in reports:
             report(self.losses)
 

@@ -2,53 +2,14 @@
 
 import pytest
 
-from coordinator.events import Claim, Failed, Prompt
-from coordinator.placement.ranking import Ranking
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Decode, Move, Prefill, StepPlan, StepResult
+from coordinator.events import Claim, Prompt
+from longleaf.channel.step import Decode, Move, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.geometry import Reach, Windows
 from longleaf.messages import ContextSettings, Recovering
 from longleaf.sampling import Sampling
-from tests.support.key_ledger import KeyLedger
-from tests.support.scheduling import Bench, kinds
-
-
-class Group(Bench):
-    """A bench whose ranks come and go."""
-
-    def __init__(self, num_ranks: int = 4, num_blocks: int = 64, **changes: object) -> None:
-        super().__init__(blocks=(num_blocks,) * num_ranks, **changes)  # type: ignore[arg-type]
-        windows = self.placer.windows
-        self.keys = KeyLedger(num_ranks, self.config.block_size, windows)
-        self.epoch = 1
-
-    def _result(self, plan: StepPlan) -> StepResult:
-        tokens = self.keys.apply(self.sequences.complete(plan))
-        return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
-
-    def change(self, *before: int | None, step: int | None = None, may_grow: bool = False) -> None:
-        """An epoch of these ranks of the one before; None is a new one."""
-        self.scheduler.roll_back(step)
-        self.epoch += 1
-        self.keys.change_ranks(before)
-        num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
-        self.scheduler.change_ranks(Ranking(self.epoch, before, num_blocks), may_grow=may_grow)
-        self.keys.lay_out(self.scheduler.layout())
-        self.sequences = Sequences(self.config.block_size)
-        self._see(self.scheduler.drain())
-        self._check()
-
-    def document(self, context: str, count: int, append: bool = False) -> None:
-        self.ingest(context, count, append)
-        self.run()
-
-    def contexts(self) -> list[str]:
-        return [context.id for context in self.scheduler.contexts.list()]
-
-    def holds(self, context: str) -> bool:
-        path = self.scheduler.contexts.get(context).path
-        return self.scheduler.segments.holdings.holds(path) and bool(self.keys.chain(path.ids, path.end))
+from tests.support.ranks_that_change import Group
+from tests.support.scheduling import kinds
 
 
 def reread(plans: list[StepPlan]) -> list[Prefill]:
@@ -140,67 +101,6 @@ def test_a_document_waits_for_its_own_lost_beginning() -> None:
     works = reread(group.run())
     assert [piece.start for piece in works[0].pieces] == [16, 40]
     assert [work.start for work in works[1:]] == [64, 96]
-    assert group.holds("a")
-
-
-def test_who_breaks_two_epochs_ends_alone() -> None:
-    group = Group()
-    poison, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
-    rows = 0
-    while not isinstance(group.seen.get(poison, [None])[-1], Failed):
-        plan = group.schedule()
-        assert plan is not None
-        together = [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
-        if poison in together and len(group.tokens(poison)) == 2:
-            rows = len(together)
-            group.change(0, 1, 2, 3, step=plan.step)
-        else:
-            group.commit(plan)
-    assert rows == 1, "the second time it was alone"
-    assert group.tokens(poison) == group.alone(9, 2)
-    error = group.seen[poison][-1]
-    assert isinstance(error, Failed) and isinstance(error.error, Unavailable)
-    group.run()
-    assert group.tokens(other) == group.alone(9, 6)
-
-
-def test_an_epoch_that_breaks_elsewhere_accuses_nobody() -> None:
-    group = Group()
-    job = group.ingest("a", 64)
-    for _ in range(4):
-        group.schedule()
-        group.change(0, 1, 2, 3)
-    group.run()
-    assert "a" in group.contexts()
-    assert not any(isinstance(event, Exception) for event in group.seen[job])
-
-
-def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
-    group = Group()
-    group.document("a", 64)
-    group.document("b", 64)
-    group.change(0, 1, 2)
-    for _ in range(2):
-        plan = group.schedule()
-        assert plan is not None
-        group.change(0, 1, 2, step=plan.step)
-    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["a"]
-    group.run()
-    assert group.contexts() == ["b"]
-    assert group.holds("b")
-
-
-def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> None:
-    group = Group()
-    group.document("a", 128)
-    group.change(0, 1, 2)
-    for before in ((0, 1, 2), (0, 1)):
-        plan = group.schedule()
-        assert plan is not None and isinstance(plan.work, Prefill)
-        group.change(*before, step=plan.step)
-        group.step()
-    assert group.scheduler.take_given_up() == []
-    group.run()
     assert group.holds("a")
 
 
@@ -382,6 +282,21 @@ def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
     assert first is not None and isinstance(first.work, Move) and first.work.windows
     group.run()
     assert group.tokens(job) == group.alone(20, 2)
+
+
+def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
+    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group.document("a", 64)
+    group.change(0, 1, None)
+    for _ in range(2):
+        plan = group.schedule()
+        assert plan is not None and isinstance(plan.work, Move) and plan.work.windows
+        group.change(0, 1, 2, step=plan.step)
+    plan = group.schedule()
+    assert plan is not None and isinstance(plan.work, Prefill)
+    group.commit(plan)
+    group.run()
+    assert group.holds("a")
 
 
 def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> None:

@@ -187,13 +187,13 @@ def test_what_is_raised_in_a_step_ends_the_epoch_and_not_the_member():
     errors = {2: WorkerLost(1, "died")}
     late = (plan(3), plan(4), Layout(1, ()), OpenStore(1), join(1))
     log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
-    broken = [("begin", 2), ("end", 2), *LEFT, ("broken", 1, 2, "died", 1)]
+    broken = [("begin", 2), ("end", 2), ("broken", 1, 2, "died", 1), *LEFT]
     assert log == [*JOINED, ("begin", 1), *of(1), *broken, *AGAIN, ("begin", 6), *of(6)]
 
 
 def test_the_step_that_broke_is_told_though_the_next_one_was_begun():
     log = live([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
-    assert log == [*JOINED, ("begin", 1), ("begin", 2), ("end", 1), *LEFT, ("broken", 1, 1, "ValueError: no", None)]
+    assert log == [*JOINED, ("begin", 1), ("begin", 2), ("end", 1), ("broken", 1, 1, "ValueError: no", None), *LEFT]
 
 
 def test_what_was_begun_when_an_epoch_ends_is_not_answered():
@@ -204,14 +204,14 @@ def test_what_was_begun_when_an_epoch_ends_is_not_answered():
 def test_who_cannot_join_says_so_and_joins_the_next_one():
     rank_errors: dict = {"join": RuntimeError("nobody came")}
     log = live([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
-    assert log == [("join", 1), *LEFT, ("broken", 1, 0, "RuntimeError: nobody came", None), *AGAIN]
+    assert log == [("join", 1), ("broken", 1, 0, "RuntimeError: nobody came", None), *LEFT, *AGAIN]
 
 
 def test_who_fails_twice_for_a_reason_of_its_own_ends():
     log: list = []
     with pytest.raises(OSError, match="no room"):
         live(log, join(1), join(2), errors={"join": OSError("no room")})
-    assert log == [("join", 1), *LEFT, ("broken", 1, 0, "OSError: no room", None), ("join", 2)]
+    assert log == [("join", 1), ("broken", 1, 0, "OSError: no room", None), *LEFT, ("join", 2)]
 
 
 def test_a_store_is_opened_for_an_epoch_that_comes():
@@ -245,7 +245,7 @@ def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
     standing, log = Standing(), []
     fence = lambda: standing.fence(1)  # noqa: E731
     live(log, join(1), plan(1), fence, plan(2), join(2), standing=standing, looks=None)
-    freed = [("fence",), ("begin", 2), ("end", 1), *LEFT, ("broken", 1, 1, "epoch 1 was ended", None)]
+    freed = [("fence",), ("begin", 2), ("end", 1), ("broken", 1, 1, "epoch 1 was ended", None), *LEFT]
     assert log == [*JOINED, ("begin", 1), *freed, *AGAIN]
 
 

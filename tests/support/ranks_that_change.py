@@ -1,0 +1,47 @@
+"""A scheduler whose ranks come and go, over a ledger of the keys that they hold."""
+
+from coordinator.placement.ranking import Ranking
+from coordinator.recovery.suspicion import BREAK
+from longleaf.channel.sequences import Sequences
+from longleaf.channel.step import StepPlan, StepResult
+from tests.support.key_ledger import KeyLedger
+from tests.support.scheduling import Bench
+
+
+class Group(Bench):
+    """A bench whose ranks come and go."""
+
+    def __init__(self, num_ranks: int = 4, num_blocks: int = 64, **changes: object) -> None:
+        super().__init__(blocks=(num_blocks,) * num_ranks, **changes)  # type: ignore[arg-type]
+        windows = self.placer.windows
+        self.keys = KeyLedger(num_ranks, self.config.block_size, windows)
+        self.epoch = 1
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        tokens = self.keys.apply(self.sequences.complete(plan))
+        return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
+
+    def change(
+        self, *before: int | None, step: int | None = None, suspicion: int = BREAK, may_grow: bool = False
+    ) -> None:
+        """An epoch of these ranks of the one before; None is a new one. That one ended in `step`."""
+        self.scheduler.roll_back(step, suspicion)
+        self.epoch += 1
+        self.keys.change_ranks(before)
+        num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
+        self.scheduler.change_ranks(Ranking(self.epoch, before, num_blocks), may_grow=may_grow)
+        self.keys.lay_out(self.scheduler.layout())
+        self.sequences = Sequences(self.config.block_size)
+        self._see(self.scheduler.drain())
+        self._check()
+
+    def document(self, context: str, count: int, append: bool = False) -> None:
+        self.ingest(context, count, append)
+        self.run()
+
+    def contexts(self) -> list[str]:
+        return [context.id for context in self.scheduler.contexts.list()]
+
+    def holds(self, context: str) -> bool:
+        path = self.scheduler.contexts.get(context).path
+        return self.scheduler.segments.holdings.holds(path) and bool(self.keys.chain(path.ids, path.end))

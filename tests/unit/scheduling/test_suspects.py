@@ -1,0 +1,133 @@
+"""Who ends epochs is found, and nobody else is blamed."""
+
+from coordinator.events import Failed
+from coordinator.recovery.suspicion import LOSS
+from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.errors import Unavailable
+from tests.support.ranks_that_change import Group
+
+
+def rows(plan: StepPlan) -> list[int]:
+    return [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
+
+
+def test_who_breaks_two_epochs_ends_alone() -> None:
+    group = Group()
+    poison, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
+    rows = 0
+    while not isinstance(group.seen.get(poison, [None])[-1], Failed):
+        plan = group.schedule()
+        assert plan is not None
+        together = [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
+        if poison in together and len(group.tokens(poison)) == 2:
+            rows = len(together)
+            group.change(0, 1, 2, 3, step=plan.step)
+        else:
+            group.commit(plan)
+    assert rows == 1, "the second time it was alone"
+    assert group.tokens(poison) == group.alone(9, 2)
+    error = group.seen[poison][-1]
+    assert isinstance(error, Failed) and isinstance(error.error, Unavailable)
+    group.run()
+    assert group.tokens(other) == group.alone(9, 6)
+
+
+def test_an_epoch_that_breaks_elsewhere_accuses_nobody() -> None:
+    group = Group()
+    job = group.ingest("a", 64)
+    for _ in range(4):
+        group.schedule()
+        group.change(0, 1, 2, 3)
+    group.run()
+    assert "a" in group.contexts()
+    assert not any(isinstance(event, Exception) for event in group.seen[job])
+
+
+def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
+    group = Group()
+    group.document("a", 64)
+    group.document("b", 64)
+    group.change(0, 1, 2)
+    for _ in range(2):
+        plan = group.schedule()
+        assert plan is not None
+        group.change(0, 1, 2, step=plan.step)
+    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["a"]
+    group.run()
+    assert group.contexts() == ["b"]
+    assert group.holds("b")
+
+
+def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> None:
+    group = Group()
+    group.document("a", 128)
+    group.change(0, 1, 2)
+    for before in ((0, 1, 2), (0, 1)):
+        plan = group.schedule()
+        assert plan is not None and isinstance(plan.work, Prefill)
+        group.change(*before, step=plan.step)
+        group.step()
+    assert group.scheduler.take_given_up() == []
+    group.run()
+    assert group.holds("a")
+
+
+def test_in_whose_steps_ranks_die_four_times_ends_alone() -> None:
+    group = Group()
+    deadly, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
+    together = list[int]()
+    while not isinstance(group.seen.get(deadly, [None])[-1], Failed):
+        plan = group.schedule()
+        assert plan is not None
+        if deadly in rows(plan) and len(group.tokens(deadly)) == 2:
+            together.append(len(rows(plan)))
+            group.change(0, 1, 2, None, step=plan.step, suspicion=LOSS)
+        else:
+            group.commit(plan)
+    assert together == [2, 2, 1, 1], "one loss parts nobody"
+    assert group.tokens(deadly) == group.alone(9, 2)
+    group.run()
+    assert group.tokens(other) == group.alone(9, 6)
+
+
+def test_a_prompt_that_comes_past_the_place_is_cleared() -> None:
+    group = Group()
+    asked = group.ask(200, max_tokens=2)
+    _break_everywhere(group, asked)
+    assert group.tokens(asked) == group.alone(200, 2)
+
+
+def test_a_document_that_comes_past_the_place_is_cleared() -> None:
+    group = Group()
+    _break_everywhere(group, group.ingest("a", 200))
+    assert group.holds("a")
+
+
+def _break_everywhere(group: Group, job: int) -> None:
+    for place in (32, 64, 96, 128):
+        plan = _until(group, job, place)
+        group.change(0, 1, 2, 3, step=plan.step)
+    group.run()
+
+
+def _until(group: Group, job: int, place: int) -> StepPlan:
+    """The plan of a job's chunk from some position on, under way."""
+    while True:
+        plan = group.schedule()
+        assert plan is not None and isinstance(plan.work, Prefill)
+        if (job in group.scheduler._planner.under_way) and plan.work.start == place:
+            return plan
+        group.commit(plan)
+
+
+def test_a_chunk_before_the_place_clears_nobody() -> None:
+    group = Group()
+    asked = group.ask(100, max_tokens=2)
+    while not isinstance(group.seen.get(asked, [None])[-1], Failed):
+        plan = group.schedule()
+        assert plan is not None
+        if isinstance(plan.work, Prefill) and plan.work.start == 64:
+            group.change(0, 1, 2, 3, step=plan.step)
+        else:
+            group.commit(plan)
+    assert "tokens 64 to " in str(group.seen[asked][-1].error)
