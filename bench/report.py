@@ -18,7 +18,9 @@ from typing import Any
 from bench.harness.arguments import RESULTS
 from bench.pages.rendering import render
 
-BENCHES = "decode ingest shared overhead fair scaling serve prefill windows sampling key_types hostile bare".split()
+BENCHES = (
+    "decode ingest shared overhead fair scaling serve prefill windows sampling key_types hostile bare recover".split()
+)
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,
     ("decode", 8000, 8, 8): 3.0,
