@@ -190,18 +190,21 @@ class Engine:
         return None if following is None else following - now
 
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
-        """The ranks and the load. Which model they serve, and what started them, the engine is told."""
+        """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
         scheduler, config, epoch = self._open(), self._config, self._epochs.current
         hellos, readies = epoch.formation.hellos, epoch.formation.readies
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
         members, size = zip(held, hellos, readies, strict=True), config.block_size
+        gone = {loss.member for loss in self._ranks.losses}
+        workers = tuple(
+            view_worker(rank, hello, ready, tokens, windowed, size)
+            for rank, (tokens, hello, ready) in enumerate(members)
+            if hello.member not in gone
+        )
         return Cluster(
             model=model,
-            workers=tuple(
-                view_worker(rank, hello, ready, tokens, windowed, size)
-                for rank, (tokens, hello, ready) in enumerate(members)
-            ),
-            world_size=len(readies),
+            workers=workers,
+            world_size=len(workers),
             epoch=epoch.number,
             launcher=launcher,
             merge=config.merge,

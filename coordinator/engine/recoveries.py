@@ -56,7 +56,8 @@ class Recoveries:
         if now.lost_tokens > before.lost_tokens:
             log.warning("recovering: %s tokens were lost", f"{now.lost_tokens:,}")
         if now.is_over and now.lost_tokens:
-            log.warning("recovered %s lost tokens in %s", f"{now.lost_tokens:,}", human_seconds(now.seconds))
+            but = f", but for those of contexts that were given up ({len(now.given_up)})" if now.given_up else ""
+            log.warning("recovered %s lost tokens in %s%s", f"{now.lost_tokens:,}", human_seconds(now.seconds), but)
 
     @property
     def latest(self) -> Recovery | None:

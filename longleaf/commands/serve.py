@@ -133,7 +133,7 @@ class ServeFlags:
         float, option(REQUESTS, "Seconds a step of few tokens may take before the rank that holds it up is killed.")
     ] = _DEFAULTS.step_timeout
     form_timeout: Annotated[
-        float, option(LOSSES, "Seconds that ranks may take to form a new group; then it is tried again.")
+        float, option(LOSSES, "Seconds that ranks may take to form a new group (twice the first one's if longer).")
     ] = _DEFAULTS.form_timeout
     lost_after: Annotated[
         float, option(LOSSES, "Seconds without a sign of life after which a rank is killed and counts as lost.")

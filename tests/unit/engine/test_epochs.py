@@ -121,6 +121,15 @@ async def test_a_loss_while_others_join_is_told_as_any() -> None:
         assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, held, held)
 
 
+async def test_who_is_gone_is_told_of_no_more_though_no_other_group_is_formed_yet() -> None:
+    ranks = FakeRanks(3, 16)
+    async with running(engine_of(ranks)) as found:
+        ranks.tell((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
+        cluster = found.engine.cluster()
+        assert [worker.rank for worker in cluster.workers] == [0, 2]
+        assert (cluster.world_size, cluster.epoch) == (2, 1)
+
+
 async def test_what_is_left_may_be_too_small() -> None:
     ranks = FakeRanks(3, 16)
     async with running(engine_of(ranks)) as found:
