@@ -8,6 +8,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from coordinator.events import NO_CLAIM, Outcome
 from coordinator.placement.paths import Path
 from coordinator.placement.ranking import Ranking
+from coordinator.recovery.suspicion import BREAK, GUILTY, LOSS
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import StepPlan
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
@@ -70,18 +71,19 @@ class RecoveringMachine(SchedulerMachine):
         for plan in in_order[num_done:]:
             self.keys.wreck(plan)
         guilty = data.draw(st.none() | st.sampled_from(self.plans), label="guilty") if self.plans else None
-        self._accuse(guilty)
+        suspicion = data.draw(st.sampled_from([BREAK, LOSS]), label="suspicion")
+        self._accuse(guilty, suspicion)
         self.plans.clear()
-        self.scheduler.roll_back(guilty.step if guilty else None)
+        self.scheduler.roll_back(guilty.step if guilty else None, suspicion)
         self.is_between = True
         self.waited.clear()
         self.ran.clear()
         self._look()
 
-    def _accuse(self, plan: StepPlan | None) -> None:
+    def _accuse(self, plan: StepPlan | None, suspicion: int) -> None:
         flight = next((f for f in self.scheduler._planner._flights if f.plan is plan), None)
         for job, _ in flight.jobs if flight else ():
-            self.broken[job.request.id] += 1
+            self.broken[job.request.id] += suspicion
 
     @precondition(lambda self: self.is_between)
     @rule(data=st.data(), may_grow=st.booleans())
@@ -179,7 +181,7 @@ class RecoveringMachine(SchedulerMachine):
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if isinstance(error, Unavailable):
-            assert self.broken[job] >= 2
+            assert self.broken[job] >= GUILTY
         elif not isinstance(error, ContextLost) and not (
             isinstance(error, ResourceExhausted) and error.subject == "pool"
         ):
