@@ -11,11 +11,11 @@ from coordinator.ranks.ports import EpochEnd, Formation, Ranks
 from coordinator.recovery.suspicion import BREAK, LOSS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.epochs import Layout
-from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
+from longleaf.errors import EpochBroken, Unavailable, WorkerLost
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8
-"""Epochs one after the other that may break without a step: more than a job that breaks them has."""
+"""Epochs one after the other that may break before their first step."""
 
 
 class Epochs:
@@ -103,7 +103,7 @@ class Epochs:
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:
             end = await self.ended()
-            self._check_progress(end.error, scheduler)
+            self._check_progress(end, scheduler)
             scheduler.roll_back(end.step, LOSS if isinstance(end.error, WorkerLost) else BREAK)
         else:
             scheduler.roll_back()
@@ -122,12 +122,14 @@ class Epochs:
         self._watch()
         tell()
 
-    def _check_progress(self, error: LongleafError, scheduler: Scheduler) -> None:
-        """Ranks that live, and break before their first step, would do so for ever: raises Unavailable."""
-        is_idle = isinstance(error, EpochBroken) and scheduler.num_answered == self._num_answered
+    def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
+        """Ranks that live, and break before their first step, would do so for ever: raises Unavailable. What breaks in
+        a step is the fault of its work, which is given up."""
+        is_idle = isinstance(end.error, EpochBroken) and end.step is None
+        is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
         if self._num_idle >= MAX_IDLE:
-            raise Unavailable(f"{MAX_IDLE} epochs ended one after the other without a step; the last: {error}")
+            raise Unavailable(f"{MAX_IDLE} epochs ended one after the other without a step; the last: {end.error}")
 
     @property
     def may_yet_grow(self) -> bool:

@@ -201,6 +201,21 @@ async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: 
         engine.audit()
 
 
+async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
+    class Poisoned(FakeRanks):
+        async def step(self, plan):
+            if not isinstance(plan.work, Prefill | Move) and any(666 in row.token_ids for row in plan.work.rows):
+                self.break_epoch("choked", plan.step)
+            return await super().step(plan)
+
+    async with running(engine_of(Poisoned(3, 100))) as found:
+        engine = found.engine
+        poison = Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3))
+        told = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
+        assert all(isinstance(one, Unavailable) for one in told)
+        assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
+
+
 async def test_epochs_that_always_break_before_their_first_step_end_the_service() -> None:
     class Disagreeing(FakeRanks):
         async def lay_out(self, layout):
