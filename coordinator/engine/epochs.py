@@ -104,7 +104,7 @@ class Epochs:
         if is_loss:
             end = await self.ended()
             self._check_progress(end, scheduler)
-            scheduler.roll_back(end.step, LOSS if isinstance(end.error, WorkerLost) else BREAK)
+            scheduler.roll_back(end.steps, LOSS if isinstance(end.error, WorkerLost) else BREAK)
         else:
             scheduler.roll_back()
         tell()
@@ -125,7 +125,7 @@ class Epochs:
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
         """Ranks that live, and break before their first step, would do so for ever: raises Unavailable. What breaks in
         a step is the fault of its work, which is given up."""
-        is_idle = isinstance(end.error, EpochBroken) and end.step is None
+        is_idle = isinstance(end.error, EpochBroken) and not end.steps
         is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
         if self._num_idle >= MAX_IDLE:

@@ -31,7 +31,7 @@ class Loss:
         """With replicated windows, the place on the segment's path before which they are kept to go on from."""
         self.suspicion = before.suspicion if before else 0
         """How much its tokens are suspected of ending epochs, for they were not read past that place again."""
-        self._suspect_end = before._suspect_end if before else 0
+        self.suspect_end = before.suspect_end if before else 0
         """Where that ends."""
 
     @property
@@ -58,10 +58,5 @@ class Loss:
         low, high = self.left[index]
         assert low == start < end <= high
         self.left[index : index + 1] = [(end, high)] if end < high else []
-        if self.left and self.first >= self._suspect_end:
+        if self.left and self.first >= self.suspect_end:
             self.suspicion = 0
-
-    def suspect(self, end: int, amount: int) -> None:
-        """An epoch ended while positions up to `end` were read again."""
-        self.suspicion += amount
-        self._suspect_end = max(self._suspect_end, end)

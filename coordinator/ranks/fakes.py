@@ -123,13 +123,13 @@ class FakeRanks:
 
     def lose(self, rank: int, reason: str, step: int | None = None) -> None:
         """Loses a rank, between steps if none is given."""
-        self._end = EpochEnd(WorkerLost(rank, reason), step)
+        self._end = EpochEnd(WorkerLost(rank, reason), () if step is None else (step,))
         self.members.pop(rank)
         self._change()
 
     def break_epoch(self, reason: str, step: int | None = None) -> None:
         """Ends the epoch; all ranks live."""
-        self._end = EpochEnd(EpochBroken(reason), step)
+        self._end = EpochEnd(EpochBroken(reason), () if step is None else (step,))
         self._change()
 
     def load(self, member: int) -> None:

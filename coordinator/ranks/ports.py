@@ -40,8 +40,8 @@ class EpochEnd(msgspec.Struct, frozen=True):
     error: LongleafError
     """WorkerLost that names a rank, where one is gone; EpochBroken where all live; StartError for what no rank can
     serve."""
-    step: int | None = None
-    """The step that the ranks were in, if they were in one: as a rank told, or as it was not answered yet."""
+    steps: tuple[int, ...] = ()
+    """Those in one of which it ended: one where that is known, none where the ranks were in none."""
 
 
 class Group(Protocol):

@@ -1,6 +1,6 @@
 """What follows a change of ranks, until all is held again and everybody holds a share. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.holdings import Holding
@@ -46,6 +46,11 @@ class Recovery:
         return bool(self._moving.bare)
 
     @property
+    def is_suspected(self) -> bool:
+        """Something that is lost is to be read again with nothing else under way."""
+        return any(holding.loss.suspicion >= BREAK for holding in self._holdings.lossy if holding.loss)
+
+    @property
     def is_promised(self) -> bool:
         """All that is lost has blocks promised for it."""
         return self._rereading.is_promised
@@ -78,20 +83,21 @@ class Recovery:
 
     # --- the change ---
 
-    def undo(self, step_work: object | None, suspicion: int) -> Holding | None:
-        """What is under way never was. Gives the segment of which that work, in which an epoch ended, read."""
-        is_suspected = self._work is not None and self._work is step_work
+    def undo(self, ended: Sequence[object], suspicion: int) -> Holding | None:
+        """What is under way never was. Gives the segment that it read again, if the epoch ended in that work, or in
+        that or another one."""
+        is_suspected, is_certain = any(work is self._work for work in ended), len(ended) == 1
         self._work = None
         amount = suspicion if is_suspected else 0
-        reread = self._rereading.undo(amount) if self._rereading.is_under_way else None
+        reread = self._rereading.undo(amount, is_certain=is_certain) if self._rereading.is_under_way else None
         if self._moving.is_under_way:
-            self._moving.undo(has_broken=amount >= BREAK)
+            self._moving.undo(has_broken=amount >= BREAK and is_certain)
         return reread if is_suspected else None
 
     def fail(self) -> Holding | None:
         """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
         self._work = None
-        return self._rereading.undo(0)
+        return self._rereading.undo(0, is_certain=True)
 
     def change_ranks(self, ranking: Ranking) -> None:
         """Has the books be those of the next epoch. Nothing else may be promised."""

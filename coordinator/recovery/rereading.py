@@ -8,6 +8,7 @@ from coordinator.placement.holdings import Holding
 from coordinator.placement.losses import Loss
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
+from coordinator.recovery.suspicion import add
 from longleaf.channel.step import Prefill
 
 
@@ -164,7 +165,7 @@ class Rereading:
             self._rolling = loss.promise.split(self.num_rolling)
             self._current = None
 
-    def undo(self, suspicion: int) -> Holding | None:
+    def undo(self, suspicion: int, *, is_certain: bool) -> Holding | None:
         """What was under way never was, and is suspected so much. Gives the segment, if anybody still needs it."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
@@ -172,7 +173,8 @@ class Rereading:
         loss = holding.loss
         assert loss.promise is not None
         if suspicion:
-            loss.suspect(holding.arriving[-1].end, suspicion)
+            loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
+            loss.suspect_end = max(loss.suspect_end, holding.arriving[-1].end)
         self._placer.take_back(holding.arriving, loss.promise)
         holding.arriving = ()
         holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)

@@ -50,18 +50,17 @@ class Healing:
 
     # --- the change ---
 
-    def roll_back(self, step: int | None, suspicion: int) -> None:
-        """Undoes what is under way. `step` is the one in which the epoch ended, if it was in one."""
+    def roll_back(self, steps: tuple[int, ...], suspicion: int) -> None:
+        """Undoes what is under way. `steps` are those in one of which the epoch ended, if it was in one."""
         self.is_between_epochs = True
         lives = self._lives
-        work, guilty = lives.planner.roll_back(step, suspicion, set(lives.requests.jobs()))
-        reread = self._recovery.undo(work, suspicion)
+        works, guilty = lives.planner.roll_back(steps, suspicion, set(lives.requests.jobs()))
+        reread = self._recovery.undo(works, suspicion)
         for job in self._running_sequences():
             lives.preempt(job)
         for job in self._ingests():
             job.roll_back(self._placer)
-        for job in guilty:
-            assert work is not None
+        for job, work in guilty:
             lives.fail(job, job.poisoned(work))
         if reread and reread.loss and reread.loss.suspicion >= GUILTY:
             self._give_up_all(reread.segment, "the ranks broke whenever it was read again")

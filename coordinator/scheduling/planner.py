@@ -70,6 +70,8 @@ class Flight(NamedTuple):
 
     plan: StepPlan
     jobs: tuple[tuple[Job, int], ...]
+    is_apart: bool
+    """Nothing else may be under way."""
 
 
 class Planner:
@@ -97,7 +99,7 @@ class Planner:
     @property
     def is_full(self) -> bool:
         """Enough is under way."""
-        return len(self._flights) >= MAX_UNDER_WAY
+        return len(self._flights) >= MAX_UNDER_WAY or any(flight.is_apart for flight in self._flights)
 
     @property
     def under_way(self) -> set[int]:
@@ -135,14 +137,16 @@ class Planner:
         """Recovery's own plans take turns with chunks, and both with rows; but nothing is done by ranks that lack
         windows."""
         recovery, is_long_under_way = self._recovery, any(not isinstance(f.plan.work, Decode) for f in self._flights)
-        is_alone = not decoding
+        is_alone, is_apart = not decoding, recovery.is_suspected
+        if is_apart and self._flights:
+            return None
         if not is_long_under_way and (recovery.is_bare or is_alone or not self._was_prefill):
             is_turn = recovery.is_bare or not prefilling or not self._was_recovery
             work = recovery.plan(paths, self._budget.reread_size(is_alone=is_alone)) if is_turn else None
             self._was_recovery = work is not None
             if work is not None:
                 self._was_prefill = True
-                return self._plan(work, [])
+                return self._plan(work, [], is_apart=is_apart)
             if prefilling:
                 self._was_prefill = True
                 return self._plan_chunk(prefilling, is_alone=is_alone)
@@ -151,28 +155,35 @@ class Planner:
         self._was_prefill = False
         return self._plan_rows(decoding)
 
-    def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan:
+    def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan | None:
         job = self.turns.order(jobs, lambda job: job.last_turn)[0]
+        is_apart = self._suspects.is_apart(job)
+        if is_apart and self._flights:
+            return None
         size = self._budget.chunk_size(job, is_alone=is_alone)
         work = job.next_chunk(self._placer, size, self.step + 1)
         self.turns.take(job.request.claim.client, len(work.token_ids))
-        return self._plan(work, [job])
+        return self._plan(work, [job], is_apart=is_apart)
 
-    def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan:
+    def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:
+        is_apart = False
         if self._suspects:
             jobs = self._suspects.part(jobs)
-        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs)
+            is_apart = self._suspects.is_apart(jobs[0])
+        if is_apart and self._flights:
+            return None
+        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs, is_apart=is_apart)
 
-    def _plan(self, work: Work, jobs: Several[Job]) -> StepPlan:
+    def _plan(self, work: Work, jobs: Several[Job], *, is_apart: bool) -> StepPlan:
         self.step += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
-        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs)))
+        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
         return plan
 
     def land(self, plan: StepPlan) -> list[Job]:
         """The jobs for which an answered plan counts; it must be the first one under way."""
-        first, jobs = self._flights.popleft()
+        first, jobs, _ = self._flights.popleft()
         assert first is plan, "plans are committed in order"
         landed = [job for job, num_begins in jobs if job.is_running and job.num_begins == num_begins]
         if self._suspects:
@@ -181,16 +192,21 @@ class Planner:
 
     # --- the end of an epoch ---
 
-    def roll_back(self, step: int | None, suspicion: int, jobs: Container[Job]) -> tuple[Work | None, list[Job]]:
-        """Forgets what is under way. Gives the work of step number `step`, in which the epoch ended, and those of the
-        jobs that there are which are guilty by now."""
-        broken = next((flight for flight in self._flights if flight.plan.step == step), None)
+    def roll_back(
+        self, steps: Collection[int], suspicion: int, jobs: Container[Job]
+    ) -> tuple[list[Work], list[tuple[Job, Work]]]:
+        """Forgets what is under way. Gives the work of the steps in one of which the epoch ended, and those of the jobs
+        that there are which are guilty by now, with what they did."""
+        ended = [flight for flight in self._flights if flight.plan.step in steps]
         self._flights.clear()
         self._suspects.keep(jobs)
-        if broken is None:
-            return None, []
-        landed = [job for job, num_begins in broken.jobs if job.is_running and job.num_begins == num_begins]
-        return broken.plan.work, self._suspects.accuse(landed, broken.plan.work, suspicion)
+        guilty = list[tuple[Job, Work]]()
+        for flight in ended:
+            work = flight.plan.work
+            landed = [job for job, num_begins in flight.jobs if job.is_running and job.num_begins == num_begins]
+            found = self._suspects.accuse(landed, work, suspicion, is_certain=len(steps) == 1)
+            guilty += [(job, work) for job in found]
+        return [flight.plan.work for flight in ended], guilty
 
     def change_ranks(self, epoch: int) -> None:
         """Goes on with the ranks of another epoch, which know nothing of any sequence."""

@@ -286,14 +286,14 @@ class Scheduler:
 
     # --- from epoch to epoch ---
 
-    def roll_back(self, step: int | None = None, suspicion: int = BREAK) -> None:
+    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
         """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
         `change_ranks`. Answers go on later at their next token, documents after the last chunk that was read.
 
-        `step` is the one in which that happened, if it did in one. Its work is suspected so much: a job that breaks a
-        second one ends. See `drain`.
+        `steps` are those in one of which that happened, if it did in one. Their work is suspected so much: a job that
+        breaks a second one ends. See `drain`.
         """
-        self._healing.roll_back(step, suspicion)
+        self._healing.roll_back(steps, suspicion)
 
     def change_ranks(self, ranking: Ranking, *, may_grow: bool = False) -> None:
         """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from coordinator.recovery.suspicion import BREAK, GUILTY
+from coordinator.recovery.suspicion import BREAK, GUILTY, add
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.step import Decode, Prefill, Work
@@ -20,8 +20,8 @@ class _Suspicion:
     is_answer: bool = False
     """One ended while the job answered."""
 
-    def add(self, work: Work, amount: int) -> None:
-        self.amount += amount
+    def add(self, work: Work, amount: int, *, is_certain: bool) -> None:
+        self.amount = add(self.amount, amount, is_certain=is_certain)
         self.end = max(self.end, _end(work))
         self.is_answer |= isinstance(work, Decode)
 
@@ -31,8 +31,8 @@ class _Suspicion:
 
 
 class Suspects:
-    """Jobs in whose steps epochs ended. The rows of each that broke one are a step of their own until one of them is
-    answered: what breaks then is not the others' fault."""
+    """Jobs in whose steps epochs ended. Those that are suspected of breaking them have steps of their own, with nothing
+    else under way, until one of these is answered: what breaks then is not the others' fault."""
 
     def __init__(self) -> None:
         self._found: dict[Job, _Suspicion] = {}
@@ -40,12 +40,13 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._found)
 
-    def accuse(self, jobs: Iterable[Job], work: Work, amount: int) -> list[Job]:
-        """This work of theirs ended an epoch. Gives those that are guilty by now."""
+    def accuse(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
+        """This work of theirs ended an epoch, or unless that `is_certain`, other work. Gives those that are guilty by
+        now."""
         guilty = list[Job]()
         for job in jobs:
             found = self._found.setdefault(job, _Suspicion())
-            found.add(work, amount)
+            found.add(work, amount, is_certain=is_certain)
             if found.amount >= GUILTY:
                 guilty.append(job)
                 del self._found[job]
@@ -63,8 +64,12 @@ class Suspects:
 
     def part(self, jobs: Several[Sequence]) -> Several[Sequence]:
         """Those of some jobs that may have rows in one step: one that broke an epoch, or all others."""
-        apart = [job for job in jobs if job in self._found and self._found[job].amount >= BREAK]
-        return apart[:1] or [job for job in jobs if job not in apart]
+        apart = [job for job in jobs if self.is_apart(job)]
+        return apart[:1] or jobs
+
+    def is_apart(self, job: Job) -> bool:
+        """Its steps are its own, and nothing else is under way meanwhile."""
+        return job in self._found and self._found[job].amount >= BREAK
 
 
 def _end(work: Work) -> int:

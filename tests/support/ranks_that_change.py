@@ -22,10 +22,15 @@ class Group(Bench):
         return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def change(
-        self, *before: int | None, step: int | None = None, suspicion: int = BREAK, may_grow: bool = False
+        self,
+        *before: int | None,
+        step: int | None = None,
+        suspicion: int = BREAK,
+        may_grow: bool = False,
+        steps: tuple[int, ...] = (),
     ) -> None:
-        """An epoch of these ranks of the one before; None is a new one. That one ended in `step`."""
-        self.scheduler.roll_back(step, suspicion)
+        """An epoch of these ranks of the one before; None is a new one. That one ended in `step`, or one of `steps`."""
+        self.scheduler.roll_back(steps or (() if step is None else (step,)), suspicion)
         self.epoch += 1
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)

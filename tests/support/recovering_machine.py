@@ -70,17 +70,20 @@ class RecoveringMachine(SchedulerMachine):
             self.keys.apply(plan)
         for plan in in_order[num_done:]:
             self.keys.wreck(plan)
-        guilty = data.draw(st.none() | st.sampled_from(self.plans), label="guilty") if self.plans else None
+        plans = list(self.plans)
+        ended = data.draw(st.sampled_from([[], plans, plans[:1], plans[-1:]]), label="ended")
         suspicion = data.draw(st.sampled_from([BREAK, LOSS]), label="suspicion")
-        self._accuse(guilty, suspicion)
+        for plan in ended:
+            self._accuse(plan, suspicion)
+        steps = tuple(plan.step for plan in ended)
         self.plans.clear()
-        self.scheduler.roll_back(guilty.step if guilty else None, suspicion)
+        self.scheduler.roll_back(steps, suspicion)
         self.is_between = True
         self.waited.clear()
         self.ran.clear()
         self._look()
 
-    def _accuse(self, plan: StepPlan | None, suspicion: int) -> None:
+    def _accuse(self, plan: StepPlan, suspicion: int) -> None:
         flight = next((f for f in self.scheduler._planner._flights if f.plan is plan), None)
         for job, _ in flight.jobs if flight else ():
             self.broken[job.request.id] += suspicion

@@ -15,17 +15,17 @@ peers may believe that it is gone before it has said that it lives."""
 class Losses:
     """Gathers what is told of the members of one epoch, in rank order, into a `verdict`, a future that is set once.
 
-    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `step_now` tells the
-    step that the ranks are in, if they are in one.
+    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `under_way` tells
+    the steps in one of which the ranks are.
     """
 
     def __init__(
-        self, members: Sequence[int], kill: Callable[[int, str], None], step_now: Callable[[], int | None]
+        self, members: Sequence[int], kill: Callable[[int, str], None], under_way: Callable[[], tuple[int, ...]]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.members = tuple(members)
         self._kill = kill
-        self._step_now = step_now
+        self._under_way = under_way
         self._died: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._broken: dict[int, tuple[int, str]] = {}
@@ -84,14 +84,19 @@ class Losses:
             self._conclude_lost((gone or list(self._failed))[0])
         else:
             member, (step, reason) = next(iter(self._broken.items()))
-            self.conclude(EpochBroken(f"rank {self.members.index(member)}: {reason}"), step)
+            self.conclude(EpochBroken(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
 
     def _conclude_lost(self, member: int) -> None:
         reason = self._failed.get(member) or self._died[member]
-        step = self.step or next((step for step, _ in self._broken.values()), None) or self._step_now()
-        self.conclude(WorkerLost(self.members.index(member), reason), step)
+        step = self.step or next((step for step, _ in self._broken.values()), 0)
+        self.conclude(WorkerLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
-    def conclude(self, error: LongleafError, step: int | None = None) -> None:
-        """Settles the verdict, unless it is settled. Step 0 is none: ranks tell it before their first one."""
+    def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
+        """Settles the verdict, unless it is settled."""
         if not self.verdict.done():
-            self.verdict.set_result(EpochEnd(error, step or None))
+            self.verdict.set_result(EpochEnd(error, steps))
+
+
+def steps_of(step: int) -> tuple[int, ...]:
+    """Step 0 is none: ranks tell it before their first one."""
+    return (step,) if step else ()

@@ -30,7 +30,7 @@ class Group:
         self._roster = roster
         self._results: dict[int, asyncio.Future[StepResult]] = {}
         """By the number of a step under way: an answer to any other is dropped."""
-        self._losses = Losses(self.members, roster.end, self._step_now)
+        self._losses = Losses(self.members, roster.end, self._under_way)
         self._meeting = Meeting(epoch, self.members)
         self._sending = asyncio.Lock()
         self._is_fenced = False
@@ -122,7 +122,7 @@ class Group:
             return
         reason = f"step {step} took longer than its {human_seconds(seconds)}"
         if behind is None:
-            self.conclude(EpochBroken(reason), step)
+            self.conclude(EpochBroken(reason), (step,))
         else:
             self._losses.step = step
             self._roster.end(behind.number, reason)
@@ -131,8 +131,8 @@ class Group:
         async with self._sending:
             await self._channel.send(self.members, message)
 
-    def _step_now(self) -> int | None:
-        return min((step for step, result in self._results.items() if not result.done()), default=None)
+    def _under_way(self) -> tuple[int, ...]:
+        return tuple(step for step, result in self._results.items() if not result.done())
 
     # --- what members say ---
 
@@ -180,9 +180,9 @@ class Group:
         self._losses.died(member, reason + self._roster.where(member))
         self._fence()
 
-    def conclude(self, error: LongleafError, step: int | None = None) -> None:
+    def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
         """Ends the epoch, unless it has ended."""
-        self._losses.conclude(error, step)
+        self._losses.conclude(error, steps)
         self._fence()
 
     def _fence(self) -> None:

@@ -104,7 +104,7 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
         world.control.lost(member, "was killed by signal 9")
     end = await world.control.group.wait_ended()
     assert isinstance(end.error, WorkerLost)
-    assert (end.error.rank, end.step) == (lost[0], 1)
+    assert (end.error.rank, end.steps) == (lost[0], (1,))
     with pytest.raises(WorkerLost):
         await step
     formation = await world.control.form(2)
@@ -144,7 +144,7 @@ async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorl
         await world.members[member].send(Broken(member, 1, 4, "was left", blamed=1))
     end = await world.control.group.wait_ended()
     assert isinstance(end.error, EpochBroken)
-    assert (str(end.error), end.step, world.killed) == ("rank 1: ValueError: no", 4, [])
+    assert (str(end.error), end.steps, world.killed) == ("rank 1: ValueError: no", (4,), [])
     assert (await world.control.form(2)).members == (0, 1, 2)
     await world.check(2, 0, 1, 2)
 
@@ -154,7 +154,7 @@ async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -
     world.members[1].deaf_to = (Fence,)
     await world.members[2].send(Broken(2, 1, 4, "was left", blamed=1))
     end = await world.control.group.wait_ended()
-    assert (world.killed, str(end.error), end.step) == ([1], "rank 1 was lost: was left", 4)
+    assert (world.killed, str(end.error), end.steps) == ([1], "rank 1 was lost: was left", (4,))
     assert (await world.control.form(2)).members == (0, 2)
 
 
@@ -220,7 +220,7 @@ async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: 
     with pytest.raises(WorkerLost, match=r"step 1 took longer than its 100 ms") as caught:
         await world.control.group.step(StepPlan(1, 1, Decode(())))
     assert (caught.value.rank, world.killed) == (behind, [behind])
-    assert (await world.control.group.wait_ended()).step == 1
+    assert (await world.control.group.wait_ended()).steps == (1,)
     assert len((await world.control.form(2)).members) == 2
 
 
@@ -231,7 +231,7 @@ async def test_nobody_is_killed_where_several_are_behind(make_world: MakeWorld, 
         member.beat(Progress(1, 1, counts[number]))
     with pytest.raises(EpochBroken, match="step 1 took longer"):
         await world.control.group.step(StepPlan(1, 1, Decode(())))
-    assert ((await world.control.group.wait_ended()).step, world.killed) == (1, [])
+    assert ((await world.control.group.wait_ended()).steps, world.killed) == ((1,), [])
     assert (await world.control.form(2)).members == (0, 1, 2)
     assert world.members[1].fences == [Fence(1)]
 

@@ -27,9 +27,9 @@ def broken(member: int, blamed: int | None = None) -> Report:
 class Judged:
     """Losses whose members are gone as soon as they are killed."""
 
-    def __init__(self, reports: list[Report], step_now: int | None = None) -> None:
+    def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
         self.killed: list[int] = []
-        self.losses = Losses(MEMBERS, self.kill, lambda: step_now)
+        self.losses = Losses(MEMBERS, self.kill, lambda: under_way)
         for report in reports:
             report(self.losses)
 
@@ -78,7 +78,7 @@ async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
     judged = Judged([broken(4, blamed=2), broken(7, blamed=2)])
     loss = await judged.losses.verdict
     assert judged.killed == [2]
-    assert loss.step == 5
+    assert loss.steps == (5,)
     assert str(loss.error) == "rank 2 was lost: member 4 raised"
 
 
@@ -89,7 +89,7 @@ async def test_who_raises_lives_though_its_peers_saw_it_leave(reports: list[Repo
     judged = Judged(reports)
     loss = await judged.losses.verdict
     assert isinstance(loss.error, EpochBroken)
-    assert (loss.step, judged.killed) == (5, [])
+    assert (loss.steps, judged.killed) == ((5,), [])
 
 
 async def test_members_of_other_epochs_are_of_no_concern() -> None:

@@ -90,6 +90,27 @@ def test_in_whose_steps_ranks_die_four_times_ends_alone() -> None:
     assert group.tokens(other) == group.alone(9, 6)
 
 
+def test_who_was_under_way_with_others_is_not_guilty_but_done_apart() -> None:
+    """A rank that dies may not have sent its last answer any more."""
+    group = Group()
+    group.document("a", 64)
+    group.change(0, 1, 2, None)
+    deadly, num_alone = group.ask(9, max_tokens=6), 0
+    while not isinstance(group.seen.get(deadly, [None])[-1], Failed):
+        plans = [plan for plan in (group.schedule(), group.schedule()) if plan is not None]
+        at = next((i for i, plan in enumerate(plans) if deadly in rows(plan)), None)
+        if at is None:
+            for plan in plans:
+                group.commit(plan)
+        else:
+            num_alone += len(plans) == 1
+            group.change(0, 1, 2, 3, steps=tuple(plan.step for plan in plans), suspicion=LOSS)
+    assert num_alone >= 2
+    assert group.scheduler.take_given_up() == []
+    group.run()
+    assert group.holds("a")
+
+
 def test_a_prompt_that_comes_past_the_place_is_cleared() -> None:
     group = Group()
     asked = group.ask(200, max_tokens=2)
@@ -130,4 +151,5 @@ def test_a_chunk_before_the_place_clears_nobody() -> None:
             group.change(0, 1, 2, 3, step=plan.step)
         else:
             group.commit(plan)
-    assert "tokens 64 to " in str(group.seen[asked][-1].error)
+    told = group.seen[asked][-1]
+    assert isinstance(told, Failed) and "tokens 64 to " in str(told.error)
