@@ -11,7 +11,7 @@ from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
 from coordinator.engine.stream import Stream
-from coordinator.engine.views import max_window_tokens, view_context, view_worker
+from coordinator.engine.views import max_window_tokens, view_context, view_workers
 from coordinator.events import Document, Outcome, Prompt
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
@@ -192,15 +192,10 @@ class Engine:
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
         """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
         scheduler, config, epoch = self._open(), self._config, self._epochs.current
-        hellos, readies = epoch.formation.hellos, epoch.formation.readies
+        readies = epoch.formation.readies
         held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        members, size = zip(held, hellos, readies, strict=True), config.block_size
-        gone = {loss.member for loss in self._ranks.losses}
-        workers = tuple(
-            view_worker(rank, hello, ready, tokens, windowed, size)
-            for rank, (tokens, hello, ready) in enumerate(members)
-            if hello.member not in gone
-        )
+        size, gone = config.block_size, {loss.member for loss in self._ranks.losses}
+        workers = view_workers(epoch.formation, gone, held, windowed, size)
         return Cluster(
             model=model,
             workers=workers,

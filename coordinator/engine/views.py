@@ -1,10 +1,11 @@
 """What the engine holds, as clients see it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
+from coordinator.ranks.ports import Formation
 from longleaf import messages
 from longleaf.channel.epochs import Ready
 from longleaf.channel.lives import Hello
@@ -28,6 +29,18 @@ def view_context(
         is_pinned=context.is_pinned,
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
         is_exact=is_exact,
+    )
+
+
+def view_workers(
+    formation: Formation, gone: Container[int], held: Sequence[int], num_windowed: int, block_size: int
+) -> tuple[messages.Worker, ...]:
+    """Those of the ranks that are not gone; `held` tells the tokens of each."""
+    members = zip(held, formation.hellos, formation.readies, strict=True)
+    return tuple(
+        view_worker(rank, hello, ready, tokens, num_windowed, block_size)
+        for rank, (tokens, hello, ready) in enumerate(members)
+        if hello.member not in gone
     )
 
 

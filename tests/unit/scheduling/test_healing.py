@@ -5,7 +5,6 @@ import pytest
 from coordinator.events import Claim, Prompt
 from longleaf.channel.step import Decode, Move, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
-from longleaf.geometry import Reach, Windows
 from longleaf.messages import ContextSettings, Recovering
 from longleaf.sampling import Sampling
 from tests.support.ranks_that_change import Group
@@ -256,99 +255,3 @@ def test_a_deadline_that_only_recovery_breaks_says_when_to_come_again() -> None:
     with pytest.raises(Unavailable) as caught:
         group.scheduler.admit(99, prompt)
     assert caught.value.retry_seconds == pytest.approx(0.32)
-
-
-def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_there() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
-    group.document("a", 64)
-    group.document("a", 64, append=True)
-    lost_from = 64
-    group.change(0, 1, 2)
-    works = reread(group.run())
-    starts = [work.start for work in works]
-    assert starts[0] == 0, "the first document is lost from its beginning"
-    assert lost_from in starts, "and the second from where it was appended"
-    assert sum(len(work.token_ids) for work in works) == 128
-    assert all(a.end == b.start for work in works for a, b in zip(work.pieces, work.pieces[1:], strict=False))
-    assert group.holds("a")
-
-
-def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
-    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
-    group.document("a", 64)
-    job = group.ask(20, max_tokens=2, context="a")
-    group.change(0, 1, None)
-    first = group.step()
-    assert first is not None and isinstance(first.work, Move) and first.work.windows
-    group.run()
-    assert group.tokens(job) == group.alone(20, 2)
-
-
-def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
-    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
-    group.document("a", 64)
-    group.change(0, 1, None)
-    for _ in range(2):
-        plan = group.schedule()
-        assert plan is not None and isinstance(plan.work, Move) and plan.work.windows
-        group.change(0, 1, 2, step=plan.step)
-    plan = group.schedule()
-    assert plan is not None and isinstance(plan.work, Prefill)
-    group.commit(plan)
-    group.run()
-    assert group.holds("a")
-
-
-def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=64)
-    group.seconds_per_token = 1.0
-    group.ask(4, max_tokens=40)
-    while len(group.seen) < 1 or not group.tokens(0):
-        group.step()
-    cuts = [len(work.token_ids) for work in reread(_until_there(group, "a", 50))]
-    assert cuts == [16, 16, 16, 2], "somebody decodes"
-    group.scheduler.fork_context("a", "fork", 48)
-    group.run()
-    group.change(0, 1, 2)
-    assert [len(work.token_ids) for work in reread(group.run())] == [50]
-    for end in (48, 50):
-        group.keys.check_end(group.scheduler.contexts.get("a").path.ids, end)
-    asked = group.ask(20, max_tokens=2, context="fork")
-    group.run()
-    assert group.tokens(asked) == group.alone(20, 2)
-
-
-def _until_there(group: Group, context: str, count: int) -> list[StepPlan]:
-    group.ingest(context, count)
-    plans: list[StepPlan] = []
-    while context not in group.contexts():
-        plan = group.step()
-        assert plan is not None
-        plans.append(plan)
-    return plans
-
-
-def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_again() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=16)
-    group.document("a", 64)
-    group.document("b", 48)
-    path = group.scheduler.contexts.get("a").path
-    group.change(0, 1, 2)
-    plan = _until_read(group, 16)
-    group.ask(20)
-    with pytest.raises(Unavailable, match=r"contexts/a is read again.*cannot be cut at 16"):
-        group.scheduler.fork_context("a", "c", 16)
-    group.scheduler.fork_context("a", "whole")
-    group.commit(plan)
-    group.run()
-    assert group.scheduler.segments.holdings[path.segments[0]].seams.keys() == {64}
-    assert group.holds("a") and group.holds("b") and group.holds("whole")
-
-
-def _until_read(group: Group, position: int) -> StepPlan:
-    """Runs until lost tokens up to there are held again; gives the plan that is under way then."""
-    while plan := group.schedule():
-        if isinstance(plan.work, Prefill) and plan.work.start == position:
-            return plan
-        group.commit(plan)
-    raise AssertionError
