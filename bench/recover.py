@@ -27,14 +27,15 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
+from bench.harness.ray_nodes import RayNodes, ray_nodes
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, NAMES, RANDOM_LLAMA, Subject, subject
 from longleaf.client import AsyncClient
@@ -58,7 +59,9 @@ NEAR_TIE = 1e-4
 QUESTION = (65, 66, 67)
 HEAL_SECONDS = 600.0
 LOOK_SECONDS = 0.01
-WAYS: tuple[tuple[Launcher, str], ...] = (("local", "killed"), ("ray", "killed"), ("local", "stopped"))
+NODE = "with their node"
+"""How those ranks are lost that a Ray node takes with it."""
+WAYS: tuple[tuple[Launcher, str], ...] = (("local", "killed"), ("ray", "killed"), ("local", "stopped"), ("ray", NODE))
 """What starts the ranks, and how they are lost where it is measured how that is noticed."""
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
@@ -127,13 +130,55 @@ def measure_way(launcher: Launcher, how: str, losses: int) -> dict[str, object]:
 
 
 def lose_all(name: str, tokens: int, repeats: int, launcher: Launcher, how: str) -> Measured:
-    """Starts a service, and loses one of its ranks after the other."""
-    with subject(name) as measured:
-        config = EngineConfig(model=str(measured.folder), world_size=WORLD_SIZE, max_losses_per_minute=repeats + 60)
-        command = coordinator_command(config, host="127.0.0.1", port=0, launcher=launcher)
-        with ServiceProcess(command) as process:
-            address = process.wait_ready(START_SECONDS)
-            return asyncio.run(measure(address, measured, tokens, repeats, SIGNALS[how]))
+    """Starts a service, and loses one of its ranks after the other, or those of a node."""
+    with ExitStack() as stack:
+        nodes = stack.enter_context(ray_nodes(WORLD_SIZE // 2)) if how == NODE else None
+        measured = stack.enter_context(subject(name))
+        config = EngineConfig(model=str(measured.folder), world_size=WORLD_SIZE, max_losses_per_minute=2 * repeats + 60)
+        ray_address = nodes.address if nodes else None
+        command = coordinator_command(config, host="127.0.0.1", port=0, launcher=launcher, ray_address=ray_address)
+        process = stack.enter_context(ServiceProcess(command))
+        address = process.wait_ready(START_SECONDS)
+        hurt: Hurt = NodeHurt(nodes) if nodes else ProcessHurt(SIGNALS[how])
+        return asyncio.run(measure(address, measured, tokens, repeats, hurt))
+
+
+class Hurt(Protocol):
+    """How ranks are lost."""
+
+    def strike(self, cluster: Cluster, turn: int) -> None:
+        """Has them lost: others the next time."""
+        ...
+
+    def mend(self) -> None:
+        """Has others be able to take their place."""
+        ...
+
+
+class ProcessHurt:
+    """A signal to the process of a rank."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+
+    def strike(self, cluster: Cluster, turn: int) -> None:
+        os.kill(cluster.workers[turn % WORLD_SIZE].pid, self._number)
+
+    def mend(self) -> None:
+        """Nothing is missing."""
+
+
+class NodeHurt:
+    """The end of a Ray node."""
+
+    def __init__(self, nodes: RayNodes) -> None:
+        self._nodes = nodes
+
+    def strike(self, cluster: Cluster, turn: int) -> None:
+        self._nodes.kill()
+
+    def mend(self) -> None:
+        self._nodes.come_back()
 
 
 def summary(found: Measured) -> dict[str, object]:
@@ -152,7 +197,7 @@ def percentile(values: list[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-async def measure(address: str, measured: Subject, num_tokens: int, repeats: int, number: signal.Signals) -> Measured:
+async def measure(address: str, measured: Subject, num_tokens: int, repeats: int, hurt: Hurt) -> Measured:
     """What reading all of the document takes, and the losses, each of another rank."""
     async with AsyncClient(address) as client:
         await client.ingest("warm-up", tuple(measured.tokens(2048, seed=1)))
@@ -167,7 +212,7 @@ async def measure(address: str, measured: Subject, num_tokens: int, repeats: int
         expected = [told async for told in stream(client)]
         near_ties = sum(told.margin < NEAR_TIE for told in expected)
         tokens = [told.token for told in expected]
-        kills = [await lose(client, turn % WORLD_SIZE, number, tokens) for turn in range(repeats)]
+        kills = [await lose(client, turn, hurt, tokens) for turn in range(repeats)]
         return Measured(median(times), near_ties, kills)
 
 
@@ -203,8 +248,8 @@ class Watch:
         raise RuntimeError("the service has ended")
 
 
-async def lose(client: AsyncClient, rank: int, number: signal.Signals, expected: list[int]) -> Kill:
-    """Loses a rank under a stream, and waits until everything is as before."""
+async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) -> Kill:
+    """Loses ranks under a stream, and waits until everything is as before."""
     before, watch = await client.cluster(), Watch(client)
     told, enough = list[Told](), asyncio.Event()
 
@@ -217,18 +262,20 @@ async def lose(client: AsyncClient, rank: int, number: signal.Signals, expected:
     reading = asyncio.create_task(read())
     await asyncio.wait([reading, asyncio.create_task(enough.wait())], return_when=asyncio.FIRST_COMPLETED)
     killed = time.time()
-    os.kill(before.workers[rank].pid, number)
+    hurt.strike(before, turn)
     async with asyncio.timeout(HEAL_SECONDS):
         formed = await watch.until(lambda found: found.epoch > before.epoch)
         recovered = await watch.until(lambda found: found.recovery is not None and found.recovery.is_over)
+        await asyncio.to_thread(hurt.mend)
         restored = await watch.until(lambda found: found.world_size == before.world_size and found.epoch > before.epoch)
         await reading
-    loss, recovery = watch.latest.losses[-1], watch.latest.recovery
+    recovery = watch.latest.recovery
+    noticed = min(loss.time for loss in watch.latest.losses if loss.time > killed)
     assert recovery is not None
-    tell(f"rank {rank} lost: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
+    tell(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
     return Kill(
-        noticed_s=loss.time - killed,
-        formed_s=formed - loss.time,
+        noticed_s=noticed - killed,
+        formed_s=formed - noticed,
         recovery_s=recovered - killed,
         stall_s=longest_gap([one.time for one in told], killed),
         restored_world_s=restored - killed,
