@@ -17,7 +17,7 @@ Per model, medians over the kills, in seconds from the kill:
 
 The stream's tokens are held against those of a stream that nothing disturbed; `near_ties` of these were chosen by less
 than 0.0001, and may be others after a loss. Then many ranks are lost of a service that holds little, for how long it
-takes to notice that, with either launcher: killed, and stopped, which is noticed by silence.
+takes to notice that: killed, with either launcher; stopped, which is noticed by silence; and gone with their Ray node.
 """
 
 import argparse
