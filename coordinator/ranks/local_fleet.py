@@ -21,6 +21,8 @@ from longleaf.errors import StartError
 
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
+LAST_WORD_SECONDS = 0.5
+"""How long what a process said last may take to be heard, once that process has ended of itself."""
 
 
 @contextmanager
@@ -111,8 +113,15 @@ class LocalFleet:
     def _note_end(self, member: int, place: _Place) -> None:
         self._loop.remove_reader(place.process.sentinel)
         place.has_ended.set()
+        reason, code = _describe(place.process), place.process.exitcode
+        if code is not None and code < 0:
+            self._tell(member, reason)
+        else:  # who leaves says why, which says more than the end
+            self._loop.call_later(LAST_WORD_SECONDS, self._tell, member, reason)
+
+    def _tell(self, member: int, reason: str) -> None:
         if not self._is_stopping:
-            self._on_death(member, _describe(place.process))
+            self._on_death(member, reason)
 
     def where(self, member: int) -> str:
         return ""  # as all are

@@ -10,9 +10,10 @@ import pytest
 
 from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.local_fleet import LAST_WORD_SECONDS, LocalFleet
 from coordinator.ranks.ports import Fleet, GivenUp, MemberEvent
 from coordinator.ranks.ray_fleet import RayFleet
+from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, WorkerLost
 from tests.support.members import MemberActor, MemberMain
@@ -165,6 +166,27 @@ async def test_replacements_leave_no_descriptor() -> None:
             assert (await world.control.form(number + 1)).members == (0, number + 1)
             counts.append(psutil.Process().num_fds())
         assert max(counts[2:]) <= counts[1]
+
+
+def leave(spec: RankSpec) -> None:
+    raise SystemExit(3)
+
+
+async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
+    """It says why it leaves, which may come later than its end is seen."""
+    loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
+    control, told = Control(config), loop.create_future()
+    try:
+        await fleet.launch(config, control.invitations, lambda *death: told.set_result((loop.time(), *death)))
+        place = fleet._places[0]
+        await place.has_ended.wait()
+        ended = loop.time()
+        time, member, reason = await told
+        assert (member, reason) == (0, "left with exit code 3")
+        assert time >= ended + LAST_WORD_SECONDS / 2
+    finally:
+        await fleet.shutdown()
+        await control.close()
 
 
 async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:

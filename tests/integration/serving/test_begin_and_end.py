@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from msgspec.structs import replace
 
 from coordinator.ranks.fakes import FakeFleet
 from coordinator.ranks.local_fleet import LocalFleet
@@ -244,7 +245,9 @@ class OnceMain(EchoMain):
 
 
 async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Path) -> None:
-    async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(OnceMain())) as found:
+    config = config_of(tmp_path, drain_seconds=600)
+    config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # none is waited for
+    async with begun(config, LocalFleet(OnceMain())) as found:
         await found.starting
         workers = (await found.client.cluster()).workers
         upload = await Upload(found.client, "book").begin()
