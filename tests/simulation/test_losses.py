@@ -12,5 +12,6 @@ class TestLosses(RecoveringMachine.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 class TestLossesAtLength(RecoveringMachine.TestCase):
     settings = runs(10_000)

@@ -229,6 +229,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.windows or not 1 <= num_tokens <= len(self.texts[source])
             assert num_tokens not in self.ends[source], "the last ends can be forked"
             return
+        except Unavailable:
+            assert self.windows and num_tokens not in self.ends[source]
+            assert self.is_disturbed, "what windows show there is held again when all is"
+            return
         except (AlreadyExists, NotFound):
             return
         self.texts[context] = self.texts[source][:num_tokens]
