@@ -90,6 +90,7 @@ class Planner:
         self._flights: deque[Flight] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
+        """Whether the last plan was none of rows. Who waits to be done apart keeps the turn."""
         self._was_recovery = False
         self.turns = Turns()
         """Turns of those that may have the next chunk."""
@@ -119,8 +120,7 @@ class Planner:
             return self._plan_amid_recovery(prefilling, decoding, paths())
         if not prefilling and not decoding:
             return None
-        self._was_prefill = bool(prefilling) and not (self._was_prefill and decoding)
-        if self._was_prefill:
+        if prefilling and not (self._was_prefill and decoding):
             return self._plan_chunk(prefilling, is_alone=not decoding)
         return self._plan_rows(decoding)
 
@@ -145,14 +145,11 @@ class Planner:
             work = recovery.plan(paths, self._budget.reread_size(is_alone=is_alone)) if is_turn else None
             self._was_recovery = work is not None
             if work is not None:
-                self._was_prefill = True
                 return self._plan(work, [], is_apart=is_apart)
             if prefilling:
-                self._was_prefill = True
                 return self._plan_chunk(prefilling, is_alone=is_alone)
         if is_alone or recovery.is_bare:
             return None
-        self._was_prefill = False
         return self._plan_rows(decoding)
 
     def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan | None:
@@ -176,6 +173,7 @@ class Planner:
 
     def _plan(self, work: Work, jobs: Several[Job], *, is_apart: bool) -> StepPlan:
         self.step += 1
+        self._was_prefill = not isinstance(work, Decode)
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
         self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs), is_apart))

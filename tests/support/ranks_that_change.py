@@ -24,13 +24,12 @@ class Group(Bench):
     def change(
         self,
         *before: int | None,
-        step: int | None = None,
+        steps: tuple[int, ...] = (),
         suspicion: int = BREAK,
         may_grow: bool = False,
-        steps: tuple[int, ...] = (),
     ) -> None:
-        """An epoch of these ranks of the one before; None is a new one. That one ended in `step`, or one of `steps`."""
-        self.scheduler.roll_back(steps or (() if step is None else (step,)), suspicion)
+        """An epoch of these ranks of the one before; None is a new one. That one ended in one of `steps`."""
+        self.scheduler.roll_back(steps, suspicion)
         self.epoch += 1
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)

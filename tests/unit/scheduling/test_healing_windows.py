@@ -45,7 +45,7 @@ def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
     for _ in range(2):
         plan = group.schedule()
         assert plan is not None and isinstance(plan.work, Move) and plan.work.windows
-        group.change(0, 1, 2, step=plan.step)
+        group.change(0, 1, 2, steps=(plan.step,))
     plan = group.schedule()
     assert plan is not None and isinstance(plan.work, Prefill)
     group.commit(plan)

@@ -1,5 +1,7 @@
 """Who ends epochs is found, and nobody else is blamed."""
 
+from collections import deque
+
 from coordinator.events import Failed
 from coordinator.recovery.suspicion import LOSS
 from longleaf.channel.step import Decode, Prefill, StepPlan
@@ -21,7 +23,7 @@ def test_who_breaks_two_epochs_ends_alone() -> None:
         together = [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
         if poison in together and len(group.tokens(poison)) == 2:
             rows = len(together)
-            group.change(0, 1, 2, 3, step=plan.step)
+            group.change(0, 1, 2, 3, steps=(plan.step,))
         else:
             group.commit(plan)
     assert rows == 1, "the second time it was alone"
@@ -51,7 +53,7 @@ def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
     for _ in range(2):
         plan = group.schedule()
         assert plan is not None
-        group.change(0, 1, 2, step=plan.step)
+        group.change(0, 1, 2, steps=(plan.step,))
     assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["a"]
     group.run()
     assert group.contexts() == ["b"]
@@ -65,7 +67,7 @@ def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> No
     for before in ((0, 1, 2), (0, 1)):
         plan = group.schedule()
         assert plan is not None and isinstance(plan.work, Prefill)
-        group.change(*before, step=plan.step)
+        group.change(*before, steps=(plan.step,))
         group.step()
     assert group.scheduler.take_given_up() == []
     group.run()
@@ -81,7 +83,7 @@ def test_in_whose_steps_ranks_die_four_times_ends_alone() -> None:
         assert plan is not None
         if deadly in rows(plan) and len(group.tokens(deadly)) == 2:
             together.append(len(rows(plan)))
-            group.change(0, 1, 2, None, step=plan.step, suspicion=LOSS)
+            group.change(0, 1, 2, None, steps=(plan.step,), suspicion=LOSS)
         else:
             group.commit(plan)
     assert together == [2, 2, 1, 1], "one loss parts nobody"
@@ -111,6 +113,46 @@ def test_who_was_under_way_with_others_is_not_guilty_but_done_apart() -> None:
     assert group.holds("a")
 
 
+def _told(group: Group, job: int) -> list[int]:
+    return group.tokens(job) if job in group.seen else []
+
+
+def _drive(group: Group, plans: deque[StepPlan]) -> None:
+    """One step of ranks that have two plans wherever there are two."""
+    while len(plans) < 2 and (plan := group.schedule()):
+        plans.append(plan)
+    group.commit(plans.popleft())
+
+
+def test_a_prompt_that_is_read_apart_has_its_turn_while_others_answer() -> None:
+    group, plans = Group(), deque[StepPlan]()
+    other = group.ask(9, max_tokens=60)
+    while not _told(group, other):
+        group.step()
+    suspected = group.ask(64, max_tokens=2)
+    plan = group.schedule()
+    assert plan is not None and isinstance(plan.work, Prefill)
+    group.change(0, 1, 2, 3, steps=(plan.step,))
+    while not _told(group, suspected):
+        _drive(group, plans)
+    assert len(group.tokens(other)) < 30
+
+
+def test_an_answer_that_is_computed_apart_has_its_turn_while_others_read() -> None:
+    group, plans = Group(), deque[StepPlan]()
+    suspected = group.ask(9, max_tokens=6)
+    while not _told(group, suspected):
+        group.step()
+    plan = group.schedule()
+    assert plan is not None and suspected in rows(plan)
+    group.change(0, 1, 2, 3, steps=(plan.step,))
+    group.ingest("a", 640)
+    before = len(group.tokens(suspected))
+    while len(group.tokens(suspected)) == before:
+        _drive(group, plans)
+    assert "a" not in group.contexts()
+
+
 def test_a_prompt_that_comes_past_the_place_is_cleared() -> None:
     group = Group()
     asked = group.ask(200, max_tokens=2)
@@ -127,7 +169,7 @@ def test_a_document_that_comes_past_the_place_is_cleared() -> None:
 def _break_everywhere(group: Group, job: int) -> None:
     for place in (32, 64, 96, 128):
         plan = _until(group, job, place)
-        group.change(0, 1, 2, 3, step=plan.step)
+        group.change(0, 1, 2, 3, steps=(plan.step,))
     group.run()
 
 
@@ -148,7 +190,7 @@ def test_a_chunk_before_the_place_clears_nobody() -> None:
         plan = group.schedule()
         assert plan is not None
         if isinstance(plan.work, Prefill) and plan.work.start == 64:
-            group.change(0, 1, 2, 3, step=plan.step)
+            group.change(0, 1, 2, 3, steps=(plan.step,))
         else:
             group.commit(plan)
     told = group.seen[asked][-1]
