@@ -121,15 +121,15 @@ class FakeRanks:
         token_id = self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
         return Token(token_id, Logprobs(-float(token_id), ()) if row.sequence in self._asking else None)
 
-    def lose(self, rank: int, reason: str, step: int | None = None) -> None:
-        """Loses a rank, between steps if none is given."""
-        self._end = EpochEnd(WorkerLost(rank, reason), () if step is None else (step,))
+    def lose(self, rank: int, reason: str, *steps: int) -> None:
+        """Loses a rank in one of these steps, between steps if none is given."""
+        self._end = EpochEnd(WorkerLost(rank, reason), steps)
         self.members.pop(rank)
         self._change()
 
-    def break_epoch(self, reason: str, step: int | None = None) -> None:
+    def break_epoch(self, reason: str, *steps: int) -> None:
         """Ends the epoch; all ranks live."""
-        self._end = EpochEnd(EpochBroken(reason), () if step is None else (step,))
+        self._end = EpochEnd(EpochBroken(reason), steps)
         self._change()
 
     def load(self, member: int) -> None:
