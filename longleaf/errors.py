@@ -10,14 +10,18 @@
     ├── PermissionDenied     the caller may not ask for this from where it is
     ├── NotFinite            the model's numbers became NaN or infinite; names the tokens
     ├── ContextLost          a context was given up after a loss of ranks; says why
+    ├── DataLoss             what was kept is damaged; names it and says what to do
+    ├── CheckpointChanged    a kept context was read by another checkpoint; names both and says what differs
     ├── Unavailable          the service cannot answer
     │   ├── WorkerLost       a rank died, raised or hung; names the rank
-    │   └── EpochBroken      the ranks could not go on together, and all of them live
+    │   ├── EpochBroken      the ranks could not go on together, and all of them live
+    │   └── StorageUnavailable   what should be kept cannot be, or not be read; says why
     ├── RanksDisagree        ranks do different things at the same time; says what two of them do
     ├── Fenced               a rank may not wait for the others any more
     ├── KeysDamaged          keys came to a rank otherwise than another one sent them; names both
     └── StartError           the service cannot start with these settings
-        └── ModelRefused     this checkpoint cannot be served exactly
+        ├── ModelRefused     this checkpoint cannot be served exactly
+        └── CatalogError     what earlier services kept cannot be opened; says what to do
 
 `longleaf.codec.status` alone turns them into gRPC statuses and back.
 """
@@ -93,6 +97,26 @@ class ContextLost(LongleafError):
         self.reason = reason
 
 
+class DataLoss(LongleafError):
+    """What was kept of `name` (for instance `contexts/moby`) is damaged: `reason` says what, and what to do. It is never
+    used."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} is damaged: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class CheckpointChanged(LongleafError):
+    """The kept context `name` (for instance `contexts/moby`) was read by another checkpoint than the one that is served;
+    `changes` says what differs, and what to do."""
+
+    def __init__(self, name: str, changes: str) -> None:
+        super().__init__(f"{name} was read by another checkpoint: {changes}")
+        self.name = name
+        self.changes = changes
+
+
 class Unavailable(LongleafError):
     """The service cannot answer. `retry_seconds` is a sensible wait when nothing was begun and waiting helps."""
 
@@ -115,6 +139,11 @@ class WorkerLost(Unavailable):
 
 class EpochBroken(Unavailable):
     """The ranks could not go on together: one raised, or all were late. None of them is gone."""
+
+
+class StorageUnavailable(Unavailable):
+    """What should be kept cannot be written, or what was kept not be read now: a disk is full, a folder read-only, an
+    object store away. Nothing that was kept before is lost."""
 
 
 class RanksDisagree(LongleafError):
@@ -140,3 +169,8 @@ class StartError(LongleafError):
 
 class ModelRefused(StartError):
     """The checkpoint cannot be served exactly; the message gives the reason."""
+
+
+class CatalogError(StartError):
+    """What earlier services kept cannot be opened: another one uses it, it is damaged, or a later version wrote it. The
+    message says what to do."""

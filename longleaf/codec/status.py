@@ -19,7 +19,10 @@ from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
+    CatalogError,
+    CheckpointChanged,
     ContextLost,
+    DataLoss,
     DeadlineExceeded,
     EpochBroken,
     InvalidArgument,
@@ -30,6 +33,7 @@ from longleaf.errors import (
     PermissionDenied,
     ResourceExhausted,
     StartError,
+    StorageUnavailable,
     Unavailable,
     WorkerLost,
 )
@@ -178,6 +182,27 @@ def _context_lost(status: status_pb2.Status) -> ContextLost | None:
     return ContextLost(info.metadata["name"], info.metadata["reason"]) if info.reason == "CONTEXT_LOST" else None
 
 
+def _data_loss(status: status_pb2.Status) -> DataLoss | None:
+    info = _info_of(status)
+    return DataLoss(info.metadata["name"], info.metadata["reason"]) if info.reason == "DATA_LOSS" else None
+
+
+def _checkpoint_changed(status: status_pb2.Status) -> CheckpointChanged | None:
+    info = _info_of(status)
+    is_one = info.reason == "CHECKPOINT_CHANGED"
+    return CheckpointChanged(info.metadata["name"], info.metadata["changes"]) if is_one else None
+
+
+def _storage_unavailable(error: StorageUnavailable) -> list[Message]:
+    """With RetryInfo when waiting helps."""
+    return [*_info("STORAGE_UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
+
+
+def _read_storage_unavailable(status: status_pb2.Status) -> StorageUnavailable | None:
+    is_one = _info_of(status).reason == "STORAGE_UNAVAILABLE"
+    return StorageUnavailable(status.message, _retry_seconds(status)) if is_one else None
+
+
 def _unavailable(error: Unavailable) -> list[Message]:
     """With RetryInfo when waiting helps."""
     return [*_info("UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
@@ -255,8 +280,16 @@ KINDS = (
     ),
     ErrorKind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
     ErrorKind(ContextLost, StatusCode.DATA_LOSS, _info("CONTEXT_LOST", "name", "reason"), _context_lost),
+    ErrorKind(DataLoss, StatusCode.DATA_LOSS, _info("DATA_LOSS", "name", "reason"), _data_loss),
+    ErrorKind(
+        CheckpointChanged,
+        StatusCode.FAILED_PRECONDITION,
+        _info("CHECKPOINT_CHANGED", "name", "changes"),
+        _checkpoint_changed,
+    ),
     ErrorKind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
     ErrorKind(EpochBroken, StatusCode.UNAVAILABLE, _info("EPOCH_BROKEN"), _of_reason(EpochBroken, "EPOCH_BROKEN")),
+    ErrorKind(StorageUnavailable, StatusCode.UNAVAILABLE, _storage_unavailable, _read_storage_unavailable),
     ErrorKind(
         Unavailable,
         StatusCode.UNAVAILABLE,
@@ -265,6 +298,9 @@ KINDS = (
     ),
     ErrorKind(
         ModelRefused, StatusCode.FAILED_PRECONDITION, _info("MODEL_REFUSED"), _of_reason(ModelRefused, "MODEL_REFUSED")
+    ),
+    ErrorKind(
+        CatalogError, StatusCode.FAILED_PRECONDITION, _info("CATALOG_ERROR"), _of_reason(CatalogError, "CATALOG_ERROR")
     ),
     ErrorKind(StartError, StatusCode.FAILED_PRECONDITION, _info("START_ERROR"), _of_reason(StartError, "START_ERROR")),
 )

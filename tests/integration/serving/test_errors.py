@@ -17,13 +17,16 @@ from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
+    CheckpointChanged,
     ContextLost,
+    DataLoss,
     DeadlineExceeded,
     InvalidArgument,
     LongleafError,
     NotFound,
     ResourceExhausted,
     StartError,
+    StorageUnavailable,
     Unavailable,
     WorkerLost,
 )
@@ -51,6 +54,13 @@ ERRORS = [
         [error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo],
     ),
     (ContextLost("contexts/x", "no room ✝"), grpc.StatusCode.DATA_LOSS, [error_details_pb2.ErrorInfo]),
+    (DataLoss("contexts/x", "no ids ✝"), grpc.StatusCode.DATA_LOSS, [error_details_pb2.ErrorInfo]),
+    (
+        CheckpointChanged("contexts/x", "other weights ✝"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        [error_details_pb2.ErrorInfo],
+    ),
+    (StorageUnavailable("full ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
 ]
 
 
