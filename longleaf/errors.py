@@ -98,8 +98,8 @@ class ContextLost(LongleafError):
 
 
 class DataLoss(LongleafError):
-    """What was kept of `name` (for instance `contexts/moby`) is damaged: `reason` says what, and what to do. It is never
-    used."""
+    """What was kept of `name` (for instance `contexts/moby`) is damaged: `reason` says what, and what to do. It is
+    never used."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} is damaged: {reason}")
@@ -108,8 +108,8 @@ class DataLoss(LongleafError):
 
 
 class CheckpointChanged(LongleafError):
-    """The kept context `name` (for instance `contexts/moby`) was read by another checkpoint than the one that is served;
-    `changes` says what differs, and what to do."""
+    """The kept context `name` (for instance `contexts/moby`) was read by another checkpoint than the one that is
+    served; `changes` says what differs, and what to do."""
 
     def __init__(self, name: str, changes: str) -> None:
         super().__init__(f"{name} was read by another checkpoint: {changes}")
