@@ -96,7 +96,7 @@ async def alternate(
 async def ingest_rate(fleet: Generations, document: Sequence[int]) -> float:
     """Tokens per second."""
     seconds = await fleet.ingest(CONTEXT, document)
-    fleet.delete(CONTEXT)
+    await fleet.delete(CONTEXT)
     return len(document) / seconds
 
 

@@ -114,6 +114,10 @@ class Failed(msgspec.Struct, frozen=True):
     sample: int = 0
 
 
+class Sealed(msgspec.Struct, frozen=True):
+    """The document of an ingest is read, and waits until it is kept."""
+
+
 class Acknowledged(msgspec.Struct, frozen=True):
     """The document of an ingest is part of its context."""
 
@@ -121,5 +125,5 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 Event = Admitted | Progress | Recovering | Tokens | Ended
-Outcome = tuple[int, Event | Failed | Acknowledged | LongleafError]
-"""Id of a request, and what its stream gets: last an error, the last Ended or Failed, or Acknowledged."""
+Outcome = tuple[int, Event | Failed | Sealed | Acknowledged | LongleafError]
+"""Id of a request, and what becomes of it: last an error, the last Ended or Failed, or Acknowledged."""

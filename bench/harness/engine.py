@@ -61,8 +61,8 @@ class Generations:
             pass
         return time.perf_counter() - begin
 
-    def delete(self, context: str) -> None:
-        self._engine.delete_context(context)
+    async def delete(self, context: str) -> None:
+        await self._engine.delete_context(context)
 
     async def decode(self, context: str, ids: tuple[int, ...], num_tokens: int) -> list[float]:
         """Generates greedily after a question; when each token was there."""

@@ -61,7 +61,7 @@ async def measure(measured: Subject, options: argparse.Namespace) -> list[dict[s
             for fleet, reading, answering in zip(fleets, ingested, decoded, strict=True):
                 seconds = await fleet.ingest(CONTEXT, document)
                 times = await fleet.decode(CONTEXT, tuple(document[:4]), options.tokens)
-                fleet.delete(CONTEXT)
+                await fleet.delete(CONTEXT)
                 if turn:
                     reading.append(len(document) / seconds)
                     answering.append((len(times) - 1) / (times[-1] - times[0]))

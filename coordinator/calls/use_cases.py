@@ -25,16 +25,16 @@ class ContextStore(Protocol):
         """By id, those that come after `after`, at most `limit`."""
         ...
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
-        """Raises NotFound, AlreadyExists, InvalidArgument or Unavailable."""
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+        """Raises NotFound, AlreadyExists, InvalidArgument, Unavailable or StorageUnavailable."""
         ...
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> Context:
-        """Raises NotFound or InvalidArgument."""
+    async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
+        """Raises NotFound, InvalidArgument or StorageUnavailable."""
         ...
 
-    def delete_context(self, context_id: str) -> None:
-        """Raises NotFound."""
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound or StorageUnavailable."""
         ...
 
 

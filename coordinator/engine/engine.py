@@ -5,14 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from coordinator.catalog.catalog import ContextCatalog
 from coordinator.changes import Changes
-from coordinator.engine.epochs import Epochs
+from coordinator.engine.epochs import FIRST_EPOCH, Epochs
+from coordinator.engine.keeping import Keeping
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import max_window_tokens, view_context, view_workers
-from coordinator.events import Document, Outcome, Prompt
+from coordinator.events import Document, Outcome, Prompt, Sealed
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
@@ -50,7 +52,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         observe: Observer = unobserved,
+        catalog: ContextCatalog | None = None,
     ) -> None:
+        """Without a catalog contexts last as long as the service."""
         self._ranks = ranks
         self._config = config
         self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
@@ -60,6 +64,8 @@ class Engine:
         self._recoveries = Recoveries(clock)
         self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
+        self._catalog = catalog
+        self._keeping: Keeping | None = None
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
@@ -97,12 +103,32 @@ class Engine:
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
-        epoch = await self._epochs.start(self._config.block_size)
+        catalog = self._catalog
+        kept = catalog.kept if catalog else None
+        epoch = await self._epochs.start(self._config.block_size, FIRST_EPOCH + (kept.epoch if kept else 0))
         readies = epoch.formation.readies
         self.positions = self.positions.told(readies[0].rotary)
-        self._scheduler = Scheduler(self._config, epoch.placer, self.positions, epoch.number, epoch.max_moved_blocks)
+        self._scheduler = scheduler = Scheduler(
+            self._config,
+            epoch.placer,
+            self.positions,
+            epoch.number,
+            epoch.max_moved_blocks,
+            is_durable=catalog is not None,
+        )
+        if catalog is not None and kept is not None:
+            await catalog.note_epoch(epoch.number)
+            self._keeping = Keeping(catalog, scheduler, self._wall_clock, self._wake.set)
+            self._keeping.take_up(kept)
+            self._keeping.begin()
         self._failure = None
         return readies
+
+    def warm(self) -> None:
+        """Has kept contexts come back before anybody asks them, those used last first, as many as there is room
+        for."""
+        self._current().warm()
+        self._wake.set()
 
     # --- what clients do ---
 
@@ -124,6 +150,8 @@ class Engine:
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, Document):
             self._recoveries.forget(asked.context)
+        elif (context := self._current().contexts.find(asked.context)) is not None:
+            self._note_use(context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -133,6 +161,12 @@ class Engine:
         self._readers.add(request_id, stream, num_samples)
         self._wake.set()
         return stream
+
+    def _note_use(self, context: NamedPath) -> None:
+        context.used = self._wall_clock()
+        context.num_hits += 1
+        if self._keeping is not None:
+            self._keeping.use(context)
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
@@ -150,27 +184,42 @@ class Engine:
         """Sorted by id: those that come after `after`, at most `limit`."""
         return [self._view(context) for context in self._open().contexts.list(after, limit)]
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
-        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
         """
+        scheduler = self._open()
         with self._recoveries.explaining():
-            forked = self._open().fork_context(source, context_id, num_tokens, self._wall_clock())
+            forked = scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
         self._recoveries.forget(context_id)
+        if self._keeping is not None:
+            await self._keeping.put(forked, lambda: self._undo_fork(scheduler, forked))
         return self._view(forked)
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
-        """Raises NotFound, and InvalidArgument for a time that has passed."""
+    def _undo_fork(self, scheduler: Scheduler, forked: NamedPath) -> None:
+        if scheduler.contexts.find(forked.id) is forked:
+            self._delete(scheduler, forked.id)
+
+    async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
+        """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
         contexts, now = self._open().contexts, self._wall_clock()
         settings.check(now, "context")
-        view = self._view(contexts.change(context_id, settings, now))
+        before = contexts.get(context_id).settings
+        context = contexts.change(context_id, settings, now)
         self._wake.set()  # it may expire sooner
-        return view
+        if self._keeping is not None:
+            await self._keeping.put(context, lambda: contexts.restore(context, before))
+        return self._view(context)
 
-    def delete_context(self, context_id: str) -> None:
-        """Raises NotFound. Generations that run on it go on; an ingest into it fails with NotFound."""
-        self._delete(self._open(), context_id)
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
+        NotFound."""
+        scheduler = self._open()
+        context = scheduler.contexts.get(context_id)
+        self._delete(scheduler, context_id)
+        if self._keeping is not None:
+            await self._keeping.drop(context)
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
         for request_id in scheduler.delete_context(context_id):
@@ -183,6 +232,8 @@ class Engine:
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
+            if self._keeping is not None:
+                self._keeping.expire(context_id)
         for request_id in scheduler.expire_ingests(now):
             self._readers.close(request_id, expired())
             self._wake.set()
@@ -309,7 +360,11 @@ class Engine:
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Tells the readers what happened."""
-        for request_id in self._readers.publish([*outcomes, *scheduler.drain()]):
+        told = [*outcomes, *scheduler.drain()]
+        for request_id, outcome in told:
+            if isinstance(outcome, Sealed) and self._keeping is not None:
+                self._keeping.seal(request_id)
+        for request_id in self._readers.publish(told):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)
@@ -344,4 +399,6 @@ class Engine:
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await asyncio.wait([self._loop_task])
+        if self._keeping is not None:
+            await self._keeping.close()
         await self._ranks.close()

@@ -46,9 +46,9 @@ class Epochs:
         assert self._current is not None
         return self._current
 
-    async def start(self, block_size: int) -> Epoch:
-        """The first epoch. Raises StartError, ModelRefused or WorkerLost."""
-        self._current = Epoch.first(await self._ranks.start(FIRST_EPOCH), block_size)
+    async def start(self, block_size: int, number: int = FIRST_EPOCH) -> Epoch:
+        """The first epoch, of this number. Raises StartError, ModelRefused or WorkerLost."""
+        self._current = Epoch.first(await self._ranks.start(number), block_size)
         return self._current
 
     def watch(self, on_change: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from coordinator.engine.stream import Stream
-from coordinator.events import Acknowledged, Admitted, Ended, Event, Failed, Outcome, Tokens
+from coordinator.events import Acknowledged, Admitted, Ended, Event, Failed, Outcome, Sealed, Tokens
 from longleaf.errors import LongleafError
 
 POSITION_SECONDS = 1.0
@@ -84,6 +84,8 @@ class Readers:
                     self.close(request_id, outcome)
                 case Acknowledged():
                     self.close(request_id)
+                case Sealed():
+                    pass  # nothing is told before it is kept
                 case Failed(error):
                     reader.stream.fail(error)
                     self.end_sample(request_id)

@@ -1,11 +1,12 @@
 """The contexts: names for paths of sealed segments."""
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
 from coordinator.deadlines import Deadlines
-from coordinator.placement.holdings import Holdings
+from coordinator.placement.holdings import Holding, Holdings
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
@@ -38,18 +39,35 @@ class NamedPath:
         self.updated = now
         self.last_use = 0
         """Number of its last use among the uses of all contexts."""
+        self.used = now
+        """When that was."""
+        self.num_hits = 0
+        """How often it was asked."""
         self.display_name = ""
         self.is_pinned = False
         self.expires: float | None = None
+        self.is_resting = False
+        """Nobody needs its keys for now: what nobody else needs of them is parked."""
 
     @property
     def num_tokens(self) -> int:
         return self.path.end
 
     @property
+    def settings(self) -> ContextSettings:
+        """What its client has decided, but for the capacity."""
+        return ContextSettings(display_name=self.display_name, is_pinned=self.is_pinned, expires=self.expires)
+
+    @property
     def rope(self) -> Rope:
         """How its keys are rotated."""
         return self.path.segments[0].rope
+
+    def grow(self, segment: Segment, now: float) -> tuple[int, ...]:
+        """Goes on in a segment; gives the ends whose windows are no longer held."""
+        self.path, ends = segment.path, (*self.ends, segment.end)
+        self.ends, self.updated = ends[-LAST_ENDS:], now
+        return ends[:-LAST_ENDS]
 
     def change(self, settings: ContextSettings, now: float) -> None:
         """Takes what is set, but for the capacity."""
@@ -94,6 +112,10 @@ class Contexts:
             raise NotFound(f"contexts/{context_id}")
         return self._by_id[context_id]
 
+    def find(self, context_id: str | None) -> NamedPath | None:
+        """The context, if there is one of that id."""
+        return None if context_id is None else self._by_id.get(context_id)
+
     def use(self, context: NamedPath) -> None:
         """Notes that a context is asked, appended to or forked."""
         self._num_uses += 1
@@ -125,11 +147,8 @@ class Contexts:
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
-        context.path, context.ends = segment.path, (*context.ends, segment.end)
-        for end in context.ends[:-LAST_ENDS]:
+        for end in context.grow(segment, now):
             self._segments.let_go(context.path, end)
-        context.ends = context.ends[-LAST_ENDS:]
-        context.updated = now
         self.use(context)
         self.change(context_id, settings, now)
 
@@ -139,6 +158,11 @@ class Contexts:
         context.change(settings, now)
         self._expiries.add(context_id, None if context.is_pinned else context.expires)
         return context
+
+    def restore(self, context: NamedPath, settings: ContextSettings) -> None:
+        """Takes a change back, unless the context is gone by now."""
+        if self.find(context.id) is context:
+            self.change(context.id, settings, context.updated)
 
     @property
     def next_expiry(self) -> float | None:
@@ -165,13 +189,41 @@ class Contexts:
         self._check_seam(parent, num_tokens)
         context = NamedPath(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
+        self._enter(context)
+        if self._segments.holdings.parked(context.path):
+            self.rest(context)
+        self.use(parent)
+        self.use(context)
+        return context
+
+    def _enter(self, context: NamedPath) -> None:
+        """Adds a context, which refers to its path."""
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
             self._segments.hold(context.path, end)
         self._add(context)
-        self.use(parent)
+
+    # --- what rests ---
+
+    def adopt(self, context: NamedPath) -> None:
+        """Adds one that was kept: of its path, which the segments have adopted, nothing is held."""
+        self._enter(context)
+        self.rest(context)
         self.use(context)
-        return context
+        self.change(context.id, UNCHANGED, context.updated)
+
+    def rest(self, context: NamedPath) -> None:
+        """Nobody needs the keys of a context for now: what nobody else needs of them is parked."""
+        assert not context.is_resting
+        context.is_resting = True
+        self._segments.rest(context.path)
+
+    def wake(self, context: NamedPath) -> Sequence[Holding]:
+        """Somebody needs the keys of a context. What is parked of them, in order, must be called."""
+        if context.is_resting:
+            context.is_resting = False
+            self._segments.wake(context.path)
+        return self._segments.holdings.parked(context.path)
 
     def _check_seam(self, context: NamedPath, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on, Unavailable where they have them for a
@@ -195,6 +247,8 @@ class Contexts:
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Sequences that run on the context keep its segments until they end."""
         context = self.get(context_id)
+        if context.is_resting:
+            self._segments.wake(context.path)
         del self._by_id[context_id]
         del self._ids[bisect_left(self._ids, context_id)]
         for end in context.ends[:-1]:
@@ -209,6 +263,7 @@ class Contexts:
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
         for context in contexts:
             context.audit(self._segments.holdings)
+            assert context.is_resting or not self._segments.holdings[context.path.segments[-1]].is_resting
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.losses import Loss
 from coordinator.placement.paths import Path, Segment
+from coordinator.placement.positions import UNLIMITED
 from longleaf.geometry import Windows
 from longleaf.runs import Run, join
 
@@ -27,6 +28,12 @@ class Holding:
         self.num_references = 1
         self.num_kept = 0
         """References that only keep the segment for prompts to come."""
+        self.num_resting = 0
+        """References of contexts that rest: these need no keys until somebody asks them."""
+        self.is_parked = False
+        """Nothing of it is held, and nobody waits for it."""
+        self.is_told = True
+        """Ranks have heard of it, once it has tokens."""
         self.loss: Loss | None = None
         """What of it is lost, if anything."""
         self.arriving: tuple[Run, ...] = ()
@@ -46,6 +53,17 @@ class Holding:
     def num_wanted(self, block_size: int) -> Blocks:
         """Its blocks once nothing of it is lost."""
         return self.num_blocks + self.loss.num_blocks(block_size) if self.loss else self.num_blocks
+
+    @property
+    def first_seam(self) -> int:
+        """The first position at which a path goes on, or from which the segment is read again."""
+        seam = min(self.seams, default=UNLIMITED)
+        return min(seam, self.loss.first) if self.loss and self.loss.left else seam
+
+    @property
+    def is_resting(self) -> bool:
+        """Only contexts that rest refer to it, and prompts that are kept."""
+        return 0 < self.num_resting == self.num_references - self.num_kept
 
     @property
     def num_reclaimable(self) -> Blocks:
@@ -96,7 +114,12 @@ class Holding:
         return join(lost)
 
     def audit(self) -> None:
-        """The runs and what is lost cover the tokens, in order and without gaps."""
+        """The runs and what is lost cover the tokens, in order and without gaps, unless it is parked."""
+        assert self.num_references >= max(1, self.num_kept + self.num_resting)
+        if self.is_parked:
+            assert self.is_resting
+            assert not (self.runs or self.num_sharded or self.window_runs or self.arriving or self.loss)
+            return
         lost = self.loss.left if self.loss else []
         stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
         ends = [self.segment.start, *(end for _, end in stretches)]
@@ -105,7 +128,6 @@ class Holding:
         assert all(start < end for start, end in stretches)
         assert self.loss is None or lost
         assert self.num_sharded == sum(len(run.blocks) for run in self.runs)
-        assert self.num_references >= max(1, self.num_kept)
 
 
 def _start(run: Run) -> int:
@@ -129,6 +151,7 @@ class Holdings:
         self.windows = windows
         self._by_segment: dict[Segment, Holding] = {}
         self._lossy: dict[Segment, Holding] = {}
+        self._parked: dict[Segment, Holding] = {}
 
     def __iter__(self) -> Iterator[Holding]:
         return iter(self._by_segment.values())
@@ -141,6 +164,15 @@ class Holdings:
 
     def remove(self, holding: Holding) -> None:
         del self._by_segment[holding.segment]
+        self._parked.pop(holding.segment, None)
+
+    def note_parked(self, holding: Holding, *, is_parked: bool) -> None:
+        """Notes that nothing of a segment is held and nobody waits for it, or that somebody does."""
+        holding.is_parked = is_parked
+        if is_parked:
+            self._parked[holding.segment] = holding
+        else:
+            del self._parked[holding.segment]
 
     @property
     def lossy(self) -> list[Holding]:
@@ -161,9 +193,12 @@ class Holdings:
             self._lossy[holding.segment] = holding
 
     def first_lost(self, path: Path) -> tuple[Holding, int] | None:
-        """What is lost first of a path, if anything is: of which segment, and the position at which its use ends."""
-        if self._lossy:
+        """What is lost first of a path, or parked, if anything is: of which segment, and the position at which its use
+        ends."""
+        if self._lossy or self._parked:
             for segment, _, end in path.parts():
+                if (holding := self._parked.get(segment)) is not None:
+                    return holding, end
                 if (holding := self._lossy.get(segment)) and holding.loss and holding.loss.first < end:
                     return holding, end
         return None
@@ -176,15 +211,23 @@ class Holdings:
         return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
 
     def holds(self, path: Path) -> bool:
-        """Nothing of a path is lost."""
+        """Nothing of a path is lost or parked."""
         return self.first_lost(path) is None
 
+    def parked(self, path: Path) -> list[Holding]:
+        """What is parked of a path, in order."""
+        if not self._parked:
+            return []
+        return [holding for segment in path.segments if (holding := self._parked.get(segment)) is not None]
+
     def whole_end(self, path: Path) -> int:
-        """Up to where a path can be used now: the first position that is lost, or its end. Where windows are replicated
-        the first that was lost: what is seen further on is held only until more is read again."""
+        """Up to where a path can be used now: the first position that is lost or parked, or its end. Where windows are
+        replicated the first that was lost: what is seen further on is held only until more is read again."""
         found = self.first_lost(path)
-        if found is None or found[0].loss is None:
+        if found is None:
             return path.end
+        if found[0].loss is None:
+            return found[0].segment.start
         return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
     def of(self, segments: Iterable[Segment]) -> list[Holding]:

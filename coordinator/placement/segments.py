@@ -8,9 +8,14 @@ from coordinator.placement.blocks import Blocks, Placer, count_blocks
 from coordinator.placement.holdings import Holding, Holdings
 from coordinator.placement.losses import Loss
 from coordinator.placement.paths import NOWHERE, Path, Segment
-from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.prefixes import Prefixes
 from longleaf.geometry import OWN_ROPE, Rope
+
+
+def nothing_more(lacking: Blocks) -> bool:
+    """Nothing can be parked."""
+    del lacking
+    return False
 
 
 class Segments:
@@ -29,7 +34,9 @@ class Segments:
         self._next_id = 0
         self._forgotten: list[int] = []
         self.num_reclaimable = Blocks()
-        """Blocks that `make_room` can free."""
+        """Blocks that `make_room` can free by itself."""
+        self.make_more: Callable[[Blocks], bool] = nothing_more
+        """Sees to it that so many more blocks are free or reclaimable, or says that this cannot be."""
 
     def create(self, before: Path, rope: Rope = OWN_ROPE) -> Holding:
         """Holding of a new, growing segment with one reference: the caller's. What it continues has the same rope."""
@@ -39,9 +46,11 @@ class Segments:
         return holding
 
     def close(self, segment: Segment) -> None:
-        """Ends a segment's growth; what the token after its end does not see of its windows is freed."""
+        """Ends a segment's growth; what the token after its end does not see of its windows is freed, but for what is
+        seen from where it is read again."""
         holding, segment.is_sealed = self.holdings[segment], True
-        holding.window_runs = self._placer.window_pool.trim(holding.window_runs, segment.end)
+        place = min(segment.end, holding.first_seam)
+        holding.window_runs = self._placer.window_pool.trim(holding.window_runs, place)
 
     def seal(self, segment: Segment) -> None:
         """Closes a segment, and lets prompts find it."""
@@ -82,9 +91,8 @@ class Segments:
     def trim(self, holding: Holding) -> None:
         """Frees the windows of a segment that are seen from none of its seams: from the first one most is seen."""
         self.num_reclaimable -= holding.num_reclaimable
-        next_place = UNLIMITED if holding.segment.is_sealed else holding.segment.end
-        pool, first_seam = self._placer.window_pool, min(holding.seams, default=next_place)
-        trimmed = pool.trim(holding.window_runs, first_seam)
+        pool, segment, first_seam = self._placer.window_pool, holding.segment, holding.first_seam
+        trimmed = pool.trim(holding.window_runs, first_seam if segment.is_sealed else min(segment.end, first_seam))
         if holding.loss is not None and holding.loss.promise is not None:  # more of it will be read again
             freed = Blocks(windows=count_blocks(holding.window_runs) - count_blocks(trimmed))
             self._placer.add(holding.loss.promise, freed)
@@ -101,15 +109,86 @@ class Segments:
             self.num_reclaimable += holding.num_reclaimable
         if holding.num_references == 0:
             self._free(holding)
+        elif references < 0:
+            self._park_resting(holding)
 
     def _free(self, holding: Holding) -> None:
         self.end_loss(holding)
+        self._end_parking(holding)
         self.holdings.remove(holding)
         self._prefixes.remove(holding.segment)
         self._placer.free((*holding.runs, *holding.window_runs, *holding.arriving))
-        # A segment without tokens was never in a plan, so no rank knows it.
-        self._forgotten += [holding.segment.id] if holding.segment.token_ids else []
+        self._forget(holding)
         holding.arriving = ()
+
+    def _forget(self, holding: Holding) -> None:
+        """Has the ranks forget a segment. One without tokens was never in a plan, so that none knows it."""
+        if holding.is_told and holding.segment.token_ids:
+            self._forgotten.append(holding.segment.id)
+        holding.is_told = False
+
+    # --- what rests ---
+
+    def adopt(self, segment: Segment) -> None:
+        """Takes in a sealed segment of which nothing is held. Nobody refers to it yet; contexts that rest must."""
+        holding = Holding(segment)
+        holding.num_references, holding.is_told, segment.is_sealed = 0, False, True
+        self.holdings.add(holding)
+        self._begin_parking(holding)
+        self._prefixes.add(segment)
+        self._next_id = max(self._next_id, segment.id + 1)
+
+    def begin_ids(self, next_id: int) -> None:
+        """Segments get ids from `next_id` on: those before were another service's."""
+        self._next_id = max(self._next_id, next_id)
+
+    def rest(self, path: Path) -> None:
+        """Whoever refers to a path with one of its references needs no keys of it for now: what nobody else needs is
+        parked."""
+        for holding in self.holdings.of(reversed(path.segments)):
+            holding.num_resting += 1
+            self._park_resting(holding)
+
+    def wake(self, path: Path) -> None:
+        """Takes a rest back. What is parked of the path stays so until it is called."""
+        for holding in self.holdings.of(path.segments):
+            holding.num_resting -= 1
+
+    def _park_resting(self, holding: Holding) -> None:
+        """Parks a segment if only contexts that rest refer to it, and it can be read again from where it begins."""
+        if not holding.is_resting or holding.is_parked or not self._can_begin_anew(holding.segment):
+            return
+        self.drop_kept(lambda path: holding.segment in path.segments)
+        if holding.is_parked:  # by who let go of it last
+            return
+        self.end_loss(holding)
+        self._placer.free((*holding.runs, *holding.window_runs, *holding.arriving))
+        self._forget(holding)
+        holding.runs, holding.window_runs, holding.arriving, holding.num_sharded = [], (), (), 0
+        self._begin_parking(holding)
+
+    def _can_begin_anew(self, segment: Segment) -> bool:
+        """Whether a segment can be read again without any other, or together with those before it."""
+        if self._placer.windows is None or not self.holdings.holds(segment.before):
+            return True
+        return self.holdings.seams(segment.before, segment.start)[0] == segment.start
+
+    def _begin_parking(self, holding: Holding) -> None:
+        self.holdings.note_parked(holding, is_parked=True)
+        self.hold(holding.segment.before, holding.segment.start)
+
+    def _end_parking(self, holding: Holding) -> None:
+        if holding.is_parked:
+            self.holdings.note_parked(holding, is_parked=False)
+            self.let_go(holding.segment.before, holding.segment.start)
+
+    def call(self, holding: Holding) -> None:
+        """A parked segment is needed: all of it is lost from now on."""
+        segment = holding.segment
+        self.holdings.note_parked(holding, is_parked=False)
+        self.begin_loss(holding, Loss([(segment.start, segment.end)]))
+        assert holding.loss is not None
+        holding.loss.front = segment.start  # held since it was parked
 
     # --- what is lost ---
 
@@ -208,9 +287,10 @@ class Segments:
             if segment.id in self._kept:
                 self._kept.move_to_end(segment.id)
 
-    def make_room(self, blocks: Blocks) -> bool:
+    def make_room(self, blocks: Blocks, *, may_park: bool = True) -> bool:
         """Sees to it that so many blocks are free, or says that this cannot be, and then frees none."""
-        if not blocks.fits(self._placer.num_free + self.num_reclaimable):
+        lacking = blocks - self._placer.num_free - self.num_reclaimable
+        if not lacking.fits(Blocks()) and not (may_park and self.make_more(lacking)):
             return False
         while not blocks.fits(self._placer.num_free):
             self._forget_kept(

@@ -9,7 +9,7 @@ from coordinator.placement.paths import Path
 from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.moving import Moving
-from coordinator.recovery.regrouping import regroup
+from coordinator.recovery.regrouping import call, regroup
 from coordinator.recovery.rereading import Rereading
 from coordinator.recovery.suspicion import BREAK
 from longleaf.channel.step import Decode, Move, Prefill
@@ -110,6 +110,12 @@ class Recovery:
         self._moving.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
         self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}
         self.is_over = False
+
+    def call(self, parked: Sequence[Holding]) -> None:
+        """Has what is parked be read again; each comes after what it continues."""
+        call(self._placer, self._segments, parked)
+        self._losses |= {holding.segment.id: holding.loss for holding in parked if holding.loss}
+        self.is_over = self.is_over and not parked
 
     def promise(self, paths: Iterable[Path]) -> None:
         """Promises blocks for what is lost, first for what these paths need, as far as there is room."""

@@ -5,6 +5,7 @@ nowhere: tokens can only be read again from a place on before which all that is 
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from coordinator.placement.blocks import Placer
 from coordinator.placement.holdings import Holding
@@ -70,7 +71,7 @@ class _Rolled:
         first = {holding: ranges[0][0] for holding, ranges in lost.items()}
         self._lost = lost
         if not has_windows:
-            for holding in self._holdings:
+            for holding in (one for one in self._holdings if not one.is_parked):
                 holding.window_runs = self._placer.roll_back(holding.window_runs, 0, None)
                 if (place := self._first_seen(holding)) < holding.segment.end:
                     first[holding] = min(place, first.get(holding, place))
@@ -78,7 +79,7 @@ class _Rolled:
             self._lose_from(holding.segment.path, first[holding])
         self._hold_fronts()
         for holding in self._holdings.lossy:
-            self._count(holding)
+            self.count(holding)
 
     def _first_seen(self, holding: Holding) -> int:
         """The first position of a segment whose windows are needed once it is held; its end if none are."""
@@ -96,7 +97,7 @@ class _Rolled:
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
             holding, start = self._holdings[segment], max(place, part_start)
-            if start < part_end and (holding.loss is None or start < holding.loss.first):
+            if start < part_end and not holding.is_parked and (holding.loss is None or start < holding.loss.first):
                 self._placer.free(holding.cut(start))
                 holding.window_runs = self._placer.roll_back(holding.window_runs, start, None)
                 _begin(self._segments, holding, [(start, segment.end)])
@@ -128,7 +129,7 @@ class _Rolled:
             if front is not None:
                 self._segments.let_go(path, front)
 
-    def _count(self, holding: Holding) -> None:
+    def count(self, holding: Holding) -> None:
         """Notes which windows a segment will have once it is held again."""
         loss, end = holding.loss, holding.segment.end
         assert loss is not None
@@ -140,11 +141,21 @@ class _Rolled:
             loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
 
 
+def call(placer: Placer, segments: Segments, parked: Iterable[Holding]) -> None:
+    """Has what is parked, each after what it continues, be lost instead: then it is read again."""
+    for holding in parked:
+        segments.call(holding)
+        if placer.windows is not None:
+            _Rolled(placer, segments).count(holding)
+
+
 def lay_out(segments: Segments) -> tuple[SegmentLayout, ...]:
-    """All that is held. What was freed before need not be told any more."""
+    """All that is held, or was and is lost. What was freed before need not be told any more."""
     segments.take_forgotten()
+    told = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
+    for holding in told:
+        holding.is_told = True
     return tuple(
         SegmentLayout(holding.segment.id, holding.segment.start, tuple(holding.runs), holding.window_runs)
-        for holding in segments.holdings
-        if holding.segment.token_ids
+        for holding in told
     )

@@ -69,20 +69,23 @@ class Rereading:
 
     @property
     def _can_roll(self) -> bool:
-        return self._rolling is not None or (self._current is not None and self._current.loss is not None)
+        has_enough = self._rolling is not None and self.num_rolling.fits(self._rolling.left)
+        return has_enough or (self._current is not None and self._current.loss is not None)
 
     def promise(self, paths: Iterable[Path]) -> None:
-        """Promises blocks for all that is lost, first for what these paths need, as far as there is room."""
-        needed = [segment for path in paths for segment in path.segments]
-        ordered = dict.fromkeys([*self._holdings.of(needed), *self._holdings.lossy])
+        """Promises blocks for all that is lost, first for what these paths need, as far as there is room: for those
+        alone others are parked."""
+        needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
-            self._rolling = self._reserve(self.num_rolling)
-        for holding in ordered:
+            self.return_rolling()
+            self._rolling = self._reserve(self.num_rolling, may_park=bool(needed))
+        for holding in dict.fromkeys([*needed, *self._holdings.lossy]):
             if holding.loss is not None and holding.loss.promise is None:
-                holding.loss.promise = self._reserve(holding.loss.num_blocks(self._placer.block_size))
+                blocks = holding.loss.num_blocks(self._placer.block_size)
+                holding.loss.promise = self._reserve(blocks, may_park=holding in needed)
 
-    def _reserve(self, blocks: Blocks) -> Reservation | None:
-        return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
+    def _reserve(self, blocks: Blocks, *, may_park: bool) -> Reservation | None:
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_park=may_park) else None
 
     # --- plans ---
 
@@ -103,7 +106,7 @@ class Rereading:
         holding.window_runs = self._placer.roll_again(
             holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
         )
-        holding.arriving = pieces
+        holding.arriving, holding.is_told = pieces, True
         self._under_way = holding
         token_ids = array("I")
         for piece in pieces:
@@ -129,7 +132,7 @@ class Rereading:
         if current is not None and current.loss is not None:
             return current, current.segment.end
         self._current = None
-        if self._rolling is None:
+        if self._rolling is None or not self._can_roll:
             return None
         lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
         for holding in [*lossy, *self._holdings.lossy]:
@@ -162,7 +165,8 @@ class Rereading:
         """Keeps the blocks that the next segment rolls in."""
         assert loss.promise is not None
         if self._current is not None:
-            self._rolling = loss.promise.split(self.num_rolling)
+            most = min(self.num_rolling.windows, loss.promise.left.windows)  # more may have been called meanwhile
+            self._rolling = loss.promise.split(Blocks(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> Holding | None:

@@ -34,6 +34,8 @@ class Admission:
         segments: Segments,
         requests: Requests,
         speeds: Speeds,
+        *,
+        can_park: bool = False,
     ) -> None:
         self._config = config
         self._limits = limits
@@ -41,6 +43,8 @@ class Admission:
         self._segments = segments
         self._requests = requests
         self._speeds = speeds
+        self._can_park = can_park
+        """What nobody asks makes room."""
 
     def admit(self, request_id: int, asked: Prompt | Document, now: float, begin_waiting: Callable[[], None]) -> Job:
         """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
@@ -108,18 +112,28 @@ class Admission:
 
         Whoever is behind in the queue may come to be in front, so it does not matter who was there first.
         """
-        kept: dict[int, Segment] = {s.id: s for context in self._contexts.list() for s in context.path.segments}
+        kept = self._lasting([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for other in answers for s in other.request.origin.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), Blocks())
         holdings = self._segments.holdings
-        held = self._limits.wanted(holdings.of(kept.values())) + coming
+        held = self._limits.wanted(holdings.of(kept.values())) + coming + self._limits.rolling
         self._limits.check_room(job.num_blocks, held, None)
         held += self._limits.wanted(holdings.of(leaving.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
         self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
+
+    def _lasting(self, jobs: list[Job]) -> dict[int, Segment]:
+        """What is not freed when answers end: the contexts, or of them what may not be parked."""
+        contexts = self._contexts.list()
+        if not self._can_park:
+            return {s.id: s for context in contexts for s in context.path.segments}
+        origins = [job.request.origin for job in jobs[:1]]
+        origins += [job.request.origin for job in jobs if isinstance(job, IngestJob)]
+        origins += [context.path for context in contexts if context.is_pinned and not context.is_resting]
+        return {s.id: s for path in origins for s in path.segments}
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
         """Raises DeadlineExceeded when more than the seconds that are left are needed, or Unavailable when they are
@@ -128,7 +142,7 @@ class Admission:
         num_lost = self._segments.holdings.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
         if 0 < left and needed <= left < needed + lost_seconds:
-            told = f"{num_lost:,} tokens were lost with a rank and are read again"
+            told = f"{num_lost:,} tokens are not held and must be read again"
             raise Unavailable(f"{told}; {human_seconds(left)} are left", lost_seconds)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(

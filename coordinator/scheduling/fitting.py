@@ -47,12 +47,12 @@ class Fitting:
         victims = self._victims(jobs, self._wanted(kept), total)
         if victims is None:
             return None
-        asked = {id(context) for context in self._contexts.list() if any(asks(job, context) for job in jobs)}
-        contexts = self._contexts.list()
+        contexts = [context for context in self._contexts.list() if not context.is_resting]
+        asked = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
         spare = [context for context in contexts if not context.is_pinned and id(context) not in asked]
         if spare:
             return min(spare, key=lambda context: context.last_use)
-        if jobs and self._wanted(kept).fits(total):
+        if jobs and (not contexts or self._wanted(kept).fits(total)):
             return min(victims or jobs, key=lambda job: job.rank_as_victim)
         return min(contexts, key=lambda context: (context.is_pinned, id(context) in asked, context.last_use))
 

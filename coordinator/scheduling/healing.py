@@ -1,10 +1,13 @@
 """What becomes of jobs when the ranks change: they wait for what is lost, and go on. Pure."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Several
 
 from coordinator.events import GivenUp
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.placement.holdings import Holding
+from coordinator.placement.parking import Parking
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
@@ -16,7 +19,7 @@ from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.step import StepResult
-from longleaf.errors import ContextLost, ResourceExhausted
+from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.messages import Recovering
 
 NO_ROOM = "the ranks that are left have no room for it"
@@ -33,7 +36,9 @@ class Healing:
         limits: Limits,
         recovery: Recovery,
         lives: Lives,
+        parking: Parking | None,
     ) -> None:
+        """Without `parking`, what cannot be held is given up."""
         self._placer = placer
         self._segments = segments
         self._holdings = segments.holdings
@@ -41,6 +46,7 @@ class Healing:
         self._limits = limits
         self._recovery = recovery
         self._lives = lives
+        self._parking = parking
         self._fitting = Fitting(placer, segments, contexts, limits, recovery)
         self._given_up: list[GivenUp] = []
         self.is_between_epochs = False
@@ -80,7 +86,7 @@ class Healing:
         self._tell()
 
     def settle(self) -> None:
-        """Gives up what the ranks cannot hold: no others will come."""
+        """Gives up what the ranks cannot hold, or parks it: no others will come."""
         if not self._recovery.is_promised:
             for job in self._running_sequences():
                 self._lives.preempt(job)
@@ -104,11 +110,18 @@ class Healing:
 
     # --- until all is held again ---
 
+    def call(self, parked: Several[Holding]) -> None:
+        """Somebody needs what is parked: it is read again, each after what it continues."""
+        self._recovery.call(parked)
+        self.is_over = self.is_over and not parked
+
     def go_on(self) -> None:
         """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
         paths is lost any more."""
         self._recovery.settle()
         self._recovery.promise(self.paths())
+        if self._parking is not None and self.is_settled and not self._recovery.is_promised:
+            self._parking.rest_unpromised()
         self._lives.may_begin = True
         while (waiting := self._take_up()) and self._is_full(waiting):
             self._lives.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
@@ -134,7 +147,15 @@ class Healing:
         if tail.holding.loss is None:
             windows = pool.chunk_blocks(len(job.reading.token_ids)) - tail.holding.num_blocks.windows
         needed = self._limits.num_blocks(job.reading, 0, 0).sharded
-        return self._placer.add(tail.reservation, Blocks(needed - left.sharded, max(0, windows - left.windows)))
+        more = Blocks(needed - left.sharded, max(0, windows - left.windows))
+        return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all contexts that do not rest, and what is read again, have room at a time."""
+        kept = {s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments}
+        wanted = self._limits.wanted(self._holdings.of(kept)) + self._limits.rolling
+        return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
         """Nothing is lost of what a job that waits goes on from, and no document waits for room alone."""
@@ -178,12 +199,21 @@ class Healing:
         return given_up
 
     def _give_up(self, context: NamedPath, reason: str) -> None:
+        """A context is deleted; where contexts are kept, it is parked."""
+        if self._parking is not None:
+            error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
+            self._fail_asking(context, error)
+            self._contexts.rest(context)
+            return
         self._given_up.append(GivenUp(context.id, context.num_tokens, reason))
-        for job in list(self._lives.requests.jobs()):
-            if asks(job, context) and self._lives.requests.get(job.request.id) is not None:
-                self._lives.fail(job, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
+        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
         self._contexts.delete(context.id)
         self._lives.may_begin = True
+
+    def _fail_asking(self, context: NamedPath, error: LongleafError) -> None:
+        for job in list(self._lives.requests.jobs()):
+            if asks(job, context) and self._lives.requests.get(job.request.id) is not None:
+                self._lives.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:
         """Gives up all that leads through a segment: it is forgotten, whatever ranks believe of it."""
@@ -192,7 +222,7 @@ class Healing:
             if segment in job.reading.path.segments:
                 self._lives.preempt(job)
         for context in self._contexts.list():
-            if segment in context.path.segments:
+            if segment in context.path.segments and not context.is_resting:
                 self._give_up(context, reason)
         for job in list(self._lives.requests.jobs()):
             tail = (job.tail.segment,) if job.is_running else ()

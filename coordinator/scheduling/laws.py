@@ -39,6 +39,9 @@ def audit_holdings(
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
     places += recovery.fronts
+    places += [(one.segment.before, one.segment.start) for one in holdings if one.is_parked]
+    resting = Counter(s.id for context in contexts.list() if context.is_resting for s in context.path.segments)
+    assert resting == Counter({one.segment.id: one.num_resting for one in holdings if one.num_resting})
     _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
     promised = [holding.loss.promise for holding in holdings.lossy if holding.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]
@@ -67,4 +70,6 @@ def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: se
     assert not any(job.is_running for job in waiting)
     for job in running:
         has_rows = isinstance(job, Sequence) and (job.has_rows or job.request.is_paused)
+        if not isinstance(job, Sequence) and job.reading.is_over:
+            continue  # it waits to be kept
         assert job.reading.has_chunks or has_rows or job.id in under_way or not job.tail.is_ready

@@ -33,6 +33,12 @@ class Limits:
             blocks = sum((holding.num_wanted(size) for holding in holdings), Blocks())
         return blocks
 
+    @property
+    def rolling(self) -> Blocks:
+        """Blocks that are needed only while something is read again."""
+        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
+        return Blocks(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
+
     def num_prefill(self, num_tokens: int, num_samples: int) -> int:
         """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last, which is
         computed for each sample, or none of a short prompt of one sample."""

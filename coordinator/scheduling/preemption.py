@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.holdings import Holdings
+from coordinator.placement.parking import Parking
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
@@ -32,7 +33,8 @@ class Crowd:
 class Preemption:
     """Finds blocks and places among the sequences that run."""
 
-    def __init__(self, max_sequences: int, placer: Placer, segments: Segments) -> None:
+    def __init__(self, max_sequences: int, placer: Placer, segments: Segments, parking: Parking | None = None) -> None:
+        self._parking = parking
         self._max_sequences = max_sequences
         self._placer = placer
         self._segments = segments
@@ -55,6 +57,8 @@ class Preemption:
         candidates = [other for other in crowd.sequences if job.may_preempt(other)]
         places = self._num_places_lacking(job, crowd)
         lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
+        if self._parking is not None:
+            lacking -= self._parking.num_spare
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
         for other in sorted(candidates, key=lambda other: other.rank_as_victim):

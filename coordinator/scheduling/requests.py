@@ -56,6 +56,11 @@ class Requests:
         return [job.request.id for job in ingests if job.document.context == context_id]
 
     @property
+    def contexts(self) -> set[str | None]:
+        """Ids of those that are asked, or read into."""
+        return {job.context for job in self.jobs()}
+
+    @property
     def clients(self) -> set[str]:
         return {request.claim.client for request in self}
 

@@ -4,6 +4,8 @@ A request is admitted to a queue, begins in its turn when its blocks can be rese
 room; a higher priority may send it back to the queue.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 
 from coordinator.events import (
@@ -16,10 +18,12 @@ from coordinator.events import (
     Outcome,
     Prompt,
     Recovering,
+    Sealed,
     Tokens,
 )
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
 from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
@@ -43,7 +47,7 @@ from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, ResourceExhausted
+from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
 
 
@@ -63,7 +67,11 @@ class Scheduler:
         positions: Positions,
         epoch: int,
         max_moved_blocks: int = MOVED_BLOCKS,
+        *,
+        is_durable: bool = False,
     ) -> None:
+        """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
+        those that nobody asks make room for others."""
         self._placer = placer
         self.segments = Segments(placer)
         self.contexts = Contexts(self.segments)
@@ -72,16 +80,22 @@ class Scheduler:
         """Steps so far."""
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
+        self._is_durable = is_durable
+        self._admitting = frozenset[str | None]()
+        """The context of a request that is being admitted."""
+        parking = Parking(placer, self.segments, self.contexts, self._in_use) if is_durable else None
         self._sharing = Sharing(self.segments, placer, limits)
-        self._preemption = Preemption(config.max_sequences, placer, self.segments)
-        self._admission = Admission(config, limits, self.contexts, self.segments, self._requests, self.speeds)
+        self._preemption = Preemption(config.max_sequences, placer, self.segments, parking)
+        self._admission = Admission(
+            config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
+        )
         self._recovery = Recovery(placer, self.segments, max_moved_blocks)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, epoch)
         self._queue = Queue()
         self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
         self._running = self._lives.running
         self._outcomes = self._lives.outcomes
-        self._healing = Healing(placer, self.segments, self.contexts, limits, self._recovery, self._lives)
+        self._healing = Healing(placer, self.segments, self.contexts, limits, self._recovery, self._lives, parking)
 
     @property
     def num_waiting(self) -> int:
@@ -117,10 +131,31 @@ class Scheduler:
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, DeadlineExceeded or Unavailable, and then
         keeps nothing.
         """
-        job = self._admission.admit(request_id, asked, now, self._begin_waiting)
-        self._lives.enter(job)
-        if job.context is not None and job.context in self.contexts:
-            self.contexts.use(self.contexts.get(job.context))
+        context = self.contexts.find(asked.context)
+        with self._called(context):
+            self._lives.enter(self._admission.admit(request_id, asked, now, self._begin_waiting))
+        if context is not None:
+            self.contexts.use(context)
+
+    @contextmanager
+    def _called(self, context: NamedPath | None) -> Generator[None, None, None]:
+        """Has a context that rests come back, unless who asks it is refused."""
+        was_resting = context is not None and context.is_resting
+        self._admitting = frozenset[str | None]([context.id if context else None])
+        try:
+            if context is not None and was_resting:
+                self._healing.call(self.contexts.wake(context))
+            yield
+        except LongleafError:
+            if context is not None and was_resting:
+                self.contexts.rest(context)
+            raise
+        finally:
+            self._admitting = frozenset[str | None]()
+
+    def _in_use(self) -> set[str | None]:
+        """Ids of contexts that jobs ask, or read into."""
+        return self._requests.contexts | self._admitting
 
     # --- schedule ---
 
@@ -211,13 +246,46 @@ class Scheduler:
         num_read, total = job.reading.num_read, len(job.reading.token_ids)
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_read, total)))
-            if job.reading.is_over:
+            if job.reading.is_over and self._is_durable:
+                self._outcomes.append((job.request.id, Sealed()))
+            elif job.reading.is_over:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
             if job.speaks_for_all:
                 start = job.request.start
                 self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
             self._answer(job)
+
+    def sealed(self, request_id: int) -> IngestJob | None:
+        """The document that waits to be acknowledged; None when it was given up meanwhile."""
+        request = self._requests.get(request_id)
+        job = request.jobs[0] if request else None
+        return job if isinstance(job, IngestJob) and job.reading.is_over else None
+
+    def acknowledge(self, request_id: int, now: float) -> bool:
+        """A document that was Sealed is kept: its context is there, `now` in seconds since the epoch. False when it was
+        given up meanwhile. See `drain`."""
+        if (job := self.sealed(request_id)) is None:
+            return False
+        self._acknowledge(job, now)
+        return True
+
+    def is_read_into(self, context_id: str) -> bool:
+        """Whether a document is on its way into a context, which may not be there yet."""
+        return bool(self._requests.ingests_into(context_id))
+
+    def warm(self) -> None:
+        """Has the contexts come back that were used last, as many as there is room for."""
+        contexts = [context for context in self.contexts.list() if context.is_resting]
+        for context in sorted(contexts, key=lambda context: -context.last_use):
+            self._healing.call(self.contexts.wake(context))
+            if not self._healing.has_room:
+                self.contexts.rest(context)
+
+    def fail(self, request_id: int, error: LongleafError) -> None:
+        """Ends a request with an error, if it has not ended. See `drain`."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._lives.fail(request.jobs[0], error)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document

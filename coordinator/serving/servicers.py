@@ -147,14 +147,14 @@ class ContextServicer(ContextServiceServicer):
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = codec.decode_fork(request)
-        view = self._contexts.fork_context(fork.source, fork.context, fork.tokens)
+        view = await self._contexts.fork_context(fork.source, fork.context, fork.tokens)
         return codec.encode_context(view)
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
-        return codec.encode_context(self._contexts.update_context(*codec.decode_update(request)))
+        return codec.encode_context(await self._contexts.update_context(*codec.decode_update(request)))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
-        self._contexts.delete_context(codec.context_id(request.name))
+        await self._contexts.delete_context(codec.context_id(request.name))
         return Empty()
 
 

@@ -186,5 +186,5 @@ async def test_a_deleted_context_gives_its_blocks_back(goldens):
     async with running(config_for(golden.folder, world_size=3, chunk_size=500)) as engine:
         for _ in range(3):
             assert await STATES["appended"](engine, golden.prompt) == [golden.tokens]
-            engine.delete_context("book")
+            await engine.delete_context("book")
         assert sum(worker.tokens for worker in engine.cluster().workers) == 0

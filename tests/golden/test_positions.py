@@ -113,7 +113,7 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
                 Document(context="book", token_ids=prompt[:-40], settings=ContextSettings(capacity=total))
             )
         ]
-        engine.fork_context("book", "fork", length - 50)
+        await engine.fork_context("book", "fork", length - 50)
         assert (await ask(engine, prompt[-40:], "book"))[0] == expected
         assert (await ask(engine, prompt[-50:], "fork"))[0] == expected
 
@@ -148,7 +148,7 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert asked[0] == generate(scaled("longrope"), prompt[:450]) != asked[1], "the scaling changes the text"
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
-        assert engine.fork_context("long", "twig", 300).positions.scaled_for == 513
+        assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513
 
 
 async def test_beyond_the_trained_length_needs_permission(scaled):
@@ -173,7 +173,7 @@ async def test_float64_is_for_what_is_declared_long(scaled):
         asked = await asyncio.gather(*(ask(engine, prompt[-20:], name) for name in ("far", "near", "far")))
         assert [tokens for tokens, _ in asked] == [generate(scaled("llama3"), prompt)] * 3
         assert (await ask(engine, prompt))[1] == len(prompt) - 20, "prompts that are short share what has their rope"
-        engine.delete_context("near")
+        await engine.delete_context("near")
 
 
 @torch.inference_mode()

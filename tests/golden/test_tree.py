@@ -15,7 +15,7 @@ async def test_reused_prefixes_answer_like_generate(goldens, family, world_size,
     async with running(config) as engine:
         await ingest(engine, "trunk", prompt[:411] + wrong[:200])
         await ask(engine, prompt[:700] + wrong[:100])
-        engine.delete_context("trunk")
+        await engine.delete_context("trunk")
         assert await ask(engine, prompt) == ([golden.tokens], 700)
         assert await ask(engine, prompt) == ([golden.tokens], 999)
         assert await ask(engine, prompt, num_samples=2) == ([golden.tokens] * 2, 999)

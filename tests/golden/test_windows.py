@@ -42,12 +42,12 @@ async def forked(engine, prompt):
     wrong = prompt[::-1]
     await ingest(engine, "trunk", prompt[:411])
     await ingest(engine, "trunk", wrong[:150])
-    engine.fork_context("trunk", "branch", 411)
+    await engine.fork_context("trunk", "branch", 411)
     await ingest(engine, "branch", prompt[411:650])
     await ingest(engine, "branch", wrong[:10])
-    engine.fork_context("branch", "twig", 650)
-    engine.delete_context("trunk")
-    engine.delete_context("branch")
+    await engine.fork_context("branch", "twig", 650)
+    await engine.delete_context("trunk")
+    await engine.delete_context("branch")
     await ingest(engine, "twig", prompt[650:KEPT])
     return [await answer(engine, prompt[KEPT:], "twig")]
 
@@ -160,10 +160,10 @@ async def test_a_document_of_tiny_pieces_answers_like_generate(goldens, family, 
             await ingest(engine, "book", golden.prompt[start : start + 4])
             if number % 25 == 24:
                 await ingest(engine, "wrong", golden.prompt[::-1])
-                engine.delete_context("wrong")
-        engine.fork_context("book", "twig", KEPT - 8)
+                await engine.delete_context("wrong")
+        await engine.fork_context("book", "twig", KEPT - 8)
         assert await answer(engine, golden.prompt[KEPT:], "book") == golden.tokens
-        engine.delete_context("book")
+        await engine.delete_context("book")
         await ingest(engine, "wrong", golden.prompt[::-1])
         assert await answer(engine, golden.prompt[KEPT - 8 :], "twig") == golden.tokens
 
@@ -173,17 +173,17 @@ async def test_a_fork_within_a_segment_is_refused(goldens):
     async with running(replicated(golden, world_size=2)) as engine:
         await ingest(engine, "book", golden.prompt)
         with pytest.raises(InvalidArgument, match="token_count"):
-            engine.fork_context("book", "fork", 500)
+            await engine.fork_context("book", "fork", 500)
 
 
 async def test_contexts_and_prompts_part_where_sections_begin(goldens):
     golden, wrong = goldens("llama4"), goldens("llama4").prompt[:400]
     async with running(replicated(golden, world_size=3, chunk_size=300)) as engine:
         await ingest(engine, "book", golden.prompt[: SECTION + 9] + wrong)
-        engine.fork_context("book", "fork", SECTION)
-        engine.delete_context("book")
+        await engine.fork_context("book", "fork", SECTION)
+        await engine.delete_context("book")
         assert await answer(engine, golden.prompt[SECTION:], "fork") == golden.tokens
-        engine.delete_context("fork")
+        await engine.delete_context("fork")
         assert (await ask(engine, golden.prompt[: SECTION + 9] + wrong))[1] == 0
         assert await ask(engine, golden.prompt) == ([golden.tokens], SECTION)
 

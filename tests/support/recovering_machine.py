@@ -197,7 +197,7 @@ class RecoveringMachine(SchedulerMachine):
             return
         holdings = self.scheduler.segments.holdings
         for holding in holdings:
-            if holding.segment.token_ids:
+            if holding.segment.token_ids and holding.is_told:
                 assert self.keys.books[holding.segment.id].runs == holding.runs
                 assert self.keys.books[holding.segment.id].start == holding.segment.start
         for context in self.scheduler.contexts.list():
@@ -220,7 +220,7 @@ class RecoveringMachine(SchedulerMachine):
         """All that is lost is held again, whoever else waits."""
         for job in sorted(self.paused):
             self._pause(job, False)
-        while self.open or self.scheduler.recovering:
-            self.run_steps(1, 2, 0.001)
-        assert all(map(self.scheduler.segments.holdings.holds, (c.path for c in self.scheduler.contexts.list())))
+        self._run_until(lambda: not (self.open or self.scheduler.recovering))
+        contexts = [context for context in self.scheduler.contexts.list() if not context.is_resting]
+        assert all(self.scheduler.segments.holdings.holds(context.path) for context in contexts)
         self.adds_up()

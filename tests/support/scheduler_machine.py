@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ from longleaf.sampling import Sampling, Token
 from tests.support.window_ledger import WindowLedger, windows_of
 from workers.fakes import EchoLedger
 
+MOST_STEPS = 2000
+"""That anything takes until its end."""
 NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
@@ -65,6 +68,9 @@ def expected_answer(last: int, count: int) -> list[int]:
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives a small scheduler; a ledger of what ranks believe is stored checks every plan."""
 
+    is_durable = False
+    """Contexts are kept, and parked when room is needed."""
+
     @initialize(
         blocks=st.lists(st.integers(4, 24), min_size=1, max_size=4),
         chunk_size=st.integers(1, 20),
@@ -92,10 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_sequences=max_sequences,
             max_waiting=max_waiting,
         )
+        self.config = config
         self.windows = windows
         self.max_unread = config.max_sequences + config.max_waiting
         self.placer = Placer(blocks, block_size, windows)
-        self.scheduler = Scheduler(config, self.placer, Positions(Rotary(), 150), epoch=1)
+        self.scheduler = self._make_scheduler(1)
         self.sequences = Sequences(block_size)
         self._start_ranks(blocks, block_size, windows)
         self.plans: deque[StepPlan] = deque()
@@ -122,6 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ran: set[int] = set()
         """Jobs that ran when the last step was scheduled, and those that waited, with how often they had begun."""
         self.waited: dict[int, int] = {}
+
+    def _make_scheduler(self, epoch: int) -> Scheduler:
+        return Scheduler(self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable)
 
     # --- the ranks ---
 
@@ -423,6 +433,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             for end in self.ends[context.id]:
                 self._check_end(context.path.cut(end))
 
+    def _run_until(self, is_done: Callable[[], bool]) -> None:
+        for _ in range(MOST_STEPS):
+            if is_done():
+                return
+            self.run_steps(1, 2, 0.001)
+        raise AssertionError("it never ends")
+
     def teardown(self) -> None:
         """All that was admitted ends, and without contexts nothing is held."""
         if not hasattr(self, "scheduler"):
@@ -430,8 +447,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.paused:
             self.scheduler.pause(job, False)
         self.paused.clear()
-        while self.open:
-            self.run_steps(1, 2, 0.001)
+        self._run_until(lambda: not self.open)
         for context in self.scheduler.contexts.list():
             self.scheduler.delete_context(context.id)
         while self._schedule() or self.plans:

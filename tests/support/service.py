@@ -209,19 +209,19 @@ class FakeEngine:
     def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
         return [self.get_context(name) for name in sorted(self.contexts) if name > after][:limit]
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         self.get_context(source)
         if context_id in self.contexts:
             raise AlreadyExists(f"contexts/{context_id}")
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
 
-    def update_context(self, context_id: str, settings: ContextSettings) -> Context:
+    async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         self.get_context(context_id)
         self.settings[context_id] = settings
         return self.get_context(context_id)
 
-    def delete_context(self, context_id: str) -> None:
+    async def delete_context(self, context_id: str) -> None:
         self.get_context(context_id)
         del self.contexts[context_id]
         self.settings.pop(context_id, None)

@@ -155,7 +155,7 @@ class Target:
         await until(lambda: not self._engine.cluster().waiting + self._engine.cluster().running)
         for view in self._engine.list_contexts():
             if view.id != HELD:
-                self._engine.delete_context(view.id)
+                await self._engine.delete_context(view.id)
         self._engine.audit()
         await until(lambda: self._num_held() == sum(view.tokens for view in self._engine.list_contexts()))
 

@@ -103,8 +103,8 @@ async def kept(engine: Engine, short: Short) -> Said:
 async def forked(engine: Engine, short: Short) -> Said:
     """Inside of a segment whose end is wrong, and whose other owner goes away."""
     await read(engine, "trunk", short.document[:9] + short.document[:3])
-    engine.fork_context("trunk", "twig", 9)
-    engine.delete_context("trunk")
+    await engine.fork_context("trunk", "twig", 9)
+    await engine.delete_context("trunk")
     await read(engine, "twig", short.document[9:])
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 
@@ -113,8 +113,8 @@ async def parted(engine: Engine, short: Short) -> Said:
     """As `forked`, at the end of a segment: elsewhere the keys of windows are gone."""
     await read(engine, "trunk", short.document[:9])
     await read(engine, "trunk", short.document[:3])
-    engine.fork_context("trunk", "twig", 9)
-    engine.delete_context("trunk")
+    await engine.fork_context("trunk", "twig", 9)
+    await engine.delete_context("trunk")
     await read(engine, "twig", short.document[9:])
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 

@@ -77,13 +77,13 @@ async def forked(engine: Engine, prompt: Ids) -> list[Ids]:
     """Inside of segments whose ends are wrong, and whose other owners go away."""
     wrong = prompt[::-1]
     await ingest(engine, "trunk", prompt[:411] + wrong[:150])
-    engine.fork_context("trunk", "branch", 411)
+    await engine.fork_context("trunk", "branch", 411)
     await ingest(engine, "branch", prompt[411:700] + wrong[:100])
-    engine.fork_context("branch", "twig", 650)
-    engine.delete_context("trunk")
-    engine.delete_context("branch")
+    await engine.fork_context("branch", "twig", 650)
+    await engine.delete_context("trunk")
+    await engine.delete_context("branch")
     await ingest(engine, "twig", prompt[650:KEPT])
-    engine.fork_context("twig", "leaf", KEPT - 50)
+    await engine.fork_context("twig", "leaf", KEPT - 50)
     return [await answer(engine, prompt[KEPT:], "twig"), await answer(engine, prompt[KEPT - 50 :], "leaf")]
 
 

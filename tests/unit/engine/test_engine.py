@@ -65,7 +65,7 @@ async def test_views_and_streams() -> None:
             (1, "fake", 32, 400, 2048),
         ]
         assert (engine.total_tokens, engine.max_positions) == (800, 3000)
-        engine.delete_context("doc")
+        await engine.delete_context("doc")
         assert engine.list_contexts() == []
 
 
@@ -89,10 +89,11 @@ async def test_errors_are_raised_at_once() -> None:
             (lambda: engine.ingest(Document(context="doc", token_ids=[])), InvalidArgument),
             (lambda: engine.ingest(Document(context="doc", token_ids=[1], append=True)), NotFound),
             (lambda: engine.get_context("doc"), NotFound),
-            (lambda: engine.delete_context("doc"), NotFound),
         ):
             with pytest.raises(error):
                 call()
+        with pytest.raises(NotFound):
+            await engine.delete_context("doc")
         [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1]))]
         with pytest.raises(AlreadyExists):
             engine.ingest(Document(context="doc", token_ids=[1]))
@@ -219,7 +220,7 @@ async def test_deleted_context_fails_its_ingest() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1]))]
         stream = engine.ingest(Document(context="doc", token_ids=list(range(500)), append=True))
-        engine.delete_context("doc")
+        await engine.delete_context("doc")
         with pytest.raises(NotFound):
             [_ async for _ in stream]
 
@@ -300,12 +301,12 @@ async def test_contexts_expire() -> None:
         engine.audit()
         with pytest.raises(NotFound):
             engine.submit(prompt(3, 1, "early"))
-        assert engine.update_context("late", ContextSettings(expires=None)).expires is None
-        engine.update_context("never", ContextSettings(ttl=5.0))
+        assert (await engine.update_context("late", ContextSettings(expires=None))).expires is None
+        await engine.update_context("never", ContextSettings(ttl=5.0))
         days.now = 2000.0
         assert names(engine) == ["late", "pinned"]
         assert engine.get_context("pinned").expires == 1010.0
-        engine.update_context("pinned", ContextSettings(is_pinned=False))
+        await engine.update_context("pinned", ContextSettings(is_pinned=False))
         assert names(engine) == ["late"]
 
 
@@ -382,6 +383,6 @@ async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused()
         assert engine.get_context("doc").expires == 22.0
         for settings in (ContextSettings(expires=12.0), ContextSettings(ttl=1e12)):
             with pytest.raises(InvalidArgument, match=r"context\.(expire_time|ttl)"):
-                engine.update_context("doc", settings)
+                await engine.update_context("doc", settings)
         with pytest.raises(NotFound):
-            engine.update_context("none", ContextSettings(is_pinned=True))
+            await engine.update_context("none", ContextSettings(is_pinned=True))

@@ -146,9 +146,9 @@ async def test_what_is_left_may_be_too_small() -> None:
         assert recovery is not None
         assert recovery.given_up == ("old",)
         with pytest.raises(ContextLost):
-            engine.fork_context("old", "other")
-        engine.fork_context("new", "old", 8)
-        engine.delete_context("old")
+            await engine.fork_context("old", "other")
+        await engine.fork_context("new", "old", 8)
+        await engine.delete_context("old")
         with pytest.raises(NotFound):  # another one of that name has come, and gone
             engine.get_context("old")
         assert (await read(engine.submit(prompt(3, 9, "new"))))[0] == answer(2, 9)

@@ -1,0 +1,1 @@
+"""From the tables of earlier versions to those of this one, step by step."""

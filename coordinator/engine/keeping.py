@@ -1,0 +1,206 @@
+"""Contexts and their tokens, told to a catalog: who changes them hears of it once that is kept."""
+
+import asyncio
+import copy
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from coordinator.catalog.catalog import ContextCatalog
+from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
+from coordinator.placement.contexts import NamedPath
+from coordinator.placement.paths import NOWHERE, Path, Segment
+from coordinator.scheduling.jobs import IngestJob
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.errors import LongleafError
+
+FLUSH_SECONDS = 30.0
+"""How often is kept when contexts were used last."""
+log = logging.getLogger(__name__)
+
+
+class Keeping:
+    """The contexts of one scheduler and a catalog, which are changed in the same order. What cannot be kept is undone.
+
+    `on_change` is called when the scheduler has something to tell; `wall_clock` dates contexts.
+    """
+
+    def __init__(
+        self,
+        catalog: ContextCatalog,
+        scheduler: Scheduler,
+        wall_clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._catalog = catalog
+        self._scheduler = scheduler
+        self._contexts = scheduler.contexts
+        self._wall_clock = wall_clock
+        self._on_change = on_change
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._used: set[str] = set()
+        """Contexts whose last use is not kept."""
+        self._flush: asyncio.Task[None] | None = None
+
+    # --- the start and the end ---
+
+    def take_up(self, kept: Kept) -> None:
+        """Has the scheduler know all that is kept. Nothing of it is held."""
+        segments = self._scheduler.segments
+        segments.begin_ids(kept.next_segment)
+        found = dict[int, Segment]()
+        for record in sorted(kept.segments, key=lambda record: record.id):
+            before = found[record.parent].path.cut(record.start) if record.parent is not None else NOWHERE
+            segment = found[record.id] = Segment(record.id, before, record.rope)
+            segment.extend(record.token_ids)
+            segments.adopt(segment)
+        for record in sorted(kept.contexts, key=lambda record: record.last_used):
+            self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
+
+    def begin(self) -> None:
+        """Keeps from time to time when contexts were used last."""
+        self._flush = asyncio.create_task(self._flush_for_ever())
+
+    async def close(self) -> None:
+        """Keeps all that is known by now."""
+        if self._flush is not None:
+            self._flush.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._keep_uses()
+
+    async def _flush_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            await self._keep_uses()
+
+    async def _keep_uses(self) -> None:
+        found = [context for name in self._used if (context := self._contexts.find(name)) is not None]
+        self._used.clear()
+        if found:
+            try:
+                await self._catalog.commit(Change(contexts=tuple(map(context_record, found))))
+            except LongleafError as error:
+                log.warning("when contexts were used last is not kept: %s", error)
+
+    # --- changes ---
+
+    def use(self, context: NamedPath) -> None:
+        """A context is asked."""
+        self._used.add(context.id)
+
+    def seal(self, request_id: int) -> None:
+        """A document has been read: it is acknowledged once it is kept."""
+        self._start(self._seal(request_id))
+
+    async def _seal(self, request_id: int) -> None:
+        job, now = self._scheduler.sealed(request_id), self._wall_clock()
+        if job is None:
+            return
+        after = self._grown(job, now)
+        segment = segment_record(job.tail.segment)
+        try:
+            await self._catalog.commit(Change(segments=(segment,), contexts=(context_record(after),)))
+        except LongleafError as error:
+            self._scheduler.fail(request_id, error)
+        else:
+            if not self._scheduler.acknowledge(request_id, now):
+                await self._take_back(after.id)
+        self._on_change()
+
+    def _grown(self, job: IngestJob, now: float) -> NamedPath:
+        """The context as it is once a document is a part of it."""
+        known = self._contexts.find(job.context)
+        after = copy.copy(known) if known else NamedPath(job.context, now, Path(), job.request.capacity)
+        after.grow(job.tail.segment, now)
+        after.change(job.document.settings, now)
+        return after
+
+    async def _take_back(self, context_id: str) -> None:
+        """A document was given up while it was being kept: what is kept is what is known again."""
+        known = self._contexts.find(context_id)
+        if known is None and self._scheduler.is_read_into(context_id):
+            return  # another one is about to be kept under that name
+        change = Change(contexts=(context_record(known),)) if known else Change(dropped=(context_id,))
+        try:
+            await self._catalog.commit(change)
+        except LongleafError as error:
+            log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
+
+    async def put(self, context: NamedPath, undo: Callable[[], None]) -> None:
+        """A context has been made or changed. Raises StorageUnavailable, and undoes it, when that cannot be kept."""
+        try:
+            await self._catalog.commit(Change(contexts=(context_record(context),)))
+        except LongleafError:
+            undo()
+            self._on_change()
+            raise
+
+    async def drop(self, context: NamedPath) -> None:
+        """A context has been deleted. Raises StorageUnavailable when that cannot be kept: then it is there again."""
+        try:
+            await self._catalog.commit(Change(dropped=(context.id,)))
+        except LongleafError:
+            self._bring_back(context)
+            self._on_change()
+            raise
+
+    def expire(self, context_id: str) -> None:
+        """A context has expired. If that cannot be kept, it expires again when the service starts."""
+        self._start(self._expire(context_id))
+
+    async def _expire(self, context_id: str) -> None:
+        try:
+            await self._catalog.commit(Change(dropped=(context_id,)))
+        except LongleafError as error:
+            log.warning("context %s has expired, and is still kept: %s", context_id, error)
+
+    def _bring_back(self, context: NamedPath) -> None:
+        if self._contexts.find(context.id) is not None:
+            return  # another one has the name by now
+        holdings = self._scheduler.segments.holdings
+        known = {holding.segment for holding in holdings}
+        for segment in context.path.segments:
+            if segment not in known:
+                self._scheduler.segments.adopt(segment)
+        again = _context_of(context_record(context), context.path)
+        self._contexts.adopt(again)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+
+def segment_record(segment: Segment) -> SegmentRecord:
+    """What is kept of a segment."""
+    before = segment.before.segments
+    parent = before[-1].id if before else None
+    return SegmentRecord(
+        id=segment.id, parent=parent, start=segment.start, rope=segment.rope, token_ids=segment.token_ids
+    )
+
+
+def context_record(context: NamedPath) -> ContextRecord:
+    """What is kept of a context beside its segments."""
+    return ContextRecord(
+        id=context.id,
+        segment=context.path.segments[-1].id,
+        num_tokens=context.num_tokens,
+        ends=context.ends,
+        capacity=context.capacity,
+        created=context.created,
+        updated=context.updated,
+        display_name=context.display_name,
+        is_pinned=context.is_pinned,
+        expires=context.expires,
+        last_used=context.used,
+        num_hits=context.num_hits,
+    )
+
+
+def _context_of(record: ContextRecord, path: Path) -> NamedPath:
+    context = NamedPath(record.id, record.created, path, record.capacity)
+    context.ends, context.updated = record.ends, record.updated
+    context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
+    context.used, context.num_hits = record.last_used, record.num_hits
+    return context

@@ -1,0 +1,110 @@
+"""A machine whose contexts outlive everything: they are parked when room is needed, and the service may die and start
+again between any two events."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from coordinator.events import NO_CLAIM, Outcome, Sealed
+from coordinator.placement.blocks import Placer
+from coordinator.placement.contexts import NamedPath
+from coordinator.placement.paths import Path, Segment
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.sequences import Sequences
+from longleaf.errors import LongleafError, StorageUnavailable
+from tests.support.recovering_machine import RecoveringMachine
+from tests.support.scheduler_machine import NAMES
+
+
+class DurableMachine(RecoveringMachine):
+    """What a catalog would keep, is kept here: a context counts once it is acknowledged."""
+
+    is_durable = True
+
+    @property
+    def sealed(self) -> list[int]:
+        """Documents that wait to be kept."""
+        return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
+
+    @precondition(lambda self: self.sealed)
+    @rule(data=st.data(), is_kept=st.booleans())
+    def keep(self, data: st.DataObject, is_kept: bool) -> None:
+        """What has been read is kept, or cannot be."""
+        job = data.draw(st.sampled_from(self.sealed), label="document")
+        if is_kept:
+            assert self.scheduler.acknowledge(job, 9.0)
+        else:
+            self.scheduler.fail(job, StorageUnavailable("the disk is full"))
+        self._look()
+
+    def _keep_all(self) -> None:
+        for job in self.sealed:
+            assert self.scheduler.acknowledge(job, 9.0)
+        self._look()
+
+    def _schedule(self) -> bool:
+        return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
+
+    def _nobody_is_stuck(self) -> None:
+        if not self.sealed:
+            super()._nobody_is_stuck()
+
+    def _is_right(self, job: int, error: LongleafError) -> None:
+        if not isinstance(error, StorageUnavailable):
+            super()._is_right(job, error)
+
+    def _see(self, outcomes: list[Outcome]) -> None:
+        super()._see([(job, outcome) for job, outcome in outcomes if not isinstance(outcome, Sealed)])
+
+    # --- what rests ---
+
+    @rule(context=NAMES)
+    def rest(self, context: str) -> None:
+        """As when room is needed."""
+        found = self.scheduler.contexts.find(context)
+        if found is not None and not found.is_resting and context not in self.scheduler._requests.contexts:
+            self.scheduler.contexts.rest(found)
+
+    @rule(context=NAMES, question=st.integers(1, 12), steps=st.integers(0, 3))
+    def rest_and_ask(self, context: str, question: int, steps: int) -> None:
+        """It comes back, and perhaps others must go for it."""
+        self.rest(context)
+        self.ask(list(range(question)), 2, context, 1, NO_CLAIM, False)
+        self.run_steps(steps, 2, 0.001)
+
+    # --- the end of everything ---
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The service is killed, and starts again over what was kept, with other ranks."""
+        old = self.scheduler
+        num_blocks = data.draw(st.lists(st.integers(4, 24), min_size=1, max_size=4), label="blocks")
+        self.placer = Placer(num_blocks, self.block_size, self.windows)
+        epoch = self.epoch + 1
+        self._start_ranks(num_blocks, self.block_size, self.windows)
+        self.epoch = epoch
+        self.plans.clear()
+        self.sequences = Sequences(self.block_size)
+        self.scheduler = self._make_scheduler(epoch)
+        revive(old, self.scheduler)
+        self.num_ended = self.num_submitted
+        self.open.clear()
+        self.paused.clear()
+        self.waited.clear()
+        self.ran.clear()
+
+
+def revive(old: Scheduler, new: Scheduler) -> None:
+    """Has a scheduler take in the contexts of another one, as from a catalog."""
+    contexts = old.contexts.list()
+    kept = {segment.id: segment for context in contexts for segment in context.path.segments}
+    segments: dict[int, Segment] = {}
+    for segment in sorted(kept.values(), key=lambda segment: segment.id):
+        before = Path(tuple(segments[part.id] for part in segment.before.segments), segment.before.end)
+        segments[segment.id] = found = Segment(segment.id, before, segment.rope)
+        found.extend(segment.token_ids)
+        new.segments.adopt(found)
+    for context in contexts:
+        path = Path(tuple(segments[part.id] for part in context.path.segments), context.path.end)
+        found_again = NamedPath(context.id, context.created, path, context.capacity)
+        found_again.ends, found_again.is_pinned = context.ends, context.is_pinned
+        new.contexts.adopt(found_again)
