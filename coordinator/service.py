@@ -126,7 +126,8 @@ class Service:
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
-        self._use_cases = UseCases(self._engine, tokenizer, describe)
+        self._use_cases = UseCases(self._engine, tokenizer, describe, journal=None)
+        await self._use_cases.generation.take_up()
         self._server.open(self._use_cases)
         return port
 

@@ -111,7 +111,7 @@ class Engine:
 
         Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
-        return self._admit(prompt, prompt.num_samples)
+        return self._admit(prompt, prompt.num_samples, prompt.num_open)
 
     def ingest(self, document: Document) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
@@ -119,7 +119,7 @@ class Engine:
         or Unavailable."""
         return self._admit(document)
 
-    def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
+    def _admit(self, asked: Prompt | Document, num_samples: int = 1, num_open: int = 1) -> Stream:
         with self._recoveries.explaining():
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, Document):
@@ -130,7 +130,7 @@ class Engine:
             lambda sample: self._cancel_sample(request_id, sample),
             lambda: self._pause(request_id, False),
         )
-        self._readers.add(request_id, stream, num_samples)
+        self._readers.add(request_id, stream, num_open)
         self._wake.set()
         return stream
 
