@@ -46,12 +46,14 @@ class Admission:
         """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
 
         Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, Unavailable
-        when it could be later, or ResourceExhausted when the queue is full or there may never be room.
+        when it could be later, or ResourceExhausted when the queue is full, but for answers that go on, or there may
+        never be room.
         """
         job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
         if self._requests.num_in_line >= self._config.max_waiting:
             begin_waiting()  # they only wait for the next step
-        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting:
+        goes_on = isinstance(asked, Prompt) and asked.generated is not None
+        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting and not goes_on:
             seconds = self._speeds.retry_seconds(num_in_line)
             raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
         jobs = list(self._requests.jobs())
