@@ -82,8 +82,8 @@ def num_tokens(events: Sequence[Event]) -> int:
 
 
 def whole(events: Sequence[Event], sample: int = 0) -> tuple[list[int], str, list[object], list[tuple[str, str, int]]]:
-    """Ids, text, logprobs and end of one sample. Its indices are 0, 1, 2 and so on, each once; its end may be told again
-    to a client that comes back, with other times."""
+    """Ids, text, logprobs and end of one sample. Its indices are 0, 1, 2 and so on, each once; its end may be told
+    again to a client that comes back, with other times."""
     deltas = [event for event in events if isinstance(event, Delta) and event.sample == sample]
     ids: list[int] = []
     for delta in deltas:

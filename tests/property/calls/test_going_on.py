@@ -40,7 +40,7 @@ def file_in(folder: Path) -> Path:
 
 
 async def undisturbed(request: Generate, folder: Path, naps: list[int]) -> list[tuple[Event, int]]:
-    """What a client is told, which is late so many turns of the loop, and how many bytes were in the journal by then."""
+    """What a client is told that is late so many turns of the loop, and how many bytes were in the journal by then."""
     found: list[tuple[Event, int]] = []
     async with serving(folder, tokenizer()) as service:
         async for event in service.generation.run(request):
