@@ -118,10 +118,11 @@ class Record:
     def write(self, entry: Entry) -> None:
         """Raises StorageUnavailable; half of the entry may be there then."""
         content = encode_entry(entry)
-        with _storing(self._path):
-            written = os.write(self._descriptor, content)
-            while written < len(content):  # as when a disk is almost full: the rest tells why
-                written += os.write(self._descriptor, content[written:])
+        try:
+            while (num_written := os.write(self._descriptor, content)) < len(content):
+                content = content[num_written:]  # as when a disk is almost full: the rest tells why
+        except OSError as error:
+            raise _refused(self._path, error) from error
 
     def close(self) -> None:
         """Idempotent."""
@@ -144,4 +145,8 @@ def _storing(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise StorageUnavailable(f"{path}: {error.strerror or error}") from error
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> StorageUnavailable:
+    return StorageUnavailable(f"{path}: {error.strerror or error}")
