@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out, in token ids; text is the business of `coordinator.calls`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -44,6 +44,28 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     claim: Claim = NO_CLAIM
     is_compared: bool = False
     """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
+    generated: Mapping[int, Sequence[int]] | None = None
+    """Where answers go on that were told in part: their ids so far, by sample. Samples that are not in it have ended.
+    None: all begin."""
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are to come, or to go on."""
+        return self.num_samples if self.generated is None else len(self.generated)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that each of these may still have, at most."""
+        told = () if self.generated is None else self.generated.values()
+        return self.sampling.max_tokens - min(map(len, told), default=0)
+
+    def end_reason(self, token_id: int, num_generated: int) -> EndReason | None:
+        """Why `token_id` ends an answer that has `num_generated` tokens with it; None when it does not."""
+        if token_id in self.end_tokens and not self.sampling.ignore_end_token:
+            return "end_token"
+        if token_id in self.sampling.stop_tokens:
+            return "stop_token"
+        return "length" if num_generated >= self.sampling.max_tokens else None
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from coordinator.calls.use_cases import UseCases
+from coordinator.durability import Durability
 from coordinator.engine.engine import STOPPING, Engine
 from coordinator.memory import return_large
 from coordinator.placement.positions import UNLIMITED
@@ -22,8 +23,8 @@ from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
-from longleaf.config import DRAIN_SECONDS, LOOPBACK, EngineConfig, Launcher, check_model_name, check_waits
-from longleaf.errors import StartError, Unavailable
+from longleaf.config import DRAIN_SECONDS, LOOPBACK, EngineConfig, Launcher, check_model_name, check_waits, join_address
+from longleaf.errors import InvalidArgument, StartError, Unavailable
 from longleaf.messages import Draining, ModelInfo
 from longleaf.units import human_seconds
 
@@ -34,6 +35,9 @@ TELL_SECONDS = 0.5
 """How long answers that were ended may take to say what they have."""
 GRACE_SECONDS = 2.0
 """How long open calls may take to hear why the service ends."""
+
+
+NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait for slots that the cluster does not have yet."""
     drain_seconds: float = DRAIN_SECONDS
     """Seconds that running calls may take to end once the service is told to."""
+    data_dir: str | None = None
+    """Where contexts are kept; None: in memory alone."""
+    warm: bool = False
+    """Have kept contexts come back at the start, those used last first, before anybody asks them."""
     as_json: bool = False
     """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
 
@@ -65,6 +73,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument naming the first setting that is out of range."""
         self.engine.check()
         check_waits(self.wait_for_ranks, self.drain_seconds)
+        if self.warm and self.data_dir is None:
+            raise InvalidArgument("warm", "needs data_dir: without it nothing is kept")
         if self.model_name is not None:
             check_model_name(self.model_name)
 
@@ -96,6 +106,7 @@ class Service:
         self._use_cases: UseCases | None = None
         self._server: Server | None = None
         self._loop: asyncio.Task[None] | None = None
+        self._durability: Durability | None = None
         self._end = End()
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
@@ -115,20 +126,35 @@ class Service:
         )
         port = await self._server.start(self._config.host, self._config.port)
         tokenizer = await self._load_tokenizer(config)
+        self._durability = await self._open_durability(config)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
         self._control = Control(config, host, self._fleet.kill, self._fleet.where)
         # without a limit of its own the model is bounded by the pool alone
-        self._engine = Engine(self._control, config, tokenizer.checkpoint.max_positions or UNLIMITED)
+        max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
+        self._engine = Engine(self._control, config, max_positions, durability=self._durability)
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
-        self.notes = tuple(dict.fromkeys(note for ready in readies for note in ready.notes))
+        kept = self._durability.note if self._durability else NOTHING_KEPT
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), kept)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
-        self._use_cases = UseCases(self._engine, tokenizer, describe)
+        journal = self._durability.journal if self._durability else None
+        self._use_cases = UseCases(self._engine, tokenizer, describe, journal)
+        await self._use_cases.generation.take_up()
+        if self._durability is not None:
+            await asyncio.to_thread(self._durability.tell_address, join_address(self._config.host, port))
+            if self._config.warm:
+                self._engine.warm()
         self._server.open(self._use_cases)
         return port
+
+    async def _open_durability(self, config: EngineConfig) -> Durability | None:
+        """Raises CatalogError."""
+        if self._config.data_dir is None:
+            return None
+        return await asyncio.to_thread(Durability.open, Path(self._config.data_dir), config)
 
     @property
     def loading(self) -> Loading:
@@ -241,6 +267,8 @@ class Service:
             await self._keeper.close()
         if self._engine is not None:
             await self._engine.close()
+        if self._durability is not None:
+            await self._durability.close()
         await self._fleet.shutdown()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)

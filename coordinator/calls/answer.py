@@ -55,6 +55,11 @@ class Answer:
         """Whether every sample has ended."""
         return all(sample.is_finished for sample in self._samples)
 
+    @property
+    def open_samples(self) -> list[int]:
+        """Numbers of the samples that have not ended."""
+        return [number for number, sample in enumerate(self._samples) if not sample.is_finished]
+
     def take(self, event: events.Event) -> list[Event]:
         """What the client is told of `event`. What comes of a sample after its end is dropped."""
         match event:

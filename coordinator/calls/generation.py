@@ -1,20 +1,27 @@
 """A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from typing import Protocol
+
+import msgspec
 
 from coordinator import events
 from coordinator.calls.answer import Answer
-from coordinator.calls.replay import CallLater, Replays, call_later
+from coordinator.calls.replay import CallLater, Replays, call_later, question_of
+from coordinator.calls.retelling import retell
 from coordinator.calls.text_limit import Capacity, TextLimit
+from coordinator.journal.entries import Held
+from coordinator.journal.journal import Journal, Record
 from coordinator.text.encoder import Encoder
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.vocabulary import check_known
-from longleaf.errors import AlreadyExists, InvalidArgument, Unavailable
+from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
 
 
@@ -51,7 +58,8 @@ def random_id() -> str:
 
 
 class Generation:
-    """Runs generations on an engine, and holds those that may be resumed. `clock` is the engine's, in seconds."""
+    """Runs generations on an engine, and holds those that may be resumed; with a journal, also for the services that
+    come after this one. `clock` is the engine's, in seconds, and `wall_clock` tells those since the epoch."""
 
     def __init__(
         self,
@@ -60,12 +68,16 @@ class Generation:
         threads: TextThreads,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
+        journal: Journal | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads
         self._clock = clock
-        self._replays = Replays(later)
+        self._wall_clock = wall_clock
+        self._journal = journal
+        self._replays = Replays(later, self._forget)
         self._running: set[str] = set()
         """Ids of those that are not held, so that a repeated request does not run twice."""
 
@@ -73,7 +85,7 @@ class Generation:
         """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
 
         The client waits `seconds`, if given. Raises, now or later, InvalidArgument, NotFound, AlreadyExists,
-        ResourceExhausted, Unavailable or WorkerLost.
+        ResourceExhausted, Unavailable, WorkerLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
             return self._replays.find(request.request_id).read(request.token_index)
@@ -93,27 +105,87 @@ class Generation:
         """Ends a generation that is held, and forgets it. Raises NotFound."""
         await self._replays.cancel(request_id)
 
+    def _forget(self, request_id: str) -> None:
+        if self._journal is not None:
+            with suppress(StorageUnavailable):  # then the next service takes it up, and nobody comes
+                self._journal.remove(request_id)
+
+    async def take_up(self) -> None:
+        """Holds what earlier services held, each from now on for as long as its request says. It goes on after its last
+        token once somebody reads it. Raises StorageUnavailable."""
+        for held, said in self._journal.load() if self._journal is not None else ():
+            request, request_id = held.request, held.request_id
+            answer = self._answer(request_id, request)
+            told, generated = await self._threads.run(retell, said, self._prompt(request, held.token_ids), answer)
+            going_on = self._go_on(held, answer, generated)
+            self._replays.take_up(request_id, request, held.question, going_on, told)
+
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         token_ids = await self._check(request)
         answer = self._answer(request_id, request)
-        prompt = events.Prompt(
-            context=request.context,
-            token_ids=token_ids,
-            sampling=request.sampling,
-            end_tokens=self._tokenizer.end_tokens,
-            num_samples=request.num_samples,
-            claim=self._claim(request, deadline),
-        )
-        del request, token_ids  # the text may be large, and the answer long
+        prompt = self._prompt(request, token_ids, deadline)
         async with aclosing(self._engine.submit(prompt)) as stream:
-            async for event in stream:
-                for message in answer.take(event):
-                    if isinstance(message, Finished) and message.reason == "stop":
-                        stream.cancel_sample(message.sample)
-                    yield message
-                if answer.is_finished:
-                    return
+            with self._begin_record(request_id, request, token_ids, deadline) as record:
+                del request, token_ids, prompt  # the text may be large, and the answer long
+                async with aclosing(self._told(stream, record, answer)) as told:
+                    async for message in told:
+                        yield message
+
+    async def _go_on(
+        self, held: Held, answer: Answer, generated: Mapping[int, Sequence[int]]
+    ) -> AsyncGenerator[Event, None]:
+        """The rest of a generation that another service began."""
+        if answer.is_finished:
+            return
+        assert self._journal is not None
+        deadline = None if held.deadline is None else self._clock() + held.deadline - self._wall_clock()
+        prompt = self._prompt(held.request, held.token_ids, deadline)
+        if any(generated.values()) or len(generated) < prompt.num_samples:
+            prompt = msgspec.structs.replace(prompt, generated=generated)
+        async with aclosing(await self._submit_again(prompt)) as stream:
+            with self._journal.go_on(held.request_id) as record:
+                del held, prompt, generated
+                async with aclosing(self._told(stream, record, answer)) as told:
+                    async for message in told:
+                        yield message
+
+    async def _submit_again(self, prompt: events.Prompt) -> EventStream:
+        """The stream of a prompt that was admitted before: it waits, where a new one is refused for now."""
+        while True:
+            try:
+                return self._engine.submit(prompt)
+            except (ResourceExhausted, Unavailable) as error:
+                if error.retry_seconds is None:
+                    raise
+                await asyncio.sleep(error.retry_seconds)
+
+    async def _told(self, stream: EventStream, record: Record | None, answer: Answer) -> AsyncGenerator[Event, None]:
+        """What the client is told, after it was written down."""
+        async for event in stream:
+            if record is not None:
+                record.append(event)
+            for message in answer.take(event):
+                if isinstance(message, Finished) and message.reason == "stop":
+                    stream.cancel_sample(message.sample)
+                yield message
+            if answer.is_finished:
+                return
         raise Unavailable("the engine ended the stream before the answer's end")
+
+    def _begin_record(
+        self, request_id: str, request: Generate, token_ids: Sequence[int], deadline: float | None
+    ) -> AbstractContextManager[Record | None]:
+        """The record of a generation that is held. Raises StorageUnavailable."""
+        if self._journal is None or not request.resume_seconds:
+            return nullcontext()
+        held = Held(
+            request_id=request_id,
+            request=msgspec.structs.replace(request, input=""),
+            question=question_of(request),
+            prompt=array("I", token_ids).tobytes(),
+            deadline=None if deadline is None else self._wall_clock() + deadline - self._clock(),
+        )
+        return self._journal.begin(held)
 
     async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
         """The events of a generation that is not held. Raises AlreadyExists when another one of this id runs."""
@@ -130,10 +202,16 @@ class Generation:
         if request_id in self._running:
             raise AlreadyExists(f"generations/{request_id}")
 
-    @staticmethod
-    def _claim(request: Generate, deadline: float | None) -> events.Claim:
+    def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
         is_held = request.resume_seconds > 0
-        return events.Claim(priority=request.priority, client=request.client, deadline=deadline, is_held=is_held)
+        return events.Prompt(
+            context=request.context,
+            token_ids=token_ids,
+            sampling=request.sampling,
+            end_tokens=self._tokenizer.end_tokens,
+            num_samples=request.num_samples,
+            claim=events.Claim(priority=request.priority, client=request.client, deadline=deadline, is_held=is_held),
+        )
 
     def _answer(self, request_id: str, request: Generate) -> Answer:
         tokenizer = self._tokenizer

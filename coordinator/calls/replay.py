@@ -3,11 +3,21 @@
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from longleaf.errors import Cancelled, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
+from blake3 import blake3
+
+from longleaf.errors import (
+    Cancelled,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    StorageUnavailable,
+    Unavailable,
+)
 from longleaf.messages import Delta, Event, Generate, Recovering, Started
 
 MAX_HELD = 256
@@ -38,17 +48,20 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class Replay:
     """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
     engine's own buffer reaches. `on_end` is called with it when it failed, and when it had no reader for as long as the
-    request says; perhaps for both."""
+    request says; perhaps for both. `question` is the digest of the request's, and `told` are events that were read
+    before, in another service."""
 
     def __init__(
         self,
         request: Generate,
+        question: bytes,
         events: AsyncGenerator[Event, None],
         later: CallLater,
         on_end: Callable[["Replay"], None],
+        told: Iterable[Event] = (),
     ) -> None:
         self.client = request.client
-        self._question = _question(request)
+        self._question = question
         self._seconds = request.resume_seconds
         self._events = events
         self._call_later = later
@@ -68,10 +81,17 @@ class Replay:
         self._num_readers = 0
         self._timer = later(self._seconds, self._be_over)
         self._step: asyncio.Task[None] | None = None
+        for event in told:
+            self._keep(event)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The service has ended, and not the answer."""
+        return isinstance(self._error, Unavailable) and not isinstance(self._error, StorageUnavailable)
 
     def answers(self, request: Generate) -> bool:
         """Whether `request` asks the same question."""
-        return _question(request) == self._question
+        return question_of(request) == self._question
 
     async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
         """Events from the token at `token_index` on, Started first, and what is said of a recovery meanwhile. Closing
@@ -176,10 +196,14 @@ class Replay:
         await self._events.aclose()
 
 
-def _question(request: Generate) -> int:
-    """Stands for what is asked: the input itself may be large, and a generation is held for minutes."""
-    asked = request.input if isinstance(request.input, str) else array("I", request.input).tobytes()
-    return hash((asked, request.context))
+def question_of(request: Generate) -> bytes:
+    """Stands for what is asked, in every process: the input itself may be large, and a generation is held for
+    minutes."""
+    if isinstance(request.input, str):
+        kind, asked = "text", request.input.encode()
+    else:
+        kind, asked = "ids", array("I", request.input).tobytes()
+    return blake3(f"{kind} {request.context}\n".encode()).update(asked).digest()
 
 
 def _num_tokens(event: Event) -> int:
@@ -191,10 +215,12 @@ def _weight(event: Event) -> int:
 
 
 class Replays:
-    """The generations that are held, by id."""
+    """The generations that are held, by id. `forget` is called with the id of one that has ended for good: it can be
+    resumed in no other service either."""
 
-    def __init__(self, later: CallLater = call_later) -> None:
+    def __init__(self, later: CallLater = call_later, forget: Callable[[str], None] = lambda _: None) -> None:
         self._call_later = later
+        self._forget = forget
         self._by_id: dict[str, Replay] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -215,7 +241,28 @@ class Replays:
             raise ResourceExhausted("generations", told, RETRY_SECONDS)
         if len(self._by_id) >= MAX_HELD:
             raise ResourceExhausted("generations", f"{MAX_HELD} are held to be resumed already", RETRY_SECONDS)
-        replay = Replay(request, events, self._call_later, partial(self._end, request_id))
+        return self._add(request_id, request, question_of(request), events)
+
+    def take_up(
+        self,
+        request_id: str,
+        request: Generate,
+        question: bytes,
+        events: AsyncGenerator[Event, None],
+        told: Iterable[Event],
+    ) -> None:
+        """Holds a generation that another service held, which goes on with `events`."""
+        self._add(request_id, request, question, events, told)
+
+    def _add(
+        self,
+        request_id: str,
+        request: Generate,
+        question: bytes,
+        events: AsyncGenerator[Event, None],
+        told: Iterable[Event] = (),
+    ) -> Replay:
+        replay = Replay(request, question, events, self._call_later, partial(self._end, request_id), told)
         self._by_id[request_id] = replay
         return replay
 
@@ -223,12 +270,15 @@ class Replays:
         """Ends a generation and forgets it. Raises NotFound."""
         replay = self.find(request_id)
         del self._by_id[request_id]
+        self._forget(request_id)
         await replay.end(Cancelled(f"generations/{request_id} was cancelled"))
 
     def _end(self, request_id: str, replay: Replay) -> None:
         """Ends `replay` and forgets it, unless that was done before: by now its name may be another one's."""
         if self._by_id.get(request_id) is replay:
             del self._by_id[request_id]
+            if not replay.is_cut_off:
+                self._forget(request_id)
             self._start(replay.end(NotFound(f"generations/{request_id}")))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,7 @@ from coordinator.calls.tokens import Tokenization
 from coordinator.calls.uploads import Uploads
 from coordinator.calls.verification import Verifications
 from coordinator.changes import Changes
+from coordinator.journal.journal import Journal
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.messages import Cluster, Context, ContextSettings
@@ -50,13 +51,19 @@ class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
 class UseCases:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
-    `cluster` describes the engine, and raises what that raises.
+    `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`.
     """
 
-    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, cluster: Callable[[], Cluster]) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        cluster: Callable[[], Cluster],
+        journal: Journal | None = None,
+    ) -> None:
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
-        self.generation = Generation(engine, tokenizer, self.threads)
+        self.generation = Generation(engine, tokenizer, self.threads, journal=journal)
         self.ingest = Ingest(engine, tokenizer, self.threads, Uploads())
         self.contexts: ContextStore = engine
         self.tokenization = Tokenization(tokenizer, self.threads)

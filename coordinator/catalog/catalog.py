@@ -1,7 +1,9 @@
 """A catalog: contexts and their token ids in a database, written by one thread in the order of the calls."""
 
 import asyncio
+import logging
 import secrets
+import sqlite3
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -16,6 +18,7 @@ from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentReco
 from coordinator.catalog.rows import Damaged, context_of, context_row, segment_of, segment_row, token_rows
 from coordinator.catalog.schema import CONTEXTS, SEGMENTS, SERVICE, TOKEN_IDS
 
+log = logging.getLogger(__name__)
 FILE = "catalog.sqlite"
 SERVICE_ID_BYTES = 16
 ORPHANS = text(
@@ -109,7 +112,10 @@ class Catalog:
             if not change.segments:
                 connection.execute(ORPHANS)
         if change.dropped:
-            erase_log(connection)
+            try:
+                erase_log(connection)
+            except sqlite3.Error as error:
+                log.warning("%s: what was deleted may lie there until the next change: %s", self._path, error)
 
     def _note_epoch(self, epoch: int) -> None:
         with writing(self._connection, self._path):

@@ -1,5 +1,6 @@
 """The file of a catalog: opened, brought to the present tables, and what can go wrong with it in words."""
 
+import os
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -9,12 +10,13 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import URL, Connection, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from longleaf.errors import CatalogError, LongleafError, StorageUnavailable
+from longleaf.errors import CatalogError, StorageUnavailable
 
+FILE_MODE = 0o600
 BUSY_SECONDS = 5.0
 """How long a write waits for whoever else has the file open."""
 PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON")
@@ -31,13 +33,14 @@ def open_database(path: Path) -> Connection:
     """The only connection to a catalog's file, which is made if it is missing. Any thread may use it, one at a time.
     Raises CatalogError."""
     engine = create_engine(
-        f"sqlite:///{path}",
+        URL.create("sqlite", database=str(path)),
         poolclass=StaticPool,
         connect_args={"check_same_thread": False, "timeout": BUSY_SECONDS, "isolation_level": None},
     )
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, FILE_MODE))  # SQLite gives the files beside it the same mode
         connection = engine.connect()
         _check(connection)
         _upgrade(connection, path)
@@ -84,9 +87,10 @@ def _upgrade(connection: Connection, path: Path) -> None:
 
 
 def erase_log(connection: Connection) -> None:
-    """Has nothing lie in the log of writes: what was deleted would still be there."""
-    connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.rollback()
+    """Has nothing lie in the log of writes, outside of any transaction: what was deleted would still be there."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 @contextmanager
@@ -95,8 +99,6 @@ def writing(connection: Connection, path: Path) -> Generator[None, None, None]:
     try:
         with connection.begin():
             yield
-    except LongleafError:
-        raise
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         with suppress(SQLAlchemyError, sqlite3.Error):
             connection.rollback()

@@ -11,9 +11,10 @@ from typing import Self
 import msgspec
 from filelock import FileLock, Timeout
 
+from coordinator.catalog.database import FILE_MODE
 from longleaf.errors import CatalogError
 
-FOLDER_MODE, FILE_MODE = 0o700, 0o600
+FOLDER_MODE = 0o700
 FINGERPRINT_DIGITS = 32
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
 

@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from coordinator.catalog.catalog import ContextCatalog
 from coordinator.changes import Changes
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
-from coordinator.engine.keeping import Keeping
+from coordinator.engine.keeping import Keeping, Lasting
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
@@ -52,9 +51,9 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         observe: Observer = unobserved,
-        catalog: ContextCatalog | None = None,
+        durability: Lasting | None = None,
     ) -> None:
-        """Without a catalog contexts last as long as the service."""
+        """Without `durability` contexts last as long as the service."""
         self._ranks = ranks
         self._config = config
         self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
@@ -64,7 +63,7 @@ class Engine:
         self._recoveries = Recoveries(clock)
         self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
-        self._catalog = catalog
+        self._durability = durability
         self._keeping: Keeping | None = None
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
@@ -103,8 +102,8 @@ class Engine:
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
-        catalog = self._catalog
-        kept = catalog.kept if catalog else None
+        durability = self._durability
+        kept = durability.catalog.kept if durability else None
         epoch = await self._epochs.start(self._config.block_size, FIRST_EPOCH + (kept.epoch if kept else 0))
         readies = epoch.formation.readies
         self.positions = self.positions.told(readies[0].rotary)
@@ -114,13 +113,12 @@ class Engine:
             self.positions,
             epoch.number,
             epoch.max_moved_blocks,
-            is_durable=catalog is not None,
+            is_durable=durability is not None,
         )
-        if catalog is not None and kept is not None:
-            await catalog.note_epoch(epoch.number)
-            self._keeping = Keeping(catalog, scheduler, self._wall_clock, self._wake.set)
+        if durability is not None and kept is not None:
+            self._keeping = Keeping(durability, scheduler, self._wall_clock, self._wake.set)
             self._keeping.take_up(kept)
-            self._keeping.begin()
+            await self._keeping.begin(epoch.number)
         self._failure = None
         return readies
 
@@ -137,7 +135,7 @@ class Engine:
 
         Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
-        return self._admit(prompt, prompt.num_samples)
+        return self._admit(prompt, prompt.num_samples, prompt.num_open)
 
     def ingest(self, document: Document) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
@@ -145,7 +143,7 @@ class Engine:
         or Unavailable."""
         return self._admit(document)
 
-    def _admit(self, asked: Prompt | Document, num_samples: int = 1) -> Stream:
+    def _admit(self, asked: Prompt | Document, num_samples: int = 1, num_open: int = 1) -> Stream:
         with self._recoveries.explaining():
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, Document):
@@ -158,7 +156,7 @@ class Engine:
             lambda sample: self._cancel_sample(request_id, sample),
             lambda: self._pause(request_id, False),
         )
-        self._readers.add(request_id, stream, num_samples)
+        self._readers.add(request_id, stream, num_open)
         self._wake.set()
         return stream
 

@@ -4,7 +4,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from coordinator.catalog.catalog import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
@@ -19,6 +19,24 @@ FLUSH_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
+class Forgetful(Protocol):
+    """What else is kept of contexts."""
+
+    def remove_of_context(self, context: str) -> None:
+        """Forgets all of a context. Raises StorageUnavailable."""
+        ...
+
+
+class Lasting(Protocol):
+    """What outlives a service."""
+
+    @property
+    def catalog(self) -> ContextCatalog: ...
+
+    @property
+    def journal(self) -> Forgetful: ...
+
+
 class Keeping:
     """The contexts of one scheduler and a catalog, which are changed in the same order. What cannot be kept is undone.
 
@@ -27,12 +45,13 @@ class Keeping:
 
     def __init__(
         self,
-        catalog: ContextCatalog,
+        lasting: Lasting,
         scheduler: Scheduler,
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        self._catalog = catalog
+        self._catalog = lasting.catalog
+        self._journal = lasting.journal
         self._scheduler = scheduler
         self._contexts = scheduler.contexts
         self._wall_clock = wall_clock
@@ -57,8 +76,9 @@ class Keeping:
         for record in sorted(kept.contexts, key=lambda record: record.last_used):
             self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
 
-    def begin(self) -> None:
-        """Keeps from time to time when contexts were used last."""
+    async def begin(self, epoch: int) -> None:
+        """The service begins in an epoch, and keeps from time to time when contexts were used last."""
+        await self._catalog.note_epoch(epoch)
         self._flush = asyncio.create_task(self._flush_for_ever())
 
     async def close(self) -> None:
@@ -138,11 +158,16 @@ class Keeping:
     async def drop(self, context: NamedPath) -> None:
         """A context has been deleted. Raises StorageUnavailable when that cannot be kept: then it is there again."""
         try:
-            await self._catalog.commit(Change(dropped=(context.id,)))
+            await self._drop(context.id)
         except LongleafError:
             self._bring_back(context)
             self._on_change()
             raise
+
+    async def _drop(self, context_id: str) -> None:
+        await self._catalog.commit(Change(dropped=(context_id,)))
+        if self._contexts.find(context_id) is None:
+            self._journal.remove_of_context(context_id)
 
     def expire(self, context_id: str) -> None:
         """A context has expired. If that cannot be kept, it expires again when the service starts."""
@@ -150,7 +175,7 @@ class Keeping:
 
     async def _expire(self, context_id: str) -> None:
         try:
-            await self._catalog.commit(Change(dropped=(context_id,)))
+            await self._drop(context_id)
         except LongleafError as error:
             log.warning("context %s has expired, and is still kept: %s", context_id, error)
 

@@ -15,9 +15,9 @@ POSITION_SECONDS = 1.0
 class Reader:
     """A stream, and when what it reads happened, in seconds of the engine's clock."""
 
-    def __init__(self, stream: Stream, num_samples: int, now: float) -> None:
+    def __init__(self, stream: Stream, num_open: int, now: float) -> None:
         self.stream = stream
-        self.num_open = num_samples
+        self.num_open = num_open
         """Samples that have not ended."""
         self.position: int | None = None
         """Place in the queue that was told last."""
@@ -65,8 +65,8 @@ class Readers:
     def __len__(self) -> int:
         return len(self._by_request)
 
-    def add(self, request_id: int, stream: Stream, num_samples: int) -> None:
-        self._by_request[request_id] = Reader(stream, num_samples, self._clock())
+    def add(self, request_id: int, stream: Stream, num_open: int) -> None:
+        self._by_request[request_id] = Reader(stream, num_open, self._clock())
         self._has_new = True
 
     def remove(self, request_id: int) -> None:

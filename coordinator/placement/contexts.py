@@ -1,7 +1,7 @@
 """The contexts: names for paths of sealed segments."""
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from msgspec import UNSET
 
@@ -217,6 +217,16 @@ class Contexts:
         assert not context.is_resting
         context.is_resting = True
         self._segments.rest(context.path)
+
+    def bound(self, in_use: Container[str | None]) -> "list[NamedPath]":
+        """Those that may not rest while these are in use: these, pinned ones, and where windows are replicated all that
+        begin like one of them, for what is before a segment must be held, or come back with it."""
+        awake = [context for context in self._by_id.values() if not context.is_resting]
+        found = [context for context in awake if context.is_pinned or context.id in in_use]
+        if self._segments.holdings.windows is None:
+            return found
+        roots = {context.path.segments[0] for context in found}
+        return [context for context in awake if context.path.segments[0] in roots]
 
     def wake(self, context: NamedPath) -> Sequence[Holding]:
         """Somebody needs the keys of a context. What is parked of them, in order, must be called."""

@@ -27,10 +27,19 @@ class Parking:
         if not lacking.fits(self._num_freed(spare)):
             return False
         wanted = self._num_room + lacking
-        for context in sorted(spare, key=lambda context: context.last_use):
+        for group in self._groups(spare):
             if not wanted.fits(self._num_room):
-                self._contexts.rest(context)
+                for context in group:
+                    self._contexts.rest(context)
         return wanted.fits(self._num_room)
+
+    def _groups(self, spare: list[NamedPath]) -> list[list[NamedPath]]:
+        """Contexts that rest together, those used least recently first."""
+        groups: dict[object, list[NamedPath]] = {}
+        for context in spare:
+            key = context.id if self._placer.windows is None else context.path.segments[0]
+            groups.setdefault(key, []).append(context)
+        return sorted(groups.values(), key=lambda group: max(context.last_use for context in group))
 
     def rest_unpromised(self) -> None:
         """Parks what is lost of contexts that nobody asks, where there is no room to read it again."""
@@ -51,9 +60,8 @@ class Parking:
         return self._placer.num_free + self._segments.num_reclaimable
 
     def _spare(self) -> list[NamedPath]:
-        in_use = self._in_use()
-        contexts = self._contexts.list()
-        return [one for one in contexts if not (one.is_resting or one.is_pinned or one.id in in_use)]
+        bound = {context.id for context in self._contexts.bound(self._in_use())}
+        return [one for one in self._contexts.list() if not (one.is_resting or one.id in bound)]
 
     def _num_freed(self, spare: list[NamedPath]) -> Blocks:
         """Blocks that are free once all of these rest."""

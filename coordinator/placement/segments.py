@@ -145,7 +145,7 @@ class Segments:
     def rest(self, path: Path) -> None:
         """Whoever refers to a path with one of its references needs no keys of it for now: what nobody else needs is
         parked."""
-        for holding in self.holdings.of(reversed(path.segments)):
+        for holding in self.holdings.of(path.segments):
             holding.num_resting += 1
             self._park_resting(holding)
 
@@ -166,6 +166,10 @@ class Segments:
         self._forget(holding)
         holding.runs, holding.window_runs, holding.arriving, holding.num_sharded = [], (), (), 0
         self._begin_parking(holding)
+        if self._placer.windows is not None:  # others may have waited for this
+            for other in self.holdings:
+                if other.segment.before.segments[-1:] == (holding.segment,):
+                    self._park_resting(other)
 
     def _can_begin_anew(self, segment: Segment) -> bool:
         """Whether a segment can be read again without any other, or together with those before it."""

@@ -24,6 +24,8 @@ class Rereading:
         """With replicated windows, blocks for those of the chunk that is read."""
         self._current: Holding | None = None
         """With replicated windows, the segment that these blocks are lent to."""
+        self._lent_to: Loss | None = None
+        """What was lost of it then: it may have been parked and called since."""
         self._under_way: Holding | None = None
 
     @property
@@ -70,7 +72,12 @@ class Rereading:
     @property
     def _can_roll(self) -> bool:
         has_enough = self._rolling is not None and self.num_rolling.fits(self._rolling.left)
-        return has_enough or (self._current is not None and self._current.loss is not None)
+        return has_enough or self._is_lent
+
+    @property
+    def _is_lent(self) -> bool:
+        """The segment that these blocks were lent to is still being read again."""
+        return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
 
     def promise(self, paths: Iterable[Path]) -> None:
         """Promises blocks for all that is lost, first for what these paths need, as far as there is room: for those
@@ -129,7 +136,7 @@ class Rereading:
     def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
         """With replicated windows one segment is read to its end before another begins."""
         current = self._current
-        if current is not None and current.loss is not None:
+        if current is not None and self._is_lent:
             return current, current.segment.end
         self._current = None
         if self._rolling is None or not self._can_roll:
@@ -139,7 +146,7 @@ class Rereading:
             loss = holding.loss
             if loss and loss.promise and self._holdings.holds(holding.segment.before):
                 loss.promise.left += self._rolling.left
-                self._rolling, self._current = None, holding
+                self._rolling, self._current, self._lent_to = None, holding, loss
                 return holding, holding.segment.end
         return None
 
@@ -164,7 +171,7 @@ class Rereading:
     def _take_rolling(self, loss: Loss) -> None:
         """Keeps the blocks that the next segment rolls in."""
         assert loss.promise is not None
-        if self._current is not None:
+        if self._is_lent:
             most = min(self.num_rolling.windows, loss.promise.left.windows)  # more may have been called meanwhile
             self._rolling = loss.promise.split(Blocks(windows=most))
             self._current = None

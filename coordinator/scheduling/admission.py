@@ -50,12 +50,14 @@ class Admission:
         """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
 
         Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, Unavailable
-        when it could be later, or ResourceExhausted when the queue is full or there may never be room.
+        when it could be later, or ResourceExhausted when the queue is full, but for answers that go on, or there may
+        never be room.
         """
         job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
         if self._requests.num_in_line >= self._config.max_waiting:
             begin_waiting()  # they only wait for the next step
-        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting:
+        goes_on = isinstance(asked, Prompt) and asked.generated is not None
+        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting and not goes_on:
             seconds = self._speeds.retry_seconds(num_in_line)
             raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
         jobs = list(self._requests.jobs())
@@ -114,7 +116,7 @@ class Admission:
         """
         kept = self._lasting([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
-        leaving = {s.id: s for other in answers for s in other.request.origin.segments if s.id not in kept}
+        leaving = {s.id: s for path in self._asked(answers) for s in path.segments if s.id not in kept}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), Blocks())
         holdings = self._segments.holdings
         held = self._limits.wanted(holdings.of(kept.values())) + coming + self._limits.rolling
@@ -125,14 +127,20 @@ class Admission:
             held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
         self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
 
+    def _asked(self, answers: list[Sequence]) -> list[Path]:
+        """What is held while these go on."""
+        bound = self._contexts.bound({answer.context for answer in answers}) if self._can_park else []
+        return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]
+
     def _lasting(self, jobs: list[Job]) -> dict[int, Segment]:
-        """What is not freed when answers end: the contexts, or of them what may not be parked."""
+        """What is not freed when answers end: the contexts; where some make room, what the first of these jobs and
+        documents need."""
         contexts = self._contexts.list()
         if not self._can_park:
             return {s.id: s for context in contexts for s in context.path.segments}
-        origins = [job.request.origin for job in jobs[:1]]
-        origins += [job.request.origin for job in jobs if isinstance(job, IngestJob)]
-        origins += [context.path for context in contexts if context.is_pinned and not context.is_resting]
+        lasting = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
+        origins = [job.request.origin for job in lasting]
+        origins += [context.path for context in self._contexts.bound({job.context for job in lasting})]
         return {s.id: s for path in origins for s in path.segments}
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:

@@ -36,10 +36,11 @@ class Lives:
     def enter(self, job: Job) -> None:
         """Queues a job that is admitted."""
         origin, client = job.request.origin, job.request.claim.client
-        self._segments.retain(origin)
-        self._segments.retain(job.reading.path, origin)
-        self.requests.add(job)
-        self.queue.add(job)
+        for part in self._sharing.parts(job):
+            self._segments.retain(origin)
+            self._segments.retain(part.reading.path, origin)
+            self.requests.add(part)
+            self.queue.add(part)
         self.planner.turns.enter(client)
         self.may_begin = True
 

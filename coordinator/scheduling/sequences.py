@@ -1,6 +1,7 @@
 """Sequences: jobs that answer."""
 
 from array import array
+from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 
 from coordinator.events import Admitted, EndReason, Failed, Prompt
@@ -115,6 +116,14 @@ class Sequence(Job):
         other.passed, other.is_spared = self.passed, self.is_spared
         return other
 
+    def part(self, sample: int, generated: TokenIds[int]) -> "Sequence":
+        """One sample of a prompt that was answered before: it goes on after what was told of it."""
+        assert len(generated) < self.sampling.max_tokens
+        part = Sequence(self.request, self.prompt, self.reading, self.num_blocks, range(sample, sample + 1))
+        part.generated.extend(generated)
+        part.num_begins = 1
+        return part
+
     def prompt_and_answer(self) -> "array[int]":
         """Token ids of prompt and answer so far."""
         return array("I", self.prompt.token_ids) + self.generated
@@ -165,11 +174,7 @@ class Sequence(Job):
         segment, position = self.tail.segment, self.num_prompt + self.num_generated - 1
         if position < segment.end:
             segment.fill(position, token_id)
-        if token_id in self.end_tokens:
-            return "end_token"
-        if token_id in self.sampling.stop_tokens:
-            return "stop_token"
-        return "length" if self.num_generated == self.sampling.max_tokens else None
+        return self.prompt.end_reason(token_id, self.num_generated)
 
     def _seen(self) -> Seen | None:
         """What rank 0 cannot know of the tokens that penalties count."""

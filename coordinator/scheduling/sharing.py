@@ -51,9 +51,23 @@ class Sharing:
     def preempt(self, job: Sequence) -> None:
         """Makes a job that has been stopped one that has not begun."""
         self._refer(job, job.request.origin)
+        self._begin_anew(job)
+
+    def _begin_anew(self, job: Sequence) -> None:
+        """Has a job read its prompt again, and what it has answered."""
         token_ids = job.prompt_and_answer()
         reading = Reading(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
         job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
+
+    def parts(self, job: Job) -> list[Job]:
+        """What waits of a job that is admitted: itself, or if it is a prompt that was answered before, each sample that
+        goes on, as if it had been preempted."""
+        if not isinstance(job, Sequence) or job.prompt.generated is None:
+            return [job]
+        parts = [job.part(sample, generated) for sample, generated in job.prompt.generated.items()]
+        for part in parts:
+            self._begin_anew(part)
+        return [*parts]
 
     def take_back(self, tail: Tail) -> None:
         """What a job that has stopped held to read and answer is free."""

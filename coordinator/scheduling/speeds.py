@@ -90,4 +90,4 @@ def _goes_first(other: Job, job: Job) -> bool:
 def _least_steps(job: Job) -> int:
     if not isinstance(job, Sequence):
         return 0
-    return 1 if job.can_end_early else job.sampling.max_tokens
+    return 1 if job.can_end_early else job.prompt.num_left

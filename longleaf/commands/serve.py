@@ -31,6 +31,7 @@ from longleaf.topology import count_ranks
 SERVICE = "What is served, and where"
 RANKS = "Ranks, and how they work together"
 KEYS = "Keys and values"
+KEEPING = "What is kept"
 REQUESTS = "Requests and times"
 LOSSES = "Ranks that are lost"
 _DEFAULTS = EngineConfig(model="")
@@ -53,6 +54,20 @@ class ServeFlags:
     allow_long: Annotated[
         bool, option(SERVICE, "Take what goes beyond the positions that the model was trained for.", "--allow-long")
     ] = _DEFAULTS.allow_long
+    data_dir: Annotated[
+        Path | None,
+        option(
+            KEEPING,
+            "Folder in which contexts outlive the service; one service at a time may have it.",
+            default="in memory alone",
+        ),
+    ] = None
+    warm: Annotated[
+        bool,
+        option(
+            KEEPING, "Have kept contexts come back at the start, not when they are first asked: as many as fit.", "--warm"
+        ),
+    ] = False
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
     launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray"
     ray_address: Annotated[
@@ -157,7 +172,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     until the model is there calls are told how far that is. After an interrupt, or SIGTERM, no new calls are taken, and
     those that run may end within --drain-seconds; a second one ends them at once.
 
-    Example: longleaf serve --model ./Qwen3-0.6B --world-size 4
+    Example: longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
     command = coordinator_command(
         flags.config(),
@@ -168,6 +183,8 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         model_name=flags.model_name,
         wait_for_ranks=flags.wait_for_ranks,
         drain_seconds=flags.drain_seconds,
+        data_dir=None if flags.data_dir is None else os.path.abspath(flags.data_dir),
+        warm=flags.warm,
         as_json=as_json,
     )
     print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)

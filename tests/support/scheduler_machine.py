@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -193,6 +193,43 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.answers[sequence] = []
         self._opened(num_samples, claim.deadline)
 
+    @rule(
+        tokens=TEXTS,
+        max_tokens=st.integers(1, 12),
+        context=ASKED,
+        told=st.lists(st.none() | st.integers(0, 11), min_size=1, max_size=3),
+        claim=CLAIMS,
+    )
+    def go_on(
+        self, tokens: list[int], max_tokens: int, context: str | None, told: list[int | None], claim: Claim
+    ) -> None:
+        """Of each sample so many tokens were told before; None: all of them."""
+        claim = self._now(claim)
+        answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
+        generated = {i: answer[:count] for i, count in enumerate(told) if count is not None and count < max_tokens}
+        if not generated:
+            return
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(tokens),
+            sampling=Sampling(max_tokens=max_tokens),
+            num_samples=len(told),
+            claim=claim,
+            generated=generated,
+        )
+        try:
+            self.scheduler.admit(self.num_jobs, prompt, self.now)
+        except (InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
+            return
+        for sample, ids in generated.items():
+            self.prompts[self.num_jobs] = self.prompts[self.num_jobs + sample] = [
+                *(self.texts[context] if context else []),
+                *tokens,
+            ]
+            self.expected[self.num_jobs] = self.expected[self.num_jobs + sample] = answer
+            self.answers[self.num_jobs + sample] = list(ids)
+        self._opened(len(told), claim.deadline, generated)
+
     @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
     def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
         claim = self._now(claim)
@@ -208,8 +245,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """With a deadline that counts from now."""
         return claim if claim.deadline is None else replace(claim, deadline=self.now + claim.deadline)
 
-    def _opened(self, num_samples: int, deadline: float | None) -> None:
-        self.open[self.num_jobs] = set(range(num_samples))
+    def _opened(self, num_samples: int, deadline: float | None, samples: Iterable[int] | None = None) -> None:
+        """Some of the samples, if they are given, are to come."""
+        self.open[self.num_jobs] = set(range(num_samples) if samples is None else samples)
         self.deadlines[self.num_jobs] = math.inf if deadline is None else deadline
         self.num_jobs += num_samples
         self.num_submitted += 1

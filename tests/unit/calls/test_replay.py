@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhaus
 from longleaf.messages import Delta, Event, Finished, Generate, Progress, Recovering, Started
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from tests.support.service import FakeEngine, write_model
+from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,33 +32,6 @@ LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
 def deltas(sizes: list[int]) -> list[Event]:
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     return [Delta(start, tuple(range(start, start + size)), "x") for start, size in zip(starts, sizes, strict=True)]
-
-
-class Timers:
-    """Calls to come, on a clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._calls: list[tuple[float, Callable[[], None], Timers.Handle]] = []
-
-    class Handle:
-        is_cancelled = False
-
-        def cancel(self) -> None:
-            self.is_cancelled = True
-
-    def __call__(self, seconds: float, function: Callable[[], None]) -> "Timers.Handle":
-        handle = Timers.Handle()
-        self._calls.append((self.now + seconds, function, handle))
-        return handle
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        due = [call for call in self._calls if call[0] <= self.now]
-        self._calls = [call for call in self._calls if call[0] > self.now]
-        for _, function, handle in due:
-            if not handle.is_cancelled:
-                function()
 
 
 class Source:

@@ -1,0 +1,1 @@
+"""What is kept of generations, so that another service can go on with them."""
