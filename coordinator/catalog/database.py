@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from longleaf.errors import CatalogError, StorageUnavailable
+from longleaf.units import human_seconds
 
 FILE_MODE = 0o600
 BUSY_SECONDS = 5.0
@@ -121,7 +122,7 @@ def _told(error: Exception) -> str:
         case "READONLY":
             return "cannot be written: it is read-only; let the user of this service write there"
         case "BUSY" | "LOCKED":
-            return f"is locked by another program for more than {BUSY_SECONDS:g} s; end that"
+            return f"is locked by another program for more than {human_seconds(BUSY_SECONDS)}; end that"
         case "CANTOPEN" | "PERM" | "AUTH":
             return f"cannot be opened ({found}); let the user of this service read and write there"
         case "IOERR":

@@ -292,7 +292,8 @@ class Engine:
     def _view(self, context: NamedPath) -> messages.Context:
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._epochs.current.formation.readies
-        return view_context(context, holdings, readies, self.positions, self.is_exact)
+        stored = self._keeping.num_bytes(context) if self._keeping else 0
+        return view_context(context, holdings, readies, self.positions, self.is_exact, stored)
 
     def _cancel(self, request_id: int) -> None:
         self._readers.remove(request_id)

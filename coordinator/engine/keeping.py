@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from coordinator.catalog.catalog import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
+from coordinator.catalog.rows import ID_BYTES
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
@@ -101,6 +102,11 @@ class Keeping:
                 await self._catalog.commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
                 log.warning("when contexts were used last is not kept: %s", error)
+
+    @staticmethod
+    def num_bytes(context: NamedPath) -> int:
+        """Bytes kept of a context: of its token ids."""
+        return ID_BYTES * sum(len(segment.token_ids) for segment in context.path.segments)
 
     # --- changes ---
 

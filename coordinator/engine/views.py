@@ -12,7 +12,12 @@ from longleaf.channel.lives import Hello
 
 
 def view_context(
-    context: NamedPath, holdings: Holdings, readies: Sequence[Ready], positions: Positions, is_exact: bool
+    context: NamedPath,
+    holdings: Holdings,
+    readies: Sequence[Ready],
+    positions: Positions,
+    is_exact: bool,
+    storage_bytes: int,
 ) -> messages.Context:
     ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
     held = enumerate(holdings.shares(context.path, len(readies)))
@@ -29,7 +34,17 @@ def view_context(
         is_pinned=context.is_pinned,
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
         is_exact=is_exact,
+        state=_state_of(context, holdings),
+        storage_bytes=storage_bytes,
+        used=context.used,
+        hits=context.num_hits,
     )
+
+
+def _state_of(context: NamedPath, holdings: Holdings) -> messages.ContextState:
+    if holdings.holds(context.path):
+        return "held"
+    return "parked" if context.is_resting else "restoring"
 
 
 def view_workers(

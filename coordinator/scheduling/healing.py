@@ -83,7 +83,7 @@ class Healing:
         if not may_grow:
             self.settle()
         self.go_on()
-        self._tell()
+        self.tell()
 
     def settle(self) -> None:
         """Gives up what the ranks cannot hold, or parks it: no others will come."""
@@ -181,9 +181,9 @@ class Healing:
         elif (holding := self._recovery.fail()) is not None:
             self._give_up_all(holding.segment, "what the model computes is not finite")
         self.go_on()
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Tells those that wait for what is lost."""
         told: dict[int, Recovering] = {}
         for job, path in self._waiting():

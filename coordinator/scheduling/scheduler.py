@@ -136,6 +136,8 @@ class Scheduler:
             self._lives.enter(self._admission.admit(request_id, asked, now, self._begin_waiting))
         if context is not None:
             self.contexts.use(context)
+        if not self._healing.is_over:
+            self._healing.tell()
 
     @contextmanager
     def _called(self, context: NamedPath | None) -> Generator[None, None, None]:

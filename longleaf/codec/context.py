@@ -15,6 +15,7 @@ from longleaf.messages import (
     MAX_TIME,
     Context,
     ContextSettings,
+    ContextState,
     ForkContext,
     IngestHeader,
     IngestPhase,
@@ -34,6 +35,8 @@ MAX_UPLOAD_ID = 128
 MAX_PATHS = 16
 """Paths in a field mask."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
+"""By their numbers."""
+_STATES: tuple[ContextState, ...] = get_args(ContextState)
 """By their numbers."""
 _PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
 _PATHS = ("display_name", "pinned", "expire_time", "ttl")
@@ -55,6 +58,10 @@ def encode_context(context: Context) -> context_pb.Context:
         pinned=context.is_pinned,
         position_info=_encode_positions(context.positions),
         exact=context.is_exact,
+        state=_STATES.index(context.state),  # pyright: ignore[reportArgumentType]
+        storage_bytes=context.storage_bytes,
+        last_use_time=encode_time(context.used),
+        hit_count=context.hits,
     )
 
 
@@ -87,6 +94,10 @@ def decode_context(message: context_pb.Context) -> Context:
         is_pinned=message.pinned,
         positions=_decode_positions(message.position_info),
         is_exact=message.exact,
+        state=enum_value(_STATES, message.state),
+        storage_bytes=message.storage_bytes,
+        used=decode_seconds(message.last_use_time),
+        hits=message.hit_count,
     )
 
 

@@ -31,11 +31,12 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
     if not contexts:
         print("no contexts; `longleaf ingest FILE --name NAME` makes one")
         return
-    table = Table("name", "tokens", "keys and values", "created", "updated", "expires")
+    table = Table("name", "tokens", "state", "on ranks", "kept", "last use", "hits", "expires")
     for context in contexts:
         expires = "never" if context.expires is None else _date(context.expires)
-        times = (_date(context.created), _date(context.updated), "pinned" if context.is_pinned else expires)
-        table.add_row(context.id, f"{context.tokens:,}", human_bytes(context.kv_bytes), *times)
+        sizes = (human_bytes(context.kv_bytes), human_bytes(context.storage_bytes))
+        used = (_date(context.used), f"{context.hits:,}", "pinned" if context.is_pinned else expires)
+        table.add_row(context.id, f"{context.tokens:,}", context.state, *sizes, *used)
     Console().print(table)
 
 
@@ -52,6 +53,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
         return
     print(summary(context))
     print(lifetime(context))
+    print(use(context))
     print(positions(context.positions))
     Console().print(shares_table(context))
 
@@ -85,7 +87,12 @@ def update_context(
     ] = None,
     forever: Annotated[bool, typer.Option("--forever", help="Never delete it.")] = False,
     pin: Annotated[
-        bool | None, typer.Option("--pin/--unpin", help="A pinned context does not expire.", show_default="unchanged")
+        bool | None,
+        typer.Option(
+            "--pin/--unpin",
+            help="A pinned context does not expire, and is not parked to make room.",
+            show_default="unchanged",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -119,6 +126,18 @@ def lifetime(context: Context) -> str:
     end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
     pin = ", pinned" if context.is_pinned else ""
     return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
+
+
+def use(context: Context) -> str:
+    """Where a context is, and how often it was asked."""
+    where = {
+        "held": "held by the ranks",
+        "parked": "parked: it comes back when it is asked",
+        "restoring": "coming back to the ranks",
+        "unspecified": "in a state that this version does not know",
+    }
+    kept = f", {human_bytes(context.storage_bytes)} kept on disk" if context.storage_bytes else ""
+    return f"{where[context.state]}{kept}; last used {_date(context.used)}, asked {context.hits:,} times"
 
 
 def positions(info: PositionInfo) -> str:

@@ -47,7 +47,7 @@ def ingest(
         float | None, typer.Option(help="Seconds until the service deletes the context.", show_default="never")
     ] = None,
     display_name: Annotated[str, typer.Option(help="A name for people.", show_default="")] = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire, nor be parked to make room.")] = False,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     client: Annotated[str, typer.Option(help="Whom a fair share is counted for.", show_default="this machine")] = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,

@@ -65,7 +65,9 @@ class ServeFlags:
     warm: Annotated[
         bool,
         option(
-            KEEPING, "Have kept contexts come back at the start, not when they are first asked: as many as fit.", "--warm"
+            KEEPING,
+            "Have kept contexts come back at the start, not when they are first asked: as many as fit.",
+            "--warm",
         ),
     ] = False
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1

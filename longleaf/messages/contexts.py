@@ -18,6 +18,10 @@ Precision = Literal["unspecified", "float32", "float64"]
 """Of phases: `unspecified` is what a later version of the service may say and this client does not know."""
 
 
+ContextState = Literal["unspecified", "held", "parked", "restoring"]
+"""Whether keys and values are there: all of them; some not, and nobody needs them; some not, and they are coming."""
+
+
 class RankShare(msgspec.Struct, frozen=True):
     """What one rank holds of a context."""
 
@@ -58,6 +62,13 @@ class Context(msgspec.Struct, frozen=True):
     positions: PositionInfo = PositionInfo()
     is_exact: bool = False
     """The keys and values are those that the model alone would have computed."""
+    state: ContextState = "held"
+    storage_bytes: int = 0
+    """Bytes kept of it where contexts outlive the service."""
+    used: float = 0.0
+    """When it was asked, appended to or made last."""
+    hits: int = 0
+    """How often it was asked."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):

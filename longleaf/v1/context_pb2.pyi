@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -10,8 +11,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ContextState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTEXT_STATE_UNSPECIFIED: _ClassVar[ContextState]
+    CONTEXT_STATE_HELD: _ClassVar[ContextState]
+    CONTEXT_STATE_PARKED: _ClassVar[ContextState]
+    CONTEXT_STATE_RESTORING: _ClassVar[ContextState]
+CONTEXT_STATE_UNSPECIFIED: ContextState
+CONTEXT_STATE_HELD: ContextState
+CONTEXT_STATE_PARKED: ContextState
+CONTEXT_STATE_RESTORING: ContextState
+
 class Context(_message.Message):
-    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info", "exact")
+    __slots__ = ("name", "token_count", "kv_bytes", "create_time", "update_time", "rank_shares", "display_name", "expire_time", "pinned", "ttl", "position_info", "exact", "state", "storage_bytes", "last_use_time", "hit_count")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +36,10 @@ class Context(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     POSITION_INFO_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_USE_TIME_FIELD_NUMBER: _ClassVar[int]
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     name: str
     token_count: int
     kv_bytes: int
@@ -36,7 +52,11 @@ class Context(_message.Message):
     ttl: _duration_pb2.Duration
     position_info: PositionInfo
     exact: bool
-    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ..., exact: _Optional[bool] = ...) -> None: ...
+    state: ContextState
+    storage_bytes: int
+    last_use_time: _timestamp_pb2.Timestamp
+    hit_count: int
+    def __init__(self, name: _Optional[str] = ..., token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., update_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rank_shares: _Optional[_Iterable[_Union[RankShare, _Mapping]]] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., pinned: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., position_info: _Optional[_Union[PositionInfo, _Mapping]] = ..., exact: _Optional[bool] = ..., state: _Optional[_Union[ContextState, str]] = ..., storage_bytes: _Optional[int] = ..., last_use_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., hit_count: _Optional[int] = ...) -> None: ...
 
 class PositionInfo(_message.Message):
     __slots__ = ("capacity_token_count", "rope_type", "precision", "scaled_token_count", "phase_error", "beyond_trained_length")

@@ -357,5 +357,6 @@ def test_no_request_has_an_enum() -> None:
     while waiting:
         message = waiting.pop()
         seen.add(message.full_name)
-        assert [field.name for field in message.fields if field.enum_type is not None] == []
+        enums = [field.full_name for field in message.fields if field.enum_type is not None]
+        assert set(enums) <= {"longleaf.v1.Context.state"}, "that one is told alone: nobody reads it in a request"
         waiting += [f.message_type for f in message.fields if f.message_type and f.message_type.full_name not in seen]

@@ -1,0 +1,21 @@
+"""What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
+
+from coordinator.catalog.fakes import MemoryCatalog
+
+
+class NotedJournal:
+    """Notes which contexts are forgotten."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def remove_of_context(self, context: str) -> None:
+        self.forgotten.append(context)
+
+
+class MemoryLasting:
+    """Engines that are given the same one follow each other."""
+
+    def __init__(self) -> None:
+        self.catalog = MemoryCatalog()
+        self.journal = NotedJournal()

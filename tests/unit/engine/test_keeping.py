@@ -1,0 +1,236 @@
+"""What an engine keeps, and what is there when another one follows it."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.engine.engine import Engine
+from coordinator.events import Document, Prompt, Tokens
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
+from longleaf.messages import ContextSettings, Recovering
+from longleaf.sampling import Sampling
+from tests.support.gated import comes_to
+from tests.support.lasting import MemoryLasting
+from tests.support.running import running as run
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
+
+
+@asynccontextmanager
+async def running(
+    lasting: MemoryLasting, ranks: FakeRanks | None = None, wall_clock: Callable[[], float] = lambda: 12.0
+) -> AsyncIterator[Engine]:
+    engine = Engine(ranks or FakeRanks(2, 100), CONFIG, 3000, durability=lasting, wall_clock=wall_clock)
+    async with run(engine) as found:
+        yield found.engine
+
+
+async def ingest(engine: Engine, context: str, count: int, append: bool = False, first: int = 0) -> None:
+    ids = list(range(first, first + count))
+    async for _ in engine.ingest(Document(context=context, token_ids=ids, append=append)):
+        pass
+
+
+async def ask(engine: Engine, context: str, count: int = 3) -> tuple[list[int], bool]:
+    """The answer, and whether the context had to come back for it."""
+    prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=4))
+    events = [event async for event in engine.submit(prompt)]
+    tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+    return tokens, any(isinstance(event, Recovering) for event in events)
+
+
+async def test_contexts_are_there_again_and_answer_alike() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 50)
+        await ingest(engine, "book", 21, append=True)
+        await engine.fork_context("book", "twig", 33)
+        await engine.update_context("twig", ContextSettings(display_name="a twig", is_pinned=True))
+        await ingest(engine, "twig", 9, append=True)
+        before = {view.id: view for view in engine.list_contexts()}
+        answers = {name: await ask(engine, name) for name in before}
+    async with running(lasting) as engine:
+        found = {view.id: view for view in engine.list_contexts()}
+        assert found.keys() == before.keys() == {"book", "twig"}
+        for name, view in found.items():
+            assert (view.state, view.kv_bytes, view.storage_bytes > 0) == ("parked", 0, True)
+            assert (view.tokens, view.display_name, view.is_pinned) == (
+                before[name].tokens,
+                before[name].display_name,
+                before[name].is_pinned,
+            )
+            assert await ask(engine, name) == (answers[name][0], True)
+            assert await ask(engine, name) == (answers[name][0], False)
+            assert engine.get_context(name).state == "held"
+        engine.audit()
+
+
+async def test_epochs_and_segments_are_numbered_on() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "a", 8)
+        epoch = engine.cluster().epoch
+        await engine.delete_context("a")
+    assert not lasting.catalog.segments
+    async with running(lasting) as engine:
+        assert engine.cluster().epoch == epoch + 1
+        await ingest(engine, "a", 8)
+    assert min(lasting.catalog.segments) > 0
+
+
+async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        lasting.catalog.gate.clear()
+        reading = asyncio.create_task(ingest(engine, "book", 40))
+        await comes_to(engine, lambda: engine.cluster().running == 1 and engine.cluster().workers[0].tokens > 0)
+        await asyncio.sleep(0)
+        with pytest.raises(NotFound):
+            engine.get_context("book")
+        with pytest.raises(AlreadyExists):
+            await ingest(engine, "book", 4)
+        assert (await ask_alone(engine)) and not reading.done(), "steps go on meanwhile"
+        lasting.catalog.gate.set()
+        await reading
+        assert engine.get_context("book").tokens == 40
+
+
+async def ask_alone(engine: Engine) -> list[int]:
+    prompt = Prompt(context=None, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    events = [event async for event in engine.submit(prompt)]
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+async def test_what_cannot_be_kept_is_not_done() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 40)
+        before = engine.get_context("book")
+        lasting.catalog.is_full = True
+        with pytest.raises(StorageUnavailable):
+            await ingest(engine, "other", 8)
+        with pytest.raises(StorageUnavailable):
+            await ingest(engine, "book", 8, append=True)
+        with pytest.raises(StorageUnavailable):
+            await engine.fork_context("book", "twig")
+        with pytest.raises(StorageUnavailable):
+            await engine.update_context("book", ContextSettings(display_name="x", is_pinned=True, ttl=3.0))
+        assert engine.list_contexts() == [before]
+        with pytest.raises(StorageUnavailable):
+            await engine.delete_context("book")
+        (view,) = engine.list_contexts()
+        assert (view.id, view.tokens, view.state) == ("book", 40, "parked")
+        assert not lasting.journal.forgotten
+        engine.audit()
+        lasting.catalog.is_full = False
+        assert (await ask(engine, "book"))[1]
+        await engine.fork_context("book", "twig")
+        await engine.delete_context("book")
+        assert lasting.journal.forgotten == ["book"]
+    assert list(lasting.catalog.contexts) == ["twig"]
+
+
+async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 8)
+        lasting.catalog.gate.clear()
+        for document in (
+            Document(context="new", token_ids=[1, 2, 3]),
+            Document(context="book", token_ids=[1, 2, 3], append=True),
+        ):
+            stream = engine.ingest(document)
+            await comes_to(engine, lambda: not any(stream_is_read(engine)))
+            stream.cancel()
+        lasting.catalog.gate.set()
+        await comes_to(engine, lambda: "new" not in lasting.catalog.contexts and len(lasting.catalog.segments) == 1)
+        assert [view.tokens for view in engine.list_contexts()] == [8]
+    assert lasting.catalog.contexts["book"].num_tokens == 8
+
+
+def stream_is_read(engine: Engine) -> list[bool]:
+    """Whether documents that are read are not sealed yet."""
+    scheduler = engine._scheduler
+    assert scheduler is not None
+    return [scheduler.sealed(request.id) is None for request in scheduler._requests]
+
+
+async def test_what_nobody_asks_makes_room() -> None:
+    lasting = MemoryLasting()
+    ranks = FakeRanks(2, 12)  # 96 tokens
+    async with running(lasting, ranks) as engine:
+        for name in ("a", "b", "c"):
+            await ingest(engine, name, 40)
+        states = {view.id: view.state for view in engine.list_contexts()}
+        assert states == {"a": "parked", "b": "held", "c": "held"}
+        _, came_back = await ask(engine, "a")
+        assert came_back
+        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "parked", "c": "held"}
+        await engine.update_context("a", ContextSettings(is_pinned=True))
+        await engine.update_context("c", ContextSettings(is_pinned=True))
+        with pytest.raises(ResourceExhausted, match="pool"):
+            await ask(engine, "b")
+        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "parked", "c": "held"}
+        await engine.update_context("c", ContextSettings(is_pinned=False))
+        assert (await ask(engine, "b"))[1]
+        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "held", "c": "parked"}
+        engine.audit()
+
+
+async def test_twenty_who_ask_have_it_come_back_once() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 200)
+    ranks = FakeRanks(2, 100)
+    async with running(lasting, ranks) as engine:
+        answers = await asyncio.gather(*(ask(engine, "book", count) for count in range(1, 21)))
+        assert all(came_back for _, came_back in answers)
+    read = [len(plan.work.token_ids) for plan in ranks.plans if hasattr(plan.work, "pieces")]
+    assert sum(read) < 200 + 20 * 21
+
+
+async def test_contexts_are_warmed_as_far_as_there_is_room() -> None:
+    lasting, times = MemoryLasting(), itertools.count(10.0)
+    async with running(lasting, wall_clock=lambda: next(times)) as engine:
+        for name in ("a", "b", "c"):
+            await ingest(engine, name, 40)
+        await ask(engine, "a")
+    async with running(lasting, FakeRanks(2, 12)) as engine:
+        engine.warm()
+        await comes_to(engine, lambda: engine.cluster().workers[0].tokens + engine.cluster().workers[1].tokens == 80)
+        states = {view.id: view.state for view in engine.list_contexts()}
+        assert states == {"a": "held", "b": "parked", "c": "held"}
+
+
+async def test_when_contexts_were_used_is_kept() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 8)
+        for _ in range(3):
+            await ask(engine, "book")
+        assert engine.get_context("book").hits == 3
+    async with running(lasting) as engine:
+        view = engine.get_context("book")
+        assert (view.hits, view.used) == (3, 12.0)
+
+
+async def test_ranks_that_are_fewer_park_what_they_cannot_hold() -> None:
+    lasting = MemoryLasting()
+    ranks = FakeRanks(2, 12)
+    async with running(lasting, ranks) as engine:
+        await ingest(engine, "a", 40)
+        await ingest(engine, "b", 40)
+        ranks.lose(1, "is gone")
+        await comes_to(engine, lambda: engine.cluster().world_size == 1)
+        await comes_to(engine, lambda: "restoring" not in {view.state for view in engine.list_contexts()})
+        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "parked", "b": "held"}
+        tokens, came_back = await ask(engine, "a")
+        assert tokens and came_back
+        engine.audit()
