@@ -1,0 +1,156 @@
+"""Services over one data folder: killed at once with all their processes, and started again."""
+
+import os
+import random
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longleaf.client import Client
+from longleaf.config import EngineConfig, embedded_model
+from longleaf.demo.haystack import make_haystack
+from longleaf.errors import StartError
+from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.messages import Context, Delta, Finished, IngestProgress, Recovering
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Service(ServiceProcess):
+    """Can be killed with all its processes."""
+
+    def kill(self) -> None:
+        main = psutil.Process(self._process.pid)
+        everybody = [main, *main.children(recursive=True)]
+        for process in everybody:
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(everybody, timeout=30)
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in everybody)
+
+
+@contextmanager
+def serving(
+    data_dir: Path, world_size: int = 2, *, warm: bool = False, port: int = 0
+) -> Iterator[tuple[Service, Client]]:
+    config = EngineConfig(model=str(embedded_model()), world_size=world_size)
+    where = {"host": "127.0.0.1", "port": port, "data_dir": str(data_dir)}
+    command = coordinator_command(config, launcher="local", warm=warm, **where)  # type: ignore[arg-type]
+    with Service(command) as service, Client(service.wait_ready(120)) as client:
+        yield service, client
+
+
+def ask(client: Client, context: str, question: str) -> tuple[tuple[int, ...], bool]:
+    """The ids of an answer, and whether the context came back for it."""
+    ids: tuple[int, ...] = ()
+    came_back = False
+    for event in client.ask(context, question, max_tokens=24):
+        came_back |= isinstance(event, Recovering)
+        ids += event.token_ids if isinstance(event, Delta) else ()
+    return ids, came_back
+
+
+def facts(context: Context) -> tuple[object, ...]:
+    return context.id, context.tokens, context.display_name, context.is_pinned, context.expires, context.positions
+
+
+def contents(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_acknowledged_contexts_are_there_and_answer_alike(tmp_path: Path, after: int) -> None:
+    haystack = make_haystack(7, 9_000, 2, 0)
+    question = haystack.facts[0].question
+    with serving(tmp_path / "data") as (service, client):
+        client.ingest("book", haystack.text, display_name="a book", is_pinned=True)
+        client.fork_context("book", "twig", num_tokens=5_000)
+        client.ingest("twig", " The end.", append=True)
+        client.ingest("gone", haystack.text[:5000])
+        client.delete_context("gone")
+        before = client.list_contexts()
+        answers = {name: ask(client, name, question)[0] for name in ("book", "twig")}
+        service.kill()
+    with serving(tmp_path / "data", after) as (service, client):
+        found = client.list_contexts()
+        assert list(map(facts, found)) == list(map(facts, before))
+        assert {context.state for context in found} == {"parked"}
+        for name, answer in answers.items():
+            assert ask(client, name, question) == (answer, True)
+        client.delete_context("book")
+        service.kill()
+    with serving(tmp_path / "data", warm=True) as (_, client):
+        (context,) = client.list_contexts()
+        assert context.id == "twig"
+        assert context.state in {"restoring", "held"}
+        assert ask(client, "twig", question)[0] == answers["twig"]
+
+
+def test_a_folder_is_for_one_service_and_one_user(tmp_path: Path) -> None:
+    data_dir = tmp_path / "some" / "data"
+    with serving(data_dir, 1) as (service, client):
+        client.ingest("book", "a short text")
+        told = f"in use by process {service._process.pid} on .* at 127.0.0.1:"
+        with pytest.raises(StartError, match=told), serving(data_dir, 1):
+            pass
+        modes = {path: path.stat().st_mode & 0o777 for path in [data_dir, *data_dir.rglob("*")]}
+        assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+        assert {mode for path, mode in modes.items() if not path.is_dir()} == {0o600}
+        service.kill()
+    with serving(data_dir, 1) as (_, client):
+        assert [context.id for context in client.list_contexts()] == ["book"]
+
+
+def test_what_is_deleted_is_gone_from_the_disk(tmp_path: Path) -> None:
+    ids = [random.Random(5).randrange(3, 200) for _ in range(3_000)]
+    needle = struct.pack("<40I", *ids[1_000:1_040])
+    text = "What is deleted must not be found by anybody who looks at the disk."
+    with serving(tmp_path, 1) as (service, client):
+        client.ingest("book", ids)
+        client.ingest("other", [3, 4, 5])
+        assert isinstance(list(client.ask("book", text, max_tokens=4, request_id="held", resumable=True))[-1], Finished)
+        assert needle in contents(tmp_path)
+        assert list(tmp_path.rglob("*.journal"))
+        client.delete_context("book")
+        assert needle not in contents(tmp_path)
+        assert not list(tmp_path.rglob("*.journal"))
+        service.kill()
+    assert needle not in contents(tmp_path)
+
+
+def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
+    options = {"max_tokens": 200, "temperature": 0.8, "seed": 11, "ignore_end_token": True}
+    question, told = "How was it?", list[Delta]()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with serving(tmp_path, 2, port=port) as (service, client):
+        client.ingest("book", "It was the best of times, it was the worst of times. " * 40)
+        whole = [event for event in client.ask("book", question, **options) if isinstance(event, Delta)]  # type: ignore[arg-type]
+        with Client(f"127.0.0.1:{port}") as reader:
+            stream = reader.ask("book", question, request_id="mine", resumable=True, **options)  # type: ignore[arg-type]
+            while len(told) < 20:
+                told += [event for event in [next(stream)] if isinstance(event, Delta)]
+            service.kill()
+            with serving(tmp_path, 1, port=port) as (_, client):
+                told += [event for event in stream if isinstance(event, Delta)]
+                assert [delta.index for delta in told] == sorted({delta.index for delta in told})
+                ids = [token for delta in told for token in delta.token_ids]
+                assert ids == [token for delta in whole for token in delta.token_ids]
+                assert "".join(delta.text for delta in told) == "".join(delta.text for delta in whole)
+                client.cancel_generation("mine")
+                assert not list(tmp_path.rglob("*.journal"))
+
+
+def test_a_service_that_ends_says_what_it_keeps(tmp_path: Path) -> None:
+    reports: list[IngestProgress] = []
+    with serving(tmp_path, 1) as (_, client):
+        client.ingest("book", "a short text", on_progress=reports.append)
+    assert reports[-1].phase == "ready"
+    with serving(tmp_path, 1) as (service, _):
+        assert "keeps 1 context, " in service._tail()
+    assert os.listdir(tmp_path)
