@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from msgspec.structs import replace
+
 from coordinator.changes import Changes
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.keeping import Keeping, Lasting
@@ -12,7 +14,7 @@ from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
 from coordinator.engine.stream import Stream
-from coordinator.engine.views import max_window_tokens, view_context, view_workers
+from coordinator.engine.views import view_cluster, view_context
 from coordinator.events import Document, Outcome, Prompt, Sealed
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
@@ -63,8 +65,7 @@ class Engine:
         self._recoveries = Recoveries(clock)
         self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
-        self._durability = durability
-        self._keeping: Keeping | None = None
+        self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
@@ -102,23 +103,19 @@ class Engine:
 
     async def start(self) -> tuple[Ready, ...]:
         """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
-        durability = self._durability
-        kept = durability.catalog.kept if durability else None
-        epoch = await self._epochs.start(self._config.block_size, FIRST_EPOCH + (kept.epoch if kept else 0))
+        first = FIRST_EPOCH + self._keeping.last_epoch
+        epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
         self.positions = self.positions.told(readies[0].rotary)
-        self._scheduler = scheduler = Scheduler(
+        self._scheduler = Scheduler(
             self._config,
             epoch.placer,
             self.positions,
             epoch.number,
             epoch.max_moved_blocks,
-            is_durable=durability is not None,
+            is_durable=self._keeping.is_durable,
         )
-        if durability is not None and kept is not None:
-            self._keeping = Keeping(durability, scheduler, self._wall_clock, self._wake.set)
-            self._keeping.take_up(kept)
-            await self._keeping.begin(epoch.number)
+        await self._keeping.begin(self._scheduler, epoch.number)
         self._failure = None
         return readies
 
@@ -148,8 +145,8 @@ class Engine:
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, Document):
             self._recoveries.forget(asked.context)
-        elif (context := self._current().contexts.find(asked.context)) is not None:
-            self._note_use(context)
+        else:
+            self._keeping.use(asked.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -159,12 +156,6 @@ class Engine:
         self._readers.add(request_id, stream, num_open)
         self._wake.set()
         return stream
-
-    def _note_use(self, context: NamedPath) -> None:
-        context.used = self._wall_clock()
-        context.num_hits += 1
-        if self._keeping is not None:
-            self._keeping.use(context)
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
@@ -187,37 +178,23 @@ class Engine:
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
         """
-        scheduler = self._open()
+        self._open()
         with self._recoveries.explaining():
-            forked = scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
+            forked = await self._keeping.fork(source, context_id, num_tokens)
         self._recoveries.forget(context_id)
-        if self._keeping is not None:
-            await self._keeping.put(forked, lambda: self._undo_fork(scheduler, forked))
         return self._view(forked)
-
-    def _undo_fork(self, scheduler: Scheduler, forked: NamedPath) -> None:
-        if scheduler.contexts.find(forked.id) is forked:
-            self._delete(scheduler, forked.id)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
-        contexts, now = self._open().contexts, self._wall_clock()
-        settings.check(now, "context")
-        before = contexts.get(context_id).settings
-        context = contexts.change(context_id, settings, now)
-        self._wake.set()  # it may expire sooner
-        if self._keeping is not None:
-            await self._keeping.put(context, lambda: contexts.restore(context, before))
-        return self._view(context)
+        self._open()
+        settings.check(self._wall_clock(), "context")
+        return self._view(await self._keeping.update(context_id, settings))
 
     async def delete_context(self, context_id: str) -> None:
         """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
         NotFound."""
-        scheduler = self._open()
-        context = scheduler.contexts.get(context_id)
-        self._delete(scheduler, context_id)
-        if self._keeping is not None:
-            await self._keeping.drop(context)
+        self._open()
+        await self._keeping.delete(context_id)
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
         for request_id in scheduler.delete_context(context_id):
@@ -230,8 +207,7 @@ class Engine:
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
-            if self._keeping is not None:
-                self._keeping.expire(context_id)
+            self._keeping.expire(context_id)
         for request_id in scheduler.expire_ingests(now):
             self._readers.close(request_id, expired())
             self._wake.set()
@@ -240,33 +216,9 @@ class Engine:
 
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
         """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
-        scheduler, config, epoch = self._open(), self._config, self._epochs.current
-        readies = epoch.formation.readies
-        held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
-        size, gone = config.block_size, {loss.member for loss in self._ranks.losses}
-        workers = view_workers(epoch.formation, gone, held, windowed, size)
-        return Cluster(
-            model=model,
-            workers=workers,
-            world_size=len(workers),
-            epoch=epoch.number,
-            launcher=launcher,
-            merge=config.merge,
-            transport=readies[0].transport,
-            merge_timings=readies[0].merges,
-            inside_transport=readies[0].inside_transport,
-            between_transport=readies[0].between_transport,
-            tier_merges=readies[0].tiers,
-            waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
-            block_size=size,
-            is_exact=config.is_exact,
-            window_keys=config.window_keys,
-            window_tokens=windowed,
-            max_window_tokens=max_window_tokens(readies[0], size),
-            recovery=self._recoveries.latest,
-            losses=self._ranks.losses,
-        )
+        scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
+        found = view_cluster(scheduler, self._config, self._epochs.current, losses)
+        return replace(found, model=model, launcher=launcher, recovery=latest)
 
     def audit(self) -> None:
         """The scheduler adds up, and every open stream belongs to a request."""
@@ -292,7 +244,7 @@ class Engine:
     def _view(self, context: NamedPath) -> messages.Context:
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._epochs.current.formation.readies
-        stored = self._keeping.num_bytes(context) if self._keeping else 0
+        stored = self._keeping.num_bytes(context)
         return view_context(context, holdings, readies, self.positions, self.is_exact, stored)
 
     def _cancel(self, request_id: int) -> None:
@@ -361,7 +313,7 @@ class Engine:
         """Tells the readers what happened."""
         told = [*outcomes, *scheduler.drain()]
         for request_id, outcome in told:
-            if isinstance(outcome, Sealed) and self._keeping is not None:
+            if isinstance(outcome, Sealed):
                 self._keeping.seal(request_id)
         for request_id in self._readers.publish(told):
             self._pause(request_id, True)
@@ -398,6 +350,6 @@ class Engine:
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await asyncio.wait([self._loop_task])
-        if self._keeping is not None:
+        if self._scheduler is not None:
             await self._keeping.close()
         await self._ranks.close()

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 from coordinator.catalog.catalog import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
 from coordinator.catalog.rows import ID_BYTES
-from coordinator.placement.contexts import NamedPath
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError
+from longleaf.messages import ContextSettings
 
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
@@ -39,32 +40,59 @@ class Lasting(Protocol):
 
 
 class Keeping:
-    """The contexts of one scheduler and a catalog, which are changed in the same order. What cannot be kept is undone.
+    """The contexts of a scheduler, and a catalog: both are changed in the same order, and what cannot be kept is
+    undone. Without `lasting` nothing is kept.
 
-    `on_change` is called when the scheduler has something to tell; `wall_clock` dates contexts.
+    `delete` deletes a context of the scheduler, and `on_change` is called when that has something to tell; `wall_clock`
+    dates contexts.
     """
 
     def __init__(
         self,
-        lasting: Lasting,
-        scheduler: Scheduler,
+        lasting: Lasting | None,
+        delete: Callable[[Scheduler, str], None],
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        self._catalog = lasting.catalog
-        self._journal = lasting.journal
-        self._scheduler = scheduler
-        self._contexts = scheduler.contexts
+        self._lasting = lasting
+        self._delete = delete
         self._wall_clock = wall_clock
         self._on_change = on_change
+        self._begun: Scheduler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._used: set[str] = set()
         """Contexts whose last use is not kept."""
         self._flush: asyncio.Task[None] | None = None
 
+    @property
+    def is_durable(self) -> bool:
+        return self._lasting is not None
+
+    @property
+    def last_epoch(self) -> int:
+        """Of the services before; 0: there was none."""
+        return self._lasting.catalog.kept.epoch if self._lasting else 0
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        assert self._begun is not None
+        return self._begun
+
+    @property
+    def _contexts(self) -> Contexts:
+        return self._scheduler.contexts
+
     # --- the start and the end ---
 
-    def take_up(self, kept: Kept) -> None:
+    async def begin(self, scheduler: Scheduler, epoch: int) -> None:
+        """The scheduler begins with what is kept, in an epoch of this number. Raises StorageUnavailable."""
+        self._begun = scheduler
+        if self._lasting is not None:
+            await self._lasting.catalog.note_epoch(epoch)
+            self._take_up(self._lasting.catalog.kept)
+            self._flush = asyncio.create_task(self._flush_for_ever())
+
+    def _take_up(self, kept: Kept) -> None:
         """Has the scheduler know all that is kept. Nothing of it is held."""
         segments = self._scheduler.segments
         segments.begin_ids(kept.next_segment)
@@ -76,11 +104,6 @@ class Keeping:
             segments.adopt(segment)
         for record in sorted(kept.contexts, key=lambda record: record.last_used):
             self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
-
-    async def begin(self, epoch: int) -> None:
-        """The service begins in an epoch, and keeps from time to time when contexts were used last."""
-        await self._catalog.note_epoch(epoch)
-        self._flush = asyncio.create_task(self._flush_for_ever())
 
     async def close(self) -> None:
         """Keeps all that is known by now."""
@@ -99,20 +122,28 @@ class Keeping:
         self._used.clear()
         if found:
             try:
-                await self._catalog.commit(Change(contexts=tuple(map(context_record, found))))
+                await self._commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
                 log.warning("when contexts were used last is not kept: %s", error)
 
-    @staticmethod
-    def num_bytes(context: NamedPath) -> int:
+    async def _commit(self, change: Change) -> None:
+        if self._lasting is not None:
+            await self._lasting.catalog.commit(change)
+
+    def num_bytes(self, context: NamedPath) -> int:
         """Bytes kept of a context: of its token ids."""
-        return ID_BYTES * sum(len(segment.token_ids) for segment in context.path.segments)
+        return (
+            0 if self._lasting is None else ID_BYTES * sum(len(segment.token_ids) for segment in context.path.segments)
+        )
 
     # --- changes ---
 
-    def use(self, context: NamedPath) -> None:
-        """A context is asked."""
-        self._used.add(context.id)
+    def use(self, context_id: str | None) -> None:
+        """A context is asked, if one is."""
+        if (context := self._contexts.find(context_id)) is not None:
+            context.used = self._wall_clock()
+            context.num_hits += 1
+            self._used.add(context.id)
 
     def seal(self, request_id: int) -> None:
         """A document has been read: it is acknowledged once it is kept."""
@@ -125,7 +156,7 @@ class Keeping:
         after = self._grown(job, now)
         segment = segment_record(job.tail.segment)
         try:
-            await self._catalog.commit(Change(segments=(segment,), contexts=(context_record(after),)))
+            await self._commit(Change(segments=(segment,), contexts=(context_record(after),)))
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
         else:
@@ -148,32 +179,52 @@ class Keeping:
             return  # another one is about to be kept under that name
         change = Change(contexts=(context_record(known),)) if known else Change(dropped=(context_id,))
         try:
-            await self._catalog.commit(change)
+            await self._commit(change)
         except LongleafError as error:
             log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
 
-    async def put(self, context: NamedPath, undo: Callable[[], None]) -> None:
-        """A context has been made or changed. Raises StorageUnavailable, and undoes it, when that cannot be kept."""
+    async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedPath:
+        """As the scheduler does. Raises StorageUnavailable when that cannot be kept."""
+        forked = self._scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
+        await self._put(forked, lambda: self._undo_fork(forked))
+        return forked
+
+    def _undo_fork(self, forked: NamedPath) -> None:
+        if self._contexts.find(forked.id) is forked:
+            self._delete(self._scheduler, forked.id)
+
+    async def update(self, context_id: str, settings: ContextSettings) -> NamedPath:
+        """Raises NotFound, and StorageUnavailable when that cannot be kept."""
+        contexts, before = self._contexts, self._contexts.get(context_id).settings
+        context = contexts.change(context_id, settings, self._wall_clock())
+        self._on_change()  # it may expire sooner
+        await self._put(context, lambda: contexts.restore(context, before))
+        return context
+
+    async def _put(self, context: NamedPath, undo: Callable[[], None]) -> None:
+        """A context has been made or changed; what cannot be kept is undone."""
         try:
-            await self._catalog.commit(Change(contexts=(context_record(context),)))
+            await self._commit(Change(contexts=(context_record(context),)))
         except LongleafError:
             undo()
             self._on_change()
             raise
 
-    async def drop(self, context: NamedPath) -> None:
-        """A context has been deleted. Raises StorageUnavailable when that cannot be kept: then it is there again."""
+    async def delete(self, context_id: str) -> None:
+        """Raises NotFound, and StorageUnavailable when that cannot be kept: then the context is there again."""
+        context = self._contexts.get(context_id)
+        self._delete(self._scheduler, context_id)
         try:
-            await self._drop(context.id)
+            await self._drop(context_id)
         except LongleafError:
             self._bring_back(context)
             self._on_change()
             raise
 
     async def _drop(self, context_id: str) -> None:
-        await self._catalog.commit(Change(dropped=(context_id,)))
-        if self._contexts.find(context_id) is None:
-            self._journal.remove_of_context(context_id)
+        await self._commit(Change(dropped=(context_id,)))
+        if self._lasting is not None and self._contexts.find(context_id) is None:
+            self._lasting.journal.remove_of_context(context_id)
 
     def expire(self, context_id: str) -> None:
         """A context has expired. If that cannot be kept, it expires again when the service starts."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Container, Sequence
 
+from coordinator.engine.epoch import Epoch
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Formation
+from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
 from longleaf.channel.epochs import Ready
 from longleaf.channel.lives import Hello
+from longleaf.config import EngineConfig
+from longleaf.messages import Loss
 
 
 def view_context(
@@ -45,6 +49,35 @@ def _state_of(context: NamedPath, holdings: Holdings) -> messages.ContextState:
     if holdings.holds(context.path):
         return "held"
     return "parked" if context.is_resting else "restoring"
+
+
+def view_cluster(scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss]) -> messages.Cluster:
+    """The ranks that live, and the load; without what the engine does not know itself."""
+    readies = epoch.formation.readies
+    held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
+    size, gone = config.block_size, {loss.member for loss in losses}
+    workers = view_workers(epoch.formation, gone, held, windowed, size)
+    return messages.Cluster(
+        model=messages.ModelInfo(name=""),
+        workers=workers,
+        world_size=len(workers),
+        epoch=epoch.number,
+        launcher="",
+        merge=config.merge,
+        transport=readies[0].transport,
+        merge_timings=readies[0].merges,
+        inside_transport=readies[0].inside_transport,
+        between_transport=readies[0].between_transport,
+        tier_merges=readies[0].tiers,
+        waiting=scheduler.num_waiting,
+        running=scheduler.num_running,
+        block_size=size,
+        is_exact=config.is_exact,
+        window_keys=config.window_keys,
+        window_tokens=windowed,
+        max_window_tokens=max_window_tokens(readies[0], size),
+        losses=tuple(losses),
+    )
 
 
 def view_workers(

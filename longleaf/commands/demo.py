@@ -34,9 +34,10 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Folder of a checkpoint.", show_default="embedded")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """See it work: start a fleet, ingest a long document with facts planted in it, ask for them, check the answers.
+    """See it work: start a fleet, ingest a long document with facts planted in it, ask for them, check the answers, and
+    ask again after a restart.
 
-    Exits with 0 only if at least 80 % of the answers are right.
+    Exits with 0 only if at least 80 % of the answers are right, and the one after the restart is the same.
 
     Example: longleaf demo --tokens 32000 --world-size 2
     """
@@ -129,3 +130,6 @@ def _print_report(report: Report) -> None:
     console.print(f"time to the first token  {report.ttft_s:8.2f} s (median)")
     console.print(f"answering                {report.decode_tokens_per_s:8,.1f} tokens/s")
     console.print(f"ingesting                {report.ingest_tokens_per_s:8,.1f} tokens/s")
+    if (restart := report.restart) is not None:
+        console.print(f"starting again           {restart.start_s:8.2f} s")
+        console.print(f"time to the first token  {restart.first_token_s:8.2f} s after that, the document brought back")

@@ -24,6 +24,7 @@ def test_the_demo_finds_its_facts():
     assert sum(question["correct"] for question in report["questions"]) >= 5
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert sum(rank["tokens"] for rank in report["ranks"]) == report["document_tokens"]
+    assert report["restart"]["question"] == report["questions"][0]
 
 
 @pytest.mark.slow
