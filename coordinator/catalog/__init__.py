@@ -1,1 +1,0 @@
-"""What is durable of a service's contexts: a folder for each model, and in it a database of contexts and token ids."""

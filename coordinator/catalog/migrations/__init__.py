@@ -1,1 +1,0 @@
-"""From the tables of earlier versions to those of this one, step by step."""
