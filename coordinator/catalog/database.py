@@ -12,6 +12,7 @@ from sqlalchemy.pool import NullPool
 
 from coordinator.catalog.faults import KEEPS_CONNECTION, Errors, Turn, at_start, code_of, damaged, turned, while_running
 from coordinator.catalog.schema import check_revision, upgrade
+from coordinator.catalog.tables import PAGE_BYTES
 from longleaf.errors import CatalogError
 from longleaf.units import human_bytes
 
@@ -19,9 +20,8 @@ log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 5.0
 """How long a commit waits for another process, such as a shell, to let go of the file."""
-HEADER_BYTES = 512
-"""A database has at least one page, and none is smaller."""
 PRAGMAS = (
+    f"page_size={PAGE_BYTES}",  # of a file that is new
     "journal_mode=WAL",
     "synchronous=FULL",
     "foreign_keys=ON",
@@ -39,6 +39,8 @@ class Database:
         self._is_read_only = is_read_only
         self._connection: Connection | None = None
         self._raw: sqlite3.Connection | None = None
+        self._identity = (0, 0)
+        """Device and inode of the file that is open."""
         self._has_remains = False
         """What was deleted may still be in the file of the last commits."""
 
@@ -49,7 +51,7 @@ class Database:
             if not self.path.exists() and not self._is_read_only:
                 self._make()
             size = self.path.stat().st_size
-        if size < HEADER_BYTES:
+        if size < PAGE_BYTES:
             raise damaged(self.path, f"it was cut to {human_bytes(size)}")
         try:
             self._check()
@@ -97,7 +99,7 @@ class Database:
         """All that is done within is committed at its end, or nothing. Raises what `turn` makes of errors; the next
         transaction may succeed."""
         try:
-            connection = self._connection or self._connect()
+            connection = self._connected()
             with connection.begin():
                 yield connection
         except Errors as error:
@@ -115,6 +117,20 @@ class Database:
         if code_of(error) not in KEEPS_CONNECTION:
             self.close()
 
+    def _connected(self) -> Connection:
+        """The connection, to the file that is there: SQLite itself would write on into one that was moved or deleted,
+        and what it keeps there no later start finds."""
+        if self._connection is not None and not self._is_there():
+            self.close()
+        return self._connection or self._connect()
+
+    def _is_there(self) -> bool:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
     def _connect(self) -> Connection:
         engine = create_engine("sqlite://", creator=self._open_file, poolclass=NullPool, hide_parameters=True)
         begin = "BEGIN" if self._is_read_only else "BEGIN IMMEDIATE"
@@ -123,8 +139,10 @@ class Database:
         def _(connection: Connection) -> None:  # pyright: ignore[reportUnusedFunction]
             connection.exec_driver_sql(begin)
 
-        self._connection = engine.connect()
-        return self._connection
+        connection = engine.connect()
+        found = self.path.stat()
+        self._connection, self._identity = connection, (found.st_dev, found.st_ino)
+        return connection
 
     def _open_file(self) -> sqlite3.Connection:
         if not self._is_read_only:

@@ -146,8 +146,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         while next_id is not None:
             segment = by_id.get(next_id)
             if segment is None or not segment.start < end <= segment.end:
-                reason = self.damaged.get(next_id, f"segment {next_id} is missing, or is not what it continues")
-                raise DataLoss(f"contexts/{context.id}", f"{reason}; delete it and ingest the document again")
+                raise _lost(context, self.damaged.get(next_id, f"segment {next_id} is missing, or ends too early"))
             found.append(segment)
             next_id, end = segment.parent, segment.start
+        if end:
+            raise _lost(context, "its path does not begin at position 0")
         return tuple(reversed(found))
+
+
+def _lost(context: ContextRecord, reason: str) -> DataLoss:
+    return DataLoss(f"contexts/{context.id}", f"{reason}; delete it and ingest the document again")

@@ -16,6 +16,7 @@ from longleaf.geometry import Rope
 PIECE_IDS = 1 << 16
 """Token ids of a piece, at most: one blob, one checksum."""
 CHECKSUM_BYTES = 16
+PADDING = bytes(tables.PAGE_BYTES)
 Row = dict[str, Any]
 Found = Mapping[Any, Any]
 """A row as it is read."""
@@ -80,7 +81,7 @@ def upload_of(row: Found) -> UploadRecord:
 
 
 def outgoing_row(key: int, outgoing: Outgoing) -> Row:
-    return signed(tables.outbox, {"key": key, "name": outgoing.name, "content": outgoing.content})
+    return signed(tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content})
 
 
 def outgoing_of(row: Found) -> tuple[int, Outgoing]:
@@ -92,7 +93,7 @@ def piece_rows(table: Table, key: Row, token_ids: "array[int]", start: int = 0) 
     """The ids of a segment or an upload in pieces, the first of them at position `start`."""
     for first in range(0, len(token_ids), PIECE_IDS):
         content = _little_endian(token_ids[first : first + PIECE_IDS]).tobytes()
-        yield signed(table, {**key, "start": start + first, "content": content})
+        yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
 def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":

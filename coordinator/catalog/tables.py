@@ -23,8 +23,20 @@ HEAD = "0001"
 metadata = MetaData()
 
 
+PAGE_BYTES = 4096
+
+
 def _checksum() -> Column[bytes]:
     return Column("checksum", LargeBinary, nullable=False)
+
+
+def _padding() -> Column[bytes]:
+    """PAGE_BYTES zeros before a content that must be gone when it is deleted.
+
+    SQLite leaves stale copies of what lies in the nodes of its trees when it balances them, also with secure_delete.
+    What lies behind a whole page of a row is on pages of its own, which are never copied, and overwritten when freed.
+    """
+    return Column("padding", LargeBinary, nullable=False)
 
 
 service = Table(
@@ -57,8 +69,9 @@ segment_ids = Table(
     metadata,
     Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
     Column("start", Integer, primary_key=True),
-    Column("content", LargeBinary, nullable=False),
     _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
 )
 """Token ids in pieces, little-endian with 4 bytes each; `start` counts from the segment's first token."""
 
@@ -111,8 +124,9 @@ upload_ids = Table(
     Column("context", Text, primary_key=True),
     Column("upload_id", Text, primary_key=True),
     Column("start", Integer, primary_key=True),
-    Column("content", LargeBinary, nullable=False),
     _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
     ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
 )
 """As `segment_ids`, in pieces of any size."""
@@ -122,7 +136,8 @@ outbox = Table(
     metadata,
     Column("key", Integer, primary_key=True),
     Column("name", Text, nullable=False, unique=True),
-    Column("content", LargeBinary),
     _checksum(),
+    _padding(),
+    Column("content", LargeBinary),
 )
 """What is to be written to storage; without content, to be deleted there."""

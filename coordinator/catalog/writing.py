@@ -47,10 +47,8 @@ def _drop(connection: Connection, table: Table, keys: Sequence[Any]) -> None:
 
 def _put(connection: Connection, table: Table, found: list[rows.Row]) -> None:
     """Rows, new or instead of those of the same key."""
-    (column,) = table.primary_key.columns
-    _drop(connection, table, [row[column.name] for row in found])
     if found:
-        connection.execute(insert(table), found)
+        connection.execute(insert(table).prefix_with("OR REPLACE"), found)
 
 
 def _manifests(connection: Connection, of_segments: Sequence[int]) -> set[str]:
@@ -162,8 +160,7 @@ def _send(connection: Connection, outgoing: Sequence[Outgoing]) -> None:
         return
     state = _state(connection)
     for key, each in enumerate(outgoing, state["next_outgoing"]):
-        connection.execute(delete(outbox).where(outbox.c.name == each.name))
-        connection.execute(insert(outbox), rows.outgoing_row(key, each))
+        _put(connection, outbox, [rows.outgoing_row(key, each)])
     _set_state(connection, {**state, "next_outgoing": state["next_outgoing"] + len(outgoing)})
 
 

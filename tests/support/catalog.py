@@ -1,6 +1,7 @@
 """Records for tests of the catalog, and what lies on the disk of them.
 
-`python -m tests.support.catalog PATH` writes KEPT into a new database, as the file in tests/fixtures/catalog was made."""
+`python -m tests.support.catalog PATH` makes the database in tests/fixtures/catalog.
+"""
 
 import asyncio
 import sys
@@ -50,10 +51,10 @@ def document(name: str, number: int, count: int = 20) -> Change:
 
 
 def remains(folder: Path, token_ids: "array[int]") -> bool:
-    """Whether any two neighbours of these ids lie in any file of a folder."""
+    """Whether any of some 20 pairs of neighbours among these ids lies in any file of a folder."""
     content = b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
-    pairs = (token_ids[i : i + 2].tobytes() for i in range(len(token_ids) - 1))
-    return any(pair in content for pair in pairs)
+    starts = range(0, len(token_ids) - 1, max(1, len(token_ids) // 20))
+    return any(token_ids[i : i + 2].tobytes() in content for i in starts)
 
 
 FIRST = Change(

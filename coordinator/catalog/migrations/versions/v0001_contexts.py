@@ -33,8 +33,9 @@ def _make_contexts() -> None:
         "segment_ids",
         sa.Column("segment", sa.Integer, sa.ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
         sa.Column("start", sa.Integer, primary_key=True),
-        sa.Column("content", sa.LargeBinary, nullable=False),
         _checksum(),
+        sa.Column("padding", sa.LargeBinary, nullable=False),
+        sa.Column("content", sa.LargeBinary, nullable=False),
     )
     last = sa.ForeignKey("segments.id", deferrable=True, initially="DEFERRED")
     op.create_table(
@@ -83,8 +84,9 @@ def _make_uploads() -> None:
         sa.Column("context", sa.Text, primary_key=True),
         sa.Column("upload_id", sa.Text, primary_key=True),
         sa.Column("start", sa.Integer, primary_key=True),
-        sa.Column("content", sa.LargeBinary, nullable=False),
         _checksum(),
+        sa.Column("padding", sa.LargeBinary, nullable=False),
+        sa.Column("content", sa.LargeBinary, nullable=False),
         sa.ForeignKeyConstraint(key, [f"uploads.{name}" for name in key], ondelete="CASCADE"),
     )
 
@@ -94,8 +96,9 @@ def _make_service() -> None:
         "outbox",
         sa.Column("key", sa.Integer, primary_key=True),
         sa.Column("name", sa.Text, nullable=False, unique=True),
-        sa.Column("content", sa.LargeBinary),
         _checksum(),
+        sa.Column("padding", sa.LargeBinary, nullable=False),
+        sa.Column("content", sa.LargeBinary),
     )
     op.create_table(
         "service",
