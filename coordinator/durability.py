@@ -1,54 +1,65 @@
 """What of a service outlives it: the catalog and the journal in its data folder."""
 
+import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any, Self, cast
 
 from coordinator.catalog.catalog import Catalog
-from coordinator.catalog.folder import DataFolder, ModelFacts
+from coordinator.catalog.folder import DataFolder
+from coordinator.catalog.records import Kept
 from coordinator.journal.journal import Journal
 from longleaf.config import EngineConfig
-from longleaf.errors import CatalogError, StorageUnavailable
-from longleaf.fingerprint import CONFIG, read_fingerprint
+from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
+from longleaf.fingerprint import CONFIG, Fingerprint, read_fingerprint
 
 JOURNAL = "journal"
+log = logging.getLogger(__name__)
 
 
 class Durability:
     """An open data folder, which no other service has at the same time."""
 
-    def __init__(self, folder: DataFolder, catalog: Catalog, journal: Journal) -> None:
+    def __init__(self, folder: DataFolder, catalog: Catalog, kept: Kept, journal: Journal) -> None:
         self._folder = folder
         self.catalog = catalog
+        self.kept = kept
+        """What was there at the start."""
         self.journal = journal
 
     @classmethod
-    def open(cls, data_dir: Path, config: EngineConfig) -> Self:
+    async def open(cls, data_dir: Path, config: EngineConfig) -> Self:
         """Takes as long as reading what is kept. Raises CatalogError and ModelRefused."""
-        facts = _facts(config)
-        folder = DataFolder.open(data_dir.expanduser().absolute(), facts)
+        found = await asyncio.to_thread(read_fingerprint, Path(config.model))
+        facts = _facts(config, found)
+        folder = await asyncio.to_thread(DataFolder.open, data_dir, found.digest, config.model, facts)
         try:
-            catalog = Catalog.open(folder.path)
-            return cls(folder, catalog, Journal(folder.path / JOURNAL, facts.fingerprint))
+            catalog = await Catalog.open(folder.database)
+            kept = await catalog.load()
+            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, found.digest)
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error
         except BaseException:
             folder.close()
             raise
+        return cls(folder, catalog, kept, journal)
 
-    def tell_address(self, address: str) -> None:
-        """Has others who want the folder be told who has it. Raises CatalogError."""
-        self._folder.tell_address(address)
+    async def tell_address(self, address: str) -> None:
+        """Has others who want the folder be told who has it."""
+        try:
+            await asyncio.to_thread(self._folder.tell_address, address)
+        except OSError as error:
+            log.warning("others are not told who has %s: %s", self._folder.path, error)
 
     @property
-    def note(self) -> str:
-        """What is there, for people."""
-        kept = self.catalog.kept
+    def notes(self) -> tuple[str, ...]:
+        """What is there, and what is damaged, for people."""
+        kept = self.kept
         num_tokens = sum(len(segment.token_ids) for segment in kept.segments)
-        damaged = "".join(f"; context {name} is damaged: {why}" for name, why in kept.damaged)
         contexts = "1 context" if len(kept.contexts) == 1 else f"{len(kept.contexts):,} contexts"
-        return f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens{damaged}"
+        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(kept))
 
     async def close(self) -> None:
         """Ends when all is written."""
@@ -56,12 +67,21 @@ class Durability:
         self._folder.close()
 
 
-def _facts(config: EngineConfig) -> ModelFacts:
-    """What keys depend on. Raises ModelRefused."""
-    folder = Path(config.model)
-    found = read_fingerprint(folder)
-    dtype = _own_dtype(folder) if config.dtype == "auto" else config.dtype
-    return ModelFacts(folder=str(folder), fingerprint=found.digest, files=found.files, dtype=dtype)
+def damages(kept: Kept) -> list[str]:
+    """What of a catalog cannot be used, in words."""
+    found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
+    for context in kept.contexts:
+        try:
+            kept.path(context)
+        except DataLoss as error:
+            found.append(str(error))
+    return [*found, *kept.other_damage]
+
+
+def _facts(config: EngineConfig, found: Fingerprint) -> dict[str, str]:
+    """What a model is told from others by. Raises ModelRefused."""
+    dtype = _own_dtype(Path(config.model)) if config.dtype == "auto" else config.dtype
+    return found.files | {"dtype": dtype}
 
 
 def _own_dtype(folder: Path) -> str:

@@ -135,8 +135,8 @@ class Service:
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
-        kept = self._durability.note if self._durability else NOTHING_KEPT
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), kept)
+        kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
@@ -144,7 +144,7 @@ class Service:
         self._use_cases = UseCases(self._engine, tokenizer, describe, journal)
         await self._use_cases.generation.take_up()
         if self._durability is not None:
-            await asyncio.to_thread(self._durability.tell_address, join_address(self._config.host, port))
+            await self._durability.tell_address(join_address(self._config.host, port))
             if self._config.warm:
                 self._engine.warm()
         self._server.open(self._use_cases)
@@ -154,7 +154,7 @@ class Service:
         """Raises CatalogError."""
         if self._config.data_dir is None:
             return None
-        return await asyncio.to_thread(Durability.open, Path(self._config.data_dir), config)
+        return await Durability.open(Path(self._config.data_dir), config)
 
     @property
     def loading(self) -> Loading:

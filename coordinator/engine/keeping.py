@@ -3,19 +3,20 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
-from coordinator.catalog.catalog import ContextCatalog
+from coordinator.catalog.ports import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
-from coordinator.catalog.rows import ID_BYTES
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.errors import LongleafError
+from longleaf.errors import DataLoss, LongleafError
 from longleaf.messages import ContextSettings
 
+ID_BYTES = 4
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
 log = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ class Lasting(Protocol):
 
     @property
     def catalog(self) -> ContextCatalog: ...
+
+    @property
+    def kept(self) -> Kept:
+        """What the catalog held when the service began."""
+        ...
 
     @property
     def journal(self) -> Forgetful: ...
@@ -71,7 +77,7 @@ class Keeping:
     @property
     def last_epoch(self) -> int:
         """Of the services before; 0: there was none."""
-        return self._lasting.catalog.kept.epoch if self._lasting else 0
+        return self._lasting.kept.epoch if self._lasting else 0
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -89,7 +95,7 @@ class Keeping:
         self._begun = scheduler
         if self._lasting is not None:
             await self._lasting.catalog.note_epoch(epoch)
-            self._take_up(self._lasting.catalog.kept)
+            self._take_up(self._lasting.kept)
             self._flush = asyncio.create_task(self._flush_for_ever())
 
     def _take_up(self, kept: Kept) -> None:
@@ -97,12 +103,14 @@ class Keeping:
         segments = self._scheduler.segments
         segments.begin_ids(kept.next_segment)
         found = dict[int, Segment]()
-        for record in sorted(kept.segments, key=lambda record: record.id):
+        contexts = sorted(_sound(kept), key=lambda each: each[0].last_used)
+        needed = {record.id: record for _, path in contexts for record in path}
+        for record in (needed[number] for number in sorted(needed)):
             before = found[record.parent].path.cut(record.start) if record.parent is not None else NOWHERE
             segment = found[record.id] = Segment(record.id, before, record.rope)
             segment.extend(record.token_ids)
             segments.adopt(segment)
-        for record in sorted(kept.contexts, key=lambda record: record.last_used):
+        for record, _ in contexts:
             self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
 
     async def close(self) -> None:
@@ -177,7 +185,7 @@ class Keeping:
         known = self._contexts.find(context_id)
         if known is None and self._scheduler.is_read_into(context_id):
             return  # another one is about to be kept under that name
-        change = Change(contexts=(context_record(known),)) if known else Change(dropped=(context_id,))
+        change = Change(contexts=(context_record(known),)) if known else Change(dropped_contexts=(context_id,))
         try:
             await self._commit(change)
         except LongleafError as error:
@@ -222,7 +230,7 @@ class Keeping:
             raise
 
     async def _drop(self, context_id: str) -> None:
-        await self._commit(Change(dropped=(context_id,)))
+        await self._commit(Change(dropped_contexts=(context_id,)))
         if self._lasting is not None and self._contexts.find(context_id) is None:
             self._lasting.journal.remove_of_context(context_id)
 
@@ -251,6 +259,13 @@ class Keeping:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
+
+
+def _sound(kept: Kept) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
+    """The contexts that are not damaged, and their paths."""
+    for record in kept.contexts:
+        with suppress(DataLoss):
+            yield record, kept.path(record)
 
 
 def segment_record(segment: Segment) -> SegmentRecord:

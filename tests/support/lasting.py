@@ -1,6 +1,7 @@
 """What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
 
-from coordinator.catalog.fakes import MemoryCatalog
+from coordinator.catalog.fakes import FakeCatalog
+from coordinator.catalog.records import Kept
 
 
 class NotedJournal:
@@ -17,5 +18,14 @@ class MemoryLasting:
     """Engines that are given the same one follow each other."""
 
     def __init__(self) -> None:
-        self.catalog = MemoryCatalog()
+        self.catalog = FakeCatalog()
         self.journal = NotedJournal()
+
+    @property
+    def kept(self) -> Kept:
+        return self.catalog.kept
+
+    @property
+    def contexts(self) -> dict[str, int]:
+        """Tokens of those that are kept, by id."""
+        return {context.id: context.num_tokens for context in self.kept.contexts}

@@ -78,17 +78,17 @@ async def test_epochs_and_segments_are_numbered_on() -> None:
         await ingest(engine, "a", 8)
         epoch = engine.cluster().epoch
         await engine.delete_context("a")
-    assert not lasting.catalog.segments
+    assert not lasting.kept.segments
     async with running(lasting) as engine:
         assert engine.cluster().epoch == epoch + 1
         await ingest(engine, "a", 8)
-    assert min(lasting.catalog.segments) > 0
+    assert min(segment.id for segment in lasting.kept.segments) > 0
 
 
 async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
     lasting = MemoryLasting()
     async with running(lasting) as engine:
-        lasting.catalog.gate.clear()
+        lasting.catalog.hold()
         reading = asyncio.create_task(ingest(engine, "book", 40))
         await comes_to(engine, lambda: engine.cluster().running == 1 and engine.cluster().workers[0].tokens > 0)
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
         with pytest.raises(AlreadyExists):
             await ingest(engine, "book", 4)
         assert (await ask_alone(engine)) and not reading.done(), "steps go on meanwhile"
-        lasting.catalog.gate.set()
+        lasting.catalog.release()
         await reading
         assert engine.get_context("book").tokens == 40
 
@@ -113,7 +113,7 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
     async with running(lasting) as engine:
         await ingest(engine, "book", 40)
         before = engine.get_context("book")
-        lasting.catalog.is_full = True
+        lasting.catalog.failures += [StorageUnavailable("the disk is full")] * 5
         with pytest.raises(StorageUnavailable):
             await ingest(engine, "other", 8)
         with pytest.raises(StorageUnavailable):
@@ -129,19 +129,19 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
         assert (view.id, view.tokens, view.state) == ("book", 40, "parked")
         assert not lasting.journal.forgotten
         engine.audit()
-        lasting.catalog.is_full = False
+        assert not lasting.catalog.failures
         assert (await ask(engine, "book"))[1]
         await engine.fork_context("book", "twig")
         await engine.delete_context("book")
         assert lasting.journal.forgotten == ["book"]
-    assert list(lasting.catalog.contexts) == ["twig"]
+    assert list(lasting.contexts) == ["twig"]
 
 
 async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> None:
     lasting = MemoryLasting()
     async with running(lasting) as engine:
         await ingest(engine, "book", 8)
-        lasting.catalog.gate.clear()
+        lasting.catalog.hold()
         for document in (
             Document(context="new", token_ids=[1, 2, 3]),
             Document(context="book", token_ids=[1, 2, 3], append=True),
@@ -149,10 +149,10 @@ async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> No
             stream = engine.ingest(document)
             await comes_to(engine, lambda: not any(stream_is_read(engine)))
             stream.cancel()
-        lasting.catalog.gate.set()
-        await comes_to(engine, lambda: "new" not in lasting.catalog.contexts and len(lasting.catalog.segments) == 1)
+        lasting.catalog.release()
+        await engine.update_context("book", ContextSettings(display_name="changes are kept in their order"))
         assert [view.tokens for view in engine.list_contexts()] == [8]
-    assert lasting.catalog.contexts["book"].num_tokens == 8
+    assert lasting.contexts == {"book": 8}
 
 
 def stream_is_read(engine: Engine) -> list[bool]:

@@ -1,0 +1,123 @@
+"""The catalog: the database behind a thread of its own, which does one thing after the other."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+
+from coordinator.catalog import writing
+from coordinator.catalog.database import BUSY_SECONDS, Database
+from coordinator.catalog.faults import at_start
+from coordinator.catalog.loading import load
+from coordinator.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
+from longleaf.errors import Unavailable
+
+DATABASE = "catalog.db"
+"""Its name in its folder."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Catalog:
+    """Implements the protocols of coordinator.catalog.ports. Whoever opens it has the lock of its folder."""
+
+    def __init__(self, database: Database, thread: ThreadPoolExecutor) -> None:
+        """`database` belongs to the thread."""
+        self._database = database
+        self._thread = thread
+        self._closing: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS) -> "Catalog":
+        """The database at `path`, made when it is not there. Raises CatalogError, which says what to do."""
+        database = Database(path, busy_seconds)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
+        catalog = cls(database, thread)
+        try:
+            await catalog._call(database.open)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return catalog
+
+    async def load(self) -> Kept:
+        return await self._call(self._load)
+
+    def _load(self) -> Kept:
+        with self._database.transaction(at_start) as connection:
+            return load(self._database.path, connection)
+
+    async def commit(self, change: Change) -> Committed:
+        return await self._call(self._commit, change)
+
+    def _commit(self, change: Change) -> Committed:
+        committed = self._write(writing.write_change, change)
+        is_deletion = any(each.content is None for each in change.outgoing)
+        if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
+            self._database.note_remains()
+        self._database.scrub()
+        return committed
+
+    async def note_epoch(self, epoch: int) -> None:
+        await self._call(self._write, writing.write_epoch, epoch)
+
+    async def append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
+        await self._call(self._write, writing.append_upload, record, new_ids)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return await self._call(self._write, writing.read_upload, key)
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self.commit(Change(dropped_uploads=(key,)))
+
+    async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
+        return await self._call(self._write, writing.read_outgoing, limit)
+
+    async def done(self, keys: Sequence[int]) -> None:
+        await self._call(self._write, writing.drop_outgoing, keys)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.wrap_future(self._submit(self._database.close))
+            self._thread.shutdown(wait=False)  # what waits is done
+        await asyncio.shield(self._closing)
+
+    def _write(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Calls it in a transaction."""
+        with self._database.transaction() as connection:
+            return function(connection, *args, **kwargs)
+
+    async def _call(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Calls it in the thread, after all that was called before; also when this is cancelled."""
+        called = self._submit(partial(function, *args, **kwargs))
+        return await asyncio.shield(asyncio.wrap_future(called))
+
+    def _submit(self, function: Callable[[], Result]) -> "Future[Result]":
+        if self._closing is not None:
+            raise Unavailable("the service is stopping")
+        return self._thread.submit(function)
+
+
+def read_only_catalog(folder: Path) -> Kept:
+    """What another folder keeps, whose service may run meanwhile; it is not locked, and nothing in it changes. Takes
+    as long as reading it. Raises CatalogError."""
+    database = Database(folder / DATABASE, is_read_only=True)
+    database.open()
+    try:
+        with database.transaction(at_start) as connection:
+            return load(database.path, connection)
+    finally:
+        database.close()

@@ -1,0 +1,137 @@
+"""A catalog in memory, for tests of all that keeps contexts."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SegmentRecord, UploadKey, UploadRecord
+from longleaf.errors import LongleafError, Unavailable
+
+T = TypeVar("T")
+
+
+class FakeCatalog:
+    """Implements the protocols of coordinator.catalog.ports. It may be told to fail, or to wait before it does what is
+    called; `kept` is all that no crash would undo."""
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        self.kept = kept or Kept(service_id="0" * 32)
+        self.changes: list[Change] = []
+        """That were committed."""
+        self.failures: list[LongleafError] = []
+        """Each is raised by one of the next calls that write, in this order."""
+        self.is_closed = False
+        self._upload_ids: dict[UploadKey, array[int]] = {}
+        self._outbox: dict[int, Outgoing] = {}
+        self._next_key = 0
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+        self._released.set()
+
+    def hold(self) -> None:
+        """What is called from now on waits until `release`."""
+        self._released.clear()
+
+    def release(self) -> None:
+        self._released.set()
+
+    async def load(self) -> Kept:
+        return self.kept
+
+    async def commit(self, change: Change) -> Committed:
+        return await self._do(self._commit, change)
+
+    async def note_epoch(self, epoch: int) -> None:
+        await self._do(self._note_epoch, epoch)
+
+    async def append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
+        await self._do(self._append_upload, record, new_ids)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return self._upload_ids.get(key, array("I"))[:]
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self.commit(Change(dropped_uploads=(key,)))
+
+    async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
+        return sorted(self._outbox.items())[:limit]
+
+    async def done(self, keys: Sequence[int]) -> None:
+        await self._do(self._done, keys)
+
+    async def close(self) -> None:
+        async with self._turn:  # after all that was called
+            self.is_closed = True
+
+    async def _do(self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls are done in their order, also those whose callers are cancelled."""
+        return await asyncio.shield(asyncio.ensure_future(self._in_turn(function, *arguments)))
+
+    async def _in_turn(self, function: Callable[..., T], *arguments: object) -> T:
+        async with self._turn:
+            await self._released.wait()
+            if self.is_closed:
+                raise Unavailable("the service is stopping")
+            if self.failures:
+                raise self.failures.pop(0)
+            return function(*arguments)
+
+    def _commit(self, change: Change) -> Committed:
+        self.changes.append(change)
+        for key in change.dropped_uploads:
+            self._upload_ids.pop(key, None)
+        for outgoing in change.outgoing:
+            self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
+            self._outbox[self._next_key] = outgoing
+            self._next_key += 1
+        self.kept, committed = changed(self.kept, change)
+        return committed
+
+    def _note_epoch(self, epoch: int) -> None:
+        self.kept = replace(self.kept, epoch=max(self.kept.epoch, epoch))
+
+    def _append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
+        self._upload_ids[record.key] = self._upload_ids.get(record.key, array("I")) + new_ids
+        uploads = {**{each.key: each for each in self.kept.uploads}, record.key: record}
+        self.kept = replace(self.kept, uploads=tuple(uploads[key] for key in sorted(uploads)))
+
+    def _done(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._outbox.pop(key, None)
+
+
+def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
+    """What is kept after a change, and what went with it."""
+    contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
+    contexts |= {each.id: each for each in change.contexts}
+    segments = {each.id: each for each in (*kept.segments, *change.segments)}
+    before = {each.segment: each for each in kept.snapshots}
+    snapshots = {key: each for key, each in before.items() if key not in change.dropped_snapshots}
+    snapshots |= {each.segment: each for each in change.snapshots}
+    gone = segments.keys() - _reached(segments, {each.segment for each in contexts.values()})
+    manifests = {each.manifest for each in (*before.values(), *change.snapshots)}
+    after = {key: each for key, each in snapshots.items() if key not in gone}
+    after_kept = replace(
+        kept,
+        contexts=tuple(contexts[key] for key in sorted(contexts)),
+        segments=tuple(segments[key] for key in sorted(segments.keys() - gone)),
+        snapshots=tuple(after[key] for key in sorted(after)),
+        uploads=tuple(each for each in kept.uploads if each.key not in change.dropped_uploads),
+        next_segment=max([kept.next_segment, *(each.id + 1 for each in change.segments)]),
+    )
+    lost = manifests - {each.manifest for each in after.values()}
+    return after_kept, Committed(tuple(sorted(gone)), tuple(sorted(lost)))
+
+
+def _reached(segments: dict[int, SegmentRecord], last: set[int]) -> set[int]:
+    """The segments of all paths that end in `last`."""
+    reached: set[int] = set()
+    for segment in last:
+        step: int | None = segment
+        while step is not None and step not in reached:
+            reached.add(step)
+            step = segments[step].parent
+    return reached

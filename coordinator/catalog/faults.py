@@ -1,0 +1,92 @@
+"""What SQLite and the disk can say no with, as errors that tell what to do."""
+
+import sqlite3
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from longleaf.errors import CatalogError, DataLoss, LongleafError, StorageUnavailable
+
+RETRY_SECONDS = 1.0
+REMEDY = (
+    "restore its folder from a copy, or rebuild it from snapshots with `longleaf contexts rebuild --from URL`, or move "
+    "the folder away to begin anew"
+)
+
+
+class Fault(NamedTuple):
+    """What an error of SQLite means."""
+
+    reason: str
+    remedy: str
+    is_damage: bool = False
+    retry_seconds: float | None = None
+
+
+DAMAGED = Fault("it is damaged", REMEDY, is_damage=True)
+LOCKED = Fault("another process holds it locked", "end what else has it open", retry_seconds=RETRY_SECONDS)
+PERMISSION = "give this user the permission to read and write file and folder"
+FAULTS = {
+    sqlite3.SQLITE_FULL: Fault("the disk is full", "make room there"),
+    sqlite3.SQLITE_READONLY: Fault("it is read-only, or was moved", f"put it back, and {PERMISSION}"),
+    sqlite3.SQLITE_IOERR: Fault("its disk fails, or a quota is met", "look at disk, quota and the log of the kernel"),
+    sqlite3.SQLITE_BUSY: LOCKED,
+    sqlite3.SQLITE_LOCKED: LOCKED,
+    sqlite3.SQLITE_PROTOCOL: LOCKED,
+    sqlite3.SQLITE_CANTOPEN: Fault("it cannot be opened", f"put it back, and {PERMISSION}"),
+    sqlite3.SQLITE_PERM: Fault("it may not be opened", PERMISSION),
+    sqlite3.SQLITE_NOMEM: Fault("there is too little memory", "give the service more"),
+    sqlite3.SQLITE_CORRUPT: DAMAGED,
+    sqlite3.SQLITE_NOTADB: DAMAGED,
+    sqlite3.SQLITE_CONSTRAINT: Fault("it does not hold what this builds upon", REMEDY, is_damage=True),
+}
+"""By the primary code."""
+KEEPS_CONNECTION = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CONSTRAINT}
+"""After any other one a new connection is made: what the old one believes of the file may be wrong."""
+
+Errors = (SQLAlchemyError, sqlite3.Error, OSError)
+Turn = Callable[[Path, Exception], LongleafError]
+
+
+def code_of(error: Exception) -> int:
+    """The primary code; that of an error in general where there is none."""
+    cause = getattr(error, "orig", None) or error
+    return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
+def fault_of(error: Exception) -> Fault:
+    """What an error means, with the words of SQLite or of the system."""
+    cause = getattr(error, "orig", None) or error
+    known = FAULTS.get(code_of(error), Fault("it cannot be used", "look at the disk and at the folder"))
+    return known._replace(reason=f"{known.reason} ({cause})")
+
+
+def while_running(path: Path, error: Exception) -> LongleafError:
+    """DataLoss where the file is damaged, otherwise StorageUnavailable."""
+    fault = fault_of(error)
+    if fault.is_damage:
+        return DataLoss(f"catalog {path}", f"{fault.reason}; {fault.remedy}")
+    return StorageUnavailable(f"catalog {path}: {fault.reason}; {fault.remedy}", fault.retry_seconds)
+
+
+def at_start(path: Path, error: Exception) -> LongleafError:
+    """CatalogError."""
+    fault = fault_of(error)
+    return CatalogError(f"catalog {path}: {fault.reason}; {fault.remedy}")
+
+
+def damaged(path: Path, reason: str) -> CatalogError:
+    """What is said of a file with which something is wrong that SQLite does not see."""
+    return CatalogError(f"catalog {path}: {reason}; {REMEDY}")
+
+
+@contextmanager
+def turned(path: Path, turn: Turn) -> Generator[None, None, None]:
+    """Raises what `turn` makes of each error of SQLite and of the system."""
+    try:
+        yield
+    except Errors as error:
+        raise turn(path, error) from error

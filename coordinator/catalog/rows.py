@@ -1,0 +1,117 @@
+"""Rows: records as the tables hold them, with a checksum each."""
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+from sqlalchemy import Table
+
+from coordinator.catalog import tables
+from coordinator.catalog.records import ContextRecord, Outgoing, SegmentRecord, SnapshotRecord, UploadRecord
+from longleaf.geometry import Rope
+
+PIECE_IDS = 1 << 16
+"""Token ids of a piece, at most: one blob, one checksum."""
+CHECKSUM_BYTES = 16
+PADDING = bytes(tables.PAGE_BYTES)
+Row = dict[str, Any]
+Found = Mapping[Any, Any]
+"""A row as it is read."""
+
+
+def signed(table: Table, row: Row) -> Row:
+    """The row with its checksum."""
+    return {**row, "checksum": _checksum(table, row)}
+
+
+def is_whole(table: Table, row: Found) -> bool:
+    """Whether it is the row that was written."""
+    return row["checksum"] == _checksum(table, row)
+
+
+def _checksum(table: Table, row: Found) -> bytes:
+    values = [row[column.name] for column in table.columns if column.name != "checksum"]
+    return blake3(msgspec.msgpack.encode((str(table.name), *values))).digest(length=CHECKSUM_BYTES)
+
+
+def segment_row(record: SegmentRecord) -> Row:
+    row: Row = {"id": record.id, "parent": record.parent, "start": record.start, "num_tokens": len(record.token_ids)}
+    row |= {"scaled_for": record.rope.scaled_for, "is_double": int(record.rope.is_double)}
+    return signed(tables.segments, row)
+
+
+def segment_of(row: Found, token_ids: "array[int]") -> SegmentRecord:
+    rope = Rope(row["scaled_for"], bool(row["is_double"]))
+    return SegmentRecord(id=row["id"], parent=row["parent"], start=row["start"], rope=rope, token_ids=token_ids)
+
+
+def context_row(record: ContextRecord) -> Row:
+    row: Row = msgspec.structs.asdict(record)
+    row |= {"ends": " ".join(map(str, record.ends)), "is_pinned": int(record.is_pinned)}
+    # SQLite gives back real numbers: the checksum must be that of one
+    row |= {name: float(row[name]) for name in ("created", "updated", "last_used")}
+    row["expires"] = None if record.expires is None else float(record.expires)
+    return signed(tables.contexts, row)
+
+
+def context_of(row: Found) -> ContextRecord:
+    fields: Row = {name: row[name] for name in ContextRecord.__struct_fields__}
+    fields |= {"ends": tuple(map(int, row["ends"].split())), "is_pinned": bool(row["is_pinned"])}
+    return ContextRecord(**fields)
+
+
+def snapshot_row(record: SnapshotRecord) -> Row:
+    return signed(tables.snapshots, msgspec.structs.asdict(record))
+
+
+def snapshot_of(row: Found) -> SnapshotRecord:
+    return SnapshotRecord(**{name: row[name] for name in SnapshotRecord.__struct_fields__})
+
+
+def upload_row(record: UploadRecord, num_tokens: int) -> Row:
+    row = {**msgspec.structs.asdict(record), "updated": float(record.updated), "num_tokens": num_tokens}
+    return signed(tables.uploads, row)
+
+
+def upload_of(row: Found) -> UploadRecord:
+    return UploadRecord(**{name: row[name] for name in UploadRecord.__struct_fields__})
+
+
+def outgoing_row(key: int, outgoing: Outgoing) -> Row:
+    return signed(tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content})
+
+
+def outgoing_of(row: Found) -> tuple[int, Outgoing]:
+    """With its key."""
+    return row["key"], Outgoing(row["name"], row["content"])
+
+
+def piece_rows(table: Table, key: Row, token_ids: "array[int]", start: int = 0) -> Iterator[Row]:
+    """The ids of a segment or an upload in pieces, the first of them at position `start`."""
+    for first in range(0, len(token_ids), PIECE_IDS):
+        content = _little_endian(token_ids[first : first + PIECE_IDS]).tobytes()
+        yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
+
+
+def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
+    """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
+    found = array("I")
+    for row in rows:
+        if not is_whole(table, row) or row["start"] != len(found):
+            raise ValueError(f"its token ids from {len(found):,} on are damaged")
+        piece = array("I")
+        piece.frombytes(row["content"])
+        found += _little_endian(piece)
+    if len(found) != num_tokens:
+        raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
+    return found
+
+
+def _little_endian(ids: "array[int]") -> "array[int]":
+    """From the machine's order of bytes, and back: `ids` must be the caller's own."""
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids

@@ -1,0 +1,243 @@
+"""Disks that are full, read-only, fail or vanish: commits say so, leave nothing, and work again afterwards."""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.catalog.catalog import DATABASE, Catalog, read_only_catalog
+from coordinator.catalog.folder import DataFolder
+from coordinator.catalog.records import Change
+from longleaf.errors import CatalogError, StorageUnavailable
+from tests.support.catalog import context, document
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True)
+    if made.returncode:
+        pytest.skip("only root may mount")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def make_read_only(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -> None:
+    catalog = await Catalog.open(disk / DATABASE)
+    await catalog.commit(document("a", 0))
+    before = await catalog.load()
+    for size in (400_000, 100_000_000):
+        if size > 1_000_000:
+            with pytest.raises(OSError, match="No space"):
+                (disk / "other").write_bytes(bytes(2_000_000))
+        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; make room"):
+            await catalog.commit(document("b", 1, 400_000))
+        assert await catalog.load() == before
+    (disk / "other").unlink()
+    await catalog.commit(document("b", 1))
+    assert [each.id for each in read_only_catalog(disk).contexts] == ["a", "b"]
+    await catalog.close()
+
+
+async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> None:
+    with pytest.raises(OSError, match="No space"):
+        (disk / "other").write_bytes(bytes(2_000_000))
+    with pytest.raises(CatalogError, match="No space left.*on a disk that is neither full"):
+        DataFolder.open(disk, "f" * 64, "model", {})
+    with pytest.raises(CatalogError, match="the disk is full|its disk fails|No space left"):
+        await Catalog.open(disk / DATABASE)
+    (disk / "other").unlink()
+    catalog = await Catalog.open(disk / DATABASE)
+    await catalog.close()
+
+
+async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(disk: Path) -> None:
+    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+    catalog = await Catalog.open(folder.database)
+    await catalog.commit(document("a", 0))
+    kept = await catalog.load()
+    await catalog.close()
+    folder.close()
+    make_read_only(disk)
+    with pytest.raises(CatalogError, match=f"{disk}/data/.*cannot be used: Read-only file system.*permission"):
+        DataFolder.open(disk / "data", "f" * 64, "model", {})
+    with pytest.raises(CatalogError, match="it is read-only|it cannot be opened"):
+        await Catalog.open(folder.database)
+    assert read_only_catalog(folder.path) == kept
+
+
+async def test_a_file_that_was_moved_is_missed_and_found_again(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("a", 0))
+    names = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
+    (tmp_path / "away").mkdir()
+    for name in names:
+        (tmp_path / name).rename(tmp_path / "away" / name)
+    for number in (1, 2):
+        with pytest.raises(StorageUnavailable, match="put it back"):
+            await catalog.commit(document("b", number))
+    for path in (tmp_path / "away").iterdir():
+        path.rename(tmp_path / path.name)
+    await catalog.commit(document("c", 3))
+    assert [each.id for each in (await catalog.load()).contexts] == ["a", "c"]
+    await catalog.close()
+
+
+async def test_a_lock_of_another_program_is_told_and_outlived(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
+    other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StorageUnavailable, match="another process holds it locked") as raised:
+        await catalog.commit(document("a", 0))
+    assert raised.value.retry_seconds
+    with pytest.raises(CatalogError, match="another process holds it locked"):
+        await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
+    other.close()
+    await catalog.commit(document("a", 0))
+    await catalog.close()
+
+
+QUOTA = """
+import asyncio, resource, sys
+from pathlib import Path
+from coordinator.catalog.catalog import Catalog
+from longleaf.errors import StorageUnavailable
+from tests.support.catalog import document
+
+async def main():
+    catalog = await Catalog.open(Path(sys.argv[1]))
+    await catalog.commit(document("a", 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        await catalog.commit(document("b", 1, 100_000))
+    except StorageUnavailable as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    await catalog.commit(document("c", 2))
+    print([each.id for each in (await catalog.load()).contexts])
+    await catalog.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_that_fails_to_write_is_told_and_outlived(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", QUOTA, tmp_path / DATABASE], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "its disk fails, or a quota is met (disk I/O error)" in told[0]
+    assert told[1] == "['a', 'c']"
+
+
+# --- damage ---
+
+
+async def make(folder: Path) -> Path:
+    """Three contexts in a file: one of a long segment, one of another segment, and one that continues the latter."""
+    catalog = await Catalog.open(folder / DATABASE)
+    await catalog.commit(document("long", 0, 200_000))
+    await catalog.commit(document("short", 1, 500))
+    appended = Change(contexts=(context("twin", 1, 300, display_name="the name of the twin"),))
+    await catalog.commit(appended)
+    await catalog.close()
+    return folder / DATABASE
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+async def test_a_file_that_was_cut_is_refused_with_what_to_do(tmp_path: Path, share: float) -> None:
+    path = await make(tmp_path)
+    os.truncate(path, int(path.stat().st_size * share))
+    for opens in (Catalog.open(path), _read(tmp_path)):
+        with pytest.raises(CatalogError, match=r"catalog\.db: it (is damaged|was cut).*restore.*rebuild --from.*move"):
+            await opens
+
+
+async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"these are notes, no database\n" * 1000)
+    with pytest.raises(CatalogError, match="it is damaged .*not a database.*restore"):
+        await Catalog.open(tmp_path / DATABASE)
+
+
+async def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
+    path = await make(tmp_path)
+    path.rename(f"{path}-wal")
+    with pytest.raises(CatalogError, match="is missing.*put that back"):
+        await Catalog.open(path)
+
+
+async def test_a_later_schema_is_refused(tmp_path: Path) -> None:
+    path = await make(tmp_path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(CatalogError, match=r"a later version of longleaf wrote it \(schema 9999"):
+        await Catalog.open(path)
+    with pytest.raises(CatalogError, match="another version of longleaf wrote it"):
+        await _read(tmp_path)
+    assert path.read_bytes() == before
+
+
+async def _read(folder: Path) -> None:
+    read_only_catalog(folder)
+
+
+def flip(path: Path, what: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(what)
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+async def test_a_flipped_byte_of_ids_is_told_and_costs_one_segment(tmp_path: Path) -> None:
+    path = await make(tmp_path)
+    ids = document("long", 0, 200_000).segments[0].token_ids
+    flip(path, ids[70_000:70_002].tobytes())
+    catalog = await Catalog.open(path)
+    kept = await catalog.load()
+    assert kept.damaged == {0: "its token ids from 65,536 on are damaged"}
+    assert [each.id for each in kept.segments] == [1] and len(kept.contexts) == 3
+    assert (await catalog.commit(Change(dropped_contexts=("long",)))).segments == (0,)
+    await catalog.close()
+
+
+async def test_a_flipped_byte_of_a_context_is_told_and_costs_that(tmp_path: Path) -> None:
+    path = await make(tmp_path)
+    flip(path, b"the name of the twin")
+    catalog = await Catalog.open(path)
+    kept = await catalog.load()
+    assert kept.damaged_contexts == {"twin": "its record is damaged"}
+    assert [each.id for each in kept.contexts] == ["long", "short"]
+    await catalog.commit(Change(dropped_contexts=("twin",)))
+    assert not (await catalog.load()).damaged_contexts
+    await catalog.close()
+
+
+async def test_any_flipped_byte_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+    whole = await make(tmp_path)
+    expected = read_only_catalog(tmp_path)
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    content = whole.read_bytes()
+    for at in range(40, 90_000, 499):
+        (folder / DATABASE).write_bytes(content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :])
+        try:
+            kept = read_only_catalog(folder)
+        except CatalogError:
+            continue
+        if not (kept.damaged or kept.damaged_contexts or kept.other_damage):
+            assert kept == expected, at
+        shutil.rmtree(folder)
+        folder.mkdir()
