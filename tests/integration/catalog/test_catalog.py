@@ -9,6 +9,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -113,13 +114,17 @@ async def test_deleted_ids_are_nowhere_on_the_disk(tmp_path: Path) -> None:
 
 async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
     """Without padding, copies of some outlive them."""
-    catalog = await Catalog.open(tmp_path / DATABASE)
-    for number in range(120):
-        await catalog.commit(document(f"c{number}", number, 150 + number % 7 * 20))
-    order = sorted(range(120), key=lambda number: number * 37 % 120)
-    for number in order[:60]:
-        await catalog.commit(Change(dropped_contexts=(f"c{number}",)))
-    assert [gone for gone in order[:60] if remains(tmp_path, ids(gone, 150))] == []
+    catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
+    alive: dict[int, int] = {}
+    gone: dict[int, int] = {}
+    for number in range(200):
+        alive[number] = random.randrange(2, random.choice([40, 400, 2500]))
+        await catalog.commit(document(f"c{number}", number, alive[number]))
+        if number % 5:
+            deleted = random.choice(list(alive))
+            gone[deleted] = alive.pop(deleted)
+            await catalog.commit(Change(dropped_contexts=(f"c{deleted}",)))
+    assert [number for number, count in gone.items() if remains(tmp_path, ids(number, count))] == []
     await catalog.close()
 
 
