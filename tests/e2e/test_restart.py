@@ -63,7 +63,7 @@ def contents(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_acknowledged_contexts_are_there_and_answer_alike(tmp_path: Path, after: int) -> None:
     haystack = make_haystack(7, 9_000, 2, 0)
     question = haystack.facts[0].question
