@@ -3,10 +3,13 @@
 import asyncio
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, cast
 
-from coordinator.catalog.catalog import Catalog
+from blake3 import blake3
+
+from coordinator.catalog.catalog import Catalog, read_only_catalog
 from coordinator.catalog.folder import DataFolder
 from coordinator.catalog.records import Kept
 from coordinator.journal.journal import Journal
@@ -14,37 +17,43 @@ from longleaf.config import EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from longleaf.fingerprint import CONFIG, Fingerprint, read_fingerprint
 
-JOURNAL = "journal"
+JOURNAL, DTYPE = "journal", "dtype"
 log = logging.getLogger(__name__)
 
 
 class Durability:
     """An open data folder, which no other service has at the same time."""
 
-    def __init__(self, folder: DataFolder, catalog: Catalog, kept: Kept, journal: Journal) -> None:
+    def __init__(
+        self, folder: DataFolder, catalog: Catalog, kept: Kept, journal: Journal, changed: dict[str, str]
+    ) -> None:
         self._folder = folder
         self.catalog = catalog
         self.kept = kept
         """What was there at the start."""
         self.journal = journal
+        self.changed = changed
+        """Contexts that were kept for what lay in the model's folder before, and what differs since."""
 
     @classmethod
     async def open(cls, data_dir: Path, config: EngineConfig) -> Self:
         """Takes as long as reading what is kept. Raises CatalogError and ModelRefused."""
         found = await asyncio.to_thread(read_fingerprint, Path(config.model))
         facts = _facts(config, found)
-        folder = await asyncio.to_thread(DataFolder.open, data_dir, found.digest, config.model, facts)
+        digest = blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest()
+        folder = await asyncio.to_thread(DataFolder.open, data_dir, digest, config.model, facts)
         try:
             catalog = await Catalog.open(folder.database)
             kept = await catalog.load()
-            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, found.digest)
+            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, digest)
+            changed = await asyncio.to_thread(_changed, folder, config.model, facts)
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error
         except BaseException:
             folder.close()
             raise
-        return cls(folder, catalog, kept, journal)
+        return cls(folder, catalog, kept, journal, changed)
 
     async def tell_address(self, address: str) -> None:
         """Has others who want the folder be told who has it."""
@@ -67,6 +76,18 @@ class Durability:
         self._folder.close()
 
 
+def _changed(folder: DataFolder, model: str, facts: dict[str, str]) -> dict[str, str]:
+    """The contexts that other folders keep for what this model's folder held before, and what differs since."""
+    found = dict[str, str]()
+    for path, told in folder.siblings():
+        if told.model == model:
+            with suppress(CatalogError):  # that folder is no business of this service
+                differing = sorted(name for name in {*facts, *told.facts} if facts.get(name) != told.facts.get(name))
+                why = f"{', '.join(differing)} in {model} changed since; serve that again, or ingest the text anew"
+                found |= {context.id: why for context in read_only_catalog(path).contexts}
+    return found
+
+
 def damages(kept: Kept) -> list[str]:
     """What of a catalog cannot be used, in words."""
     found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
@@ -81,7 +102,7 @@ def damages(kept: Kept) -> list[str]:
 def _facts(config: EngineConfig, found: Fingerprint) -> dict[str, str]:
     """What a model is told from others by. Raises ModelRefused."""
     dtype = _own_dtype(Path(config.model)) if config.dtype == "auto" else config.dtype
-    return found.files | {"dtype": dtype}
+    return found.files | {DTYPE: dtype}
 
 
 def _own_dtype(folder: Path) -> str:

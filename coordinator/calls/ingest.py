@@ -18,7 +18,14 @@ from coordinator.calls.uploads import Owner, PrefillTask, Upload, Uploads
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.vocabulary import STEP_TOKENS
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound
+from longleaf.errors import (
+    AlreadyExists,
+    CheckpointChanged,
+    ContextLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+)
 from longleaf.messages import (
     Context,
     IngestHeader,
@@ -105,14 +112,15 @@ class Ingest:
             return upload
         try:
             is_there = self._engine.get_context(header.context).created == ready.context.created
-        except NotFound:
+        except (NotFound, ContextLost):
             is_there = False
         if not is_there:  # deleted since: the name is free, or another's
             self._uploads.forget(upload)
         return upload if is_there else None
 
     def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
-        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain."""
+        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain, and what is told of a
+        context that is gone where it is to be appended to."""
         header.settings.check(self._wall_clock(), "config")
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
@@ -129,7 +137,7 @@ class Ingest:
         """What the document may be at most."""
         try:
             held = self._engine.num_tokens(header.context)
-        except NotFound:
+        except (NotFound, ContextLost, CheckpointChanged):
             if header.append:
                 raise
             held = 0

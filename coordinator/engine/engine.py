@@ -62,7 +62,7 @@ class Engine:
         """How far positions may go, and how they are rotated; known once the ranks are ready."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._recoveries = Recoveries(clock)
+        self._recoveries = Recoveries(clock, durability.changed if durability else None)
         self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
         self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -39,6 +39,11 @@ class Lasting(Protocol):
     @property
     def kept(self) -> Kept:
         """What the catalog held when the service began."""
+        ...
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """Contexts that are kept for what lay in the model's folder before, and what differs since."""
         ...
 
     @property

@@ -1,11 +1,11 @@
 """What clients are told of losses: how far everything is held again, and which contexts are gone for good."""
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from coordinator.events import GivenUp
-from longleaf.errors import ContextLost, NotFound
+from longleaf.errors import CheckpointChanged, ContextLost, NotFound
 from longleaf.messages import Recovering, Recovery
 from longleaf.units import human_seconds
 
@@ -16,10 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Recoveries:
-    """The recovery that goes on, or the last one. `clock` measures seconds."""
+    """The recovery that goes on, or the last one. `clock` measures seconds; `changed` tells of contexts that another
+    checkpoint has read what differs."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], changed: Mapping[str, str] | None = None) -> None:
         self._clock = clock
+        self._changed = dict(changed or {})
         self._began = 0.0
         self._latest: Recovery | None = None
         self._reasons: dict[str, str] = {}
@@ -66,15 +68,19 @@ class Recoveries:
 
     @contextmanager
     def explaining(self) -> Generator[None, None, None]:
-        """Has a context that is not there, because it was given up, raise ContextLost instead of NotFound."""
+        """Has a context that is not there raise ContextLost instead of NotFound, because it was given up, or
+        CheckpointChanged."""
         try:
             yield
         except NotFound as error:
-            reason = self._reasons.get(error.name.removeprefix(PREFIX))
-            if reason is None:
-                raise
-            raise ContextLost(error.name, reason) from error
+            name = error.name.removeprefix(PREFIX)
+            if (reason := self._reasons.get(name)) is not None:
+                raise ContextLost(error.name, reason) from error
+            if (changes := self._changed.get(name)) is not None:
+                raise CheckpointChanged(error.name, changes) from error
+            raise
 
     def forget(self, context_id: str) -> None:
         """There is a context of this name again."""
         self._reasons.pop(context_id, None)
+        self._changed.pop(context_id, None)

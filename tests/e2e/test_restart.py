@@ -1,7 +1,9 @@
 """Services over one data folder: killed at once with all their processes, and started again."""
 
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
@@ -15,7 +17,7 @@ import pytest
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.demo.haystack import make_haystack
-from longleaf.errors import StartError
+from longleaf.errors import CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Context, Delta, Finished, IngestProgress, Recovering
 
@@ -36,9 +38,9 @@ class Service(ServiceProcess):
 
 @contextmanager
 def serving(
-    data_dir: Path, world_size: int = 2, *, warm: bool = False, port: int = 0
+    data_dir: Path, world_size: int = 2, *, warm: bool = False, port: int = 0, model: Path | None = None
 ) -> Iterator[tuple[Service, Client]]:
-    config = EngineConfig(model=str(embedded_model()), world_size=world_size)
+    config = EngineConfig(model=str(model or embedded_model()), world_size=world_size)
     where = {"host": "127.0.0.1", "port": port, "data_dir": str(data_dir)}
     command = coordinator_command(config, launcher="local", warm=warm, **where)  # type: ignore[arg-type]
     with Service(command) as service, Client(service.wait_ready(120)) as client:
@@ -144,6 +146,24 @@ def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
                 assert "".join(delta.text for delta in told) == "".join(delta.text for delta in whole)
                 client.cancel_generation("mine")
                 assert not list(tmp_path.rglob("*.journal"))
+
+
+def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(embedded_model(), model)
+    data_dir = tmp_path / "data"
+    with serving(data_dir, 1, model=model) as (_, client):
+        client.ingest("book", "a short text")
+    settings = json.loads((model / "tokenizer_config.json").read_bytes())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"changed": True}))
+    with serving(data_dir, 1, model=model) as (_, client):
+        assert client.list_contexts() == []
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
+            ask(client, "book", "?")
+        with pytest.raises(NotFound):
+            client.get_context("other")
+        client.ingest("book", "another text")
+        assert client.get_context("book").state == "held"
 
 
 def test_a_service_that_ends_says_what_it_keeps(tmp_path: Path) -> None:

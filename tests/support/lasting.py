@@ -20,6 +20,7 @@ class MemoryLasting:
     def __init__(self) -> None:
         self.catalog = FakeCatalog()
         self.journal = NotedJournal()
+        self.changed: dict[str, str] = {}
 
     @property
     def kept(self) -> Kept:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Tokens
+from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Sealed, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
@@ -42,7 +42,7 @@ class Bench:
         self.sequences = Sequences(self.config.block_size)
         self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
-        self.seen: dict[int, list[Event | Failed | Acknowledged | LongleafError]] = {}
+        self.seen: dict[int, list[Event | Failed | Sealed | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
         self._check_every = check_every

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from coordinator import events
 from coordinator.calls.ingest import Ingest
@@ -19,7 +20,15 @@ from coordinator.serving.servicers import _pieces
 from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
+from longleaf.errors import (
+    CheckpointChanged,
+    ContextLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+)
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress, Progress, Recovering
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from tests.support.service import FakeEngine, write_model
@@ -87,6 +96,21 @@ async def test_one_that_can_be_resumed_goes_on_where_it_fell_silent(made: Made) 
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
     assert made.uploads.num_bytes == 0, "the engine has it"
+
+
+@pytest.mark.parametrize(
+    "error", [ContextLost("contexts/moby", "no room"), CheckpointChanged("contexts/moby", "other weights")]
+)
+async def test_what_is_gone_can_be_ingested_again_and_not_be_appended_to(
+    made: Made, monkeypatch: pytest.MonkeyPatch, error: LongleafError
+) -> None:
+    def gone(context_id: str) -> int:
+        raise error
+
+    monkeypatch.setattr(made.engine, "num_tokens", gone)
+    with pytest.raises(type(error)):
+        await made.run(replace(header(), append=True), b"call me")
+    assert (await made.run(header(), b"call me"))[-1].phase == "ready"
 
 
 async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
