@@ -78,6 +78,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the tokens go on the end of a context that is there; else they begin a new one."""
     settings: ContextSettings = UNCHANGED
     """Settings of the context that is created."""
+    upload_id: str = ""
+    """What its client calls this ingest, if anything."""
     claim: Claim = NO_CLAIM
 
 

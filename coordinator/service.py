@@ -4,13 +4,14 @@ order."""
 import asyncio
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.use_cases import UseCases
 from coordinator.durability import Durability
 from coordinator.engine.engine import STOPPING, Engine
@@ -25,7 +26,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
 from longleaf.config import DRAIN_SECONDS, LOOPBACK, EngineConfig, Launcher, check_model_name, check_waits, join_address
 from longleaf.errors import InvalidArgument, StartError, Unavailable
-from longleaf.messages import Draining, ModelInfo
+from longleaf.messages import Cluster, Draining, ModelInfo
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
@@ -140,8 +141,7 @@ class Service:
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
-        journal = self._durability.journal if self._durability else None
-        self._use_cases = UseCases(self._engine, tokenizer, describe, journal)
+        self._use_cases = self._make_use_cases(self._engine, tokenizer, describe)
         await self._use_cases.generation.take_up()
         if self._durability is not None:
             await self._durability.tell_address(join_address(self._config.host, port))
@@ -149,6 +149,13 @@ class Service:
                 self._engine.warm()
         self._server.open(self._use_cases)
         return port
+
+    def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
+        if (durability := self._durability) is None:
+            return UseCases(engine, tokenizer, describe)
+        uploads = KeptUploads(durability.catalog, durability.kept.uploads)
+        uploads.drop_old()
+        return UseCases(engine, tokenizer, describe, durability.journal, uploads)
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:
         """Raises CatalogError."""

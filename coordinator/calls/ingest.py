@@ -57,6 +57,10 @@ class Ingester(Capacity, Protocol):
         """Raises NotFound."""
         ...
 
+    def made_by(self, context_id: str) -> str:
+        """The upload id of a context's last document; empty if it had none. Raises NotFound."""
+        ...
+
     def ingest(self, document: events.Document) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         ...
@@ -95,7 +99,11 @@ class Ingest:
         header = await self._next(pieces)
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
-        upload = self._known(header) or self._new(header, None if seconds is None else arrived + seconds)
+        upload = self._known(header)
+        if upload is None and (made := self._made(header)) is not None:
+            yield made
+            return
+        upload = upload or await self._new(header, None if seconds is None else arrived + seconds)
         async with self._uploads.owned(upload) as owner, aclosing(self._go_on(owner, pieces)) as reports:
             async for report in reports:
                 owner.check()
@@ -118,7 +126,15 @@ class Ingest:
             self._uploads.forget(upload)
         return upload if is_there else None
 
-    def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
+    def _made(self, header: IngestHeader) -> IngestProgress | None:
+        """What is told of an ingest that has ended, and made the last document of its context: it is not read twice."""
+        try:
+            is_made = bool(header.upload_id) and self._engine.made_by(header.context) == header.upload_id
+        except (NotFound, ContextLost, CheckpointChanged):
+            return None
+        return IngestProgress(phase="ready", context=self._engine.get_context(header.context)) if is_made else None
+
+    async def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
         """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain, and what is told of a
         context that is gone where it is to be appended to."""
         header.settings.check(self._wall_clock(), "config")
@@ -127,6 +143,8 @@ class Ingest:
         limit = self._limit(header)
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
+        if self._uploads.kept is not None:
+            await self._uploads.kept.take_up(header, document)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
@@ -173,6 +191,8 @@ class Ingest:
             del piece  # it may be large, and the next one long in coming
             async for _ in steps:
                 self._uploads.count(upload)
+                if self._uploads.kept is not None:
+                    self._uploads.kept.keep(upload.header, document)
                 report = _report("receiving", document)
                 if _is_news(report, reported):
                     reported = report
@@ -207,6 +227,7 @@ class Ingest:
                 token_ids=document.token_ids,
                 append=header.append,
                 settings=header.settings,
+                upload_id=header.upload_id,
                 claim=events.Claim(priority=header.priority, client=header.client, deadline=upload.deadline),
             )
         )
@@ -230,6 +251,8 @@ class Ingest:
                     continue
             yield report
         context = self._acknowledged(header)
+        if self._uploads.kept is not None:
+            self._uploads.kept.forget(header)
         yield replace(report, phase="ready", processed=report.total, context=context, recovering=None)
 
     def _acknowledged(self, header: IngestHeader) -> Context:

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 
 from coordinator.calls.text_limit import TextLimit
-from coordinator.text.encoder import Encoder
+from coordinator.text.encoder import Encoder, Settled
 from coordinator.text.threads import STEP_CHARACTERS
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument
@@ -49,6 +49,22 @@ class Intake:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.num_bytes or self._ids else 0
+
+    @property
+    def settled(self) -> Settled | None:
+        """How far `token_ids` reach that can be kept; of ids as far as they have come. None while nothing can be."""
+        if self._ids:
+            return Settled(0, 0)
+        settled = self._encoder.settled
+        return settled if settled.num_bytes and not self._is_complete else None
+
+    def go_on(self, token_ids: "array[int]", settled: Settled) -> None:
+        """Goes on where another intake of the same document had come, which may have been one of ids."""
+        if settled.num_bytes:
+            self._encoder.go_on(token_ids, settled)
+            self.num_bytes, self._num_checked = settled.num_bytes, len(token_ids)
+        else:
+            self._ids = token_ids
 
     @property
     def is_due(self) -> bool:

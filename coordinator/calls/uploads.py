@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import CutShort, Intake
+from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
@@ -167,7 +168,10 @@ class Uploads:
         keep_seconds: float = KEEP_SECONDS,
         max_uploads: int = MAX_UPLOADS,
         max_bytes: int = MAX_BYTES,
+        kept: KeptUploads | None = None,
     ) -> None:
+        """What can be resumed is told to `kept`, if it is given."""
+        self.kept = kept
         self.clock = clock
         self._later = later
         self._timer: Timer | None = None
@@ -246,6 +250,8 @@ class Uploads:
             can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
             if owner.is_current and not can_go_on:
                 self.forget(upload)
+                if self.kept is not None and not isinstance(error, Unavailable):
+                    self.kept.forget(upload.header)
             raise
         finally:
             if not self.leave(owner) and upload.prefill is not None:

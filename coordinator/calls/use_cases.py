@@ -5,6 +5,7 @@ from typing import Protocol
 
 from coordinator.calls.generation import Generation, Submitter
 from coordinator.calls.ingest import Ingest, Ingester
+from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.tokens import Tokenization
 from coordinator.calls.uploads import Uploads
 from coordinator.calls.verification import Verifications
@@ -51,7 +52,8 @@ class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
 class UseCases:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
-    `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`.
+    `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
+    documents that may be into `kept_uploads`.
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class UseCases:
         tokenizer: Tokenizer,
         cluster: Callable[[], Cluster],
         journal: Journal | None = None,
+        kept_uploads: KeptUploads | None = None,
     ) -> None:
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
         self.generation = Generation(engine, tokenizer, self.threads, journal=journal)
-        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads())
+        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads))
+        self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
@@ -73,5 +77,7 @@ class UseCases:
         """Changes of what `cluster` says."""
 
     async def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Ends the threads, and waits until what has come is kept. Idempotent."""
         await self.threads.close()
+        if self._kept_uploads is not None:
+            await self._kept_uploads.close()

@@ -45,7 +45,9 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires: float | None = None
     last_used: float
     num_hits: int = 0
-    """How often it was asked, appended to or forked."""
+    """How often it was asked."""
+    upload_id: str = ""
+    """What its client called the ingest that made its last document; empty where it gave no name."""
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):

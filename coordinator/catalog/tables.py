@@ -90,6 +90,7 @@ contexts = Table(
     Column("expires", Float),
     Column("last_used", Float, nullable=False),
     Column("num_hits", Integer, nullable=False),
+    Column("upload_id", Text, nullable=False),
     _checksum(),
     Index("contexts_segment", "segment"),
     sqlite_with_rowid=False,

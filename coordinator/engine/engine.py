@@ -161,6 +161,10 @@ class Engine:
         """Tokens of a context. Raises NotFound."""
         return self._named(context_id).num_tokens
 
+    def made_by(self, context_id: str) -> str:
+        """What its client called the ingest that made the last document of a context. Raises NotFound."""
+        return self._named(context_id).upload_id
+
     def _named(self, context_id: str) -> NamedPath:
         with self._recoveries.explaining():
             return self._open().contexts.get(context_id)

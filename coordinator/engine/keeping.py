@@ -169,7 +169,9 @@ class Keeping:
         after = self._grown(job, now)
         segment = segment_record(job.tail.segment)
         try:
-            await self._commit(Change(segments=(segment,), contexts=(context_record(after),)))
+            uploads = ((after.id, after.upload_id),) if after.upload_id else ()
+            change = Change(segments=(segment,), contexts=(context_record(after),), dropped_uploads=uploads)
+            await self._commit(change)
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
         else:
@@ -181,7 +183,7 @@ class Keeping:
         """The context as it is once a document is a part of it."""
         known = self._contexts.find(job.context)
         after = copy.copy(known) if known else NamedPath(job.context, now, Path(), job.request.capacity)
-        after.grow(job.tail.segment, now)
+        after.grow(job.tail.segment, now, job.document.upload_id)
         after.change(job.document.settings, now)
         return after
 
@@ -297,6 +299,7 @@ def context_record(context: NamedPath) -> ContextRecord:
         expires=context.expires,
         last_used=context.used,
         num_hits=context.num_hits,
+        upload_id=context.upload_id,
     )
 
 
@@ -304,5 +307,5 @@ def _context_of(record: ContextRecord, path: Path) -> NamedPath:
     context = NamedPath(record.id, record.created, path, record.capacity)
     context.ends, context.updated = record.ends, record.updated
     context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
-    context.used, context.num_hits = record.last_used, record.num_hits
+    context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id
     return context

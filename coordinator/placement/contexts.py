@@ -46,6 +46,8 @@ class NamedPath:
         self.display_name = ""
         self.is_pinned = False
         self.expires: float | None = None
+        self.upload_id = ""
+        """What its client called the ingest that made its last document."""
         self.is_resting = False
         """Nobody needs its keys for now: what nobody else needs of them is parked."""
 
@@ -63,8 +65,9 @@ class NamedPath:
         """How its keys are rotated."""
         return self.path.segments[0].rope
 
-    def grow(self, segment: Segment, now: float) -> tuple[int, ...]:
+    def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
         """Goes on in a segment; gives the ends whose windows are no longer held."""
+        self.upload_id = upload_id
         self.path, ends = segment.path, (*self.ends, segment.end)
         self.ends, self.updated = ends[-LAST_ENDS:], now
         return ends[:-LAST_ENDS]
@@ -138,6 +141,7 @@ class Contexts:
         now: float,
         settings: ContextSettings = UNCHANGED,
         capacity: int = UNLIMITED,
+        upload_id: str = "",
     ) -> None:
         """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
         is new. The windows of its oldest end but a few are let go."""
@@ -147,7 +151,7 @@ class Contexts:
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
-        for end in context.grow(segment, now):
+        for end in context.grow(segment, now, upload_id):
             self._segments.let_go(context.path, end)
         self.use(context)
         self.change(context_id, settings, now)

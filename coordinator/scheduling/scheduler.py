@@ -291,7 +291,8 @@ class Scheduler:
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document
-        self.contexts.append(document.context, job.tail.segment, now, document.settings, job.request.capacity)
+        segment, capacity = job.tail.segment, job.request.capacity
+        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
         self._outcomes.append((job.request.id, Acknowledged(document.context)))
         self._lives.finish(job)
 

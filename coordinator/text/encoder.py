@@ -58,6 +58,15 @@ class _Cut(msgspec.Struct, frozen=True):
     num_lead: int
 
 
+class Settled(NamedTuple):
+    """How far a text is settled, beside its ids: what it takes to go on with it."""
+
+    num_bytes: int
+    """Of the text in UTF-8, before the next window."""
+    num_lead: int
+    """First tokens of that window that are settled already."""
+
+
 class Encoder:
     """The ids of one text that is given in pieces, equal to those of the text as a whole. Not thread-safe.
 
@@ -86,10 +95,23 @@ class Encoder:
         """Characters of the whole text before `_text`."""
         self._num_lead = 0
         """First tokens of `_text` that are settled already."""
+        self._num_bytes = 0
+        """Bytes of the whole text before `_text`."""
         self.token_ids = array("I", before)
         """What is settled; the caller may take it out."""
         self.spans: list[tuple[int, int]] | None = None
         """Where they lie in the text, in characters; only kept when it is set to a list."""
+
+    @property
+    def settled(self) -> Settled:
+        """How far what is in `token_ids` reaches, while the text is not complete."""
+        return Settled(self._num_bytes, self._num_lead)
+
+    def go_on(self, token_ids: "array[int]", settled: Settled) -> None:
+        """Goes on where another encoder of the same text had come, whose ids these are: what is pushed next are the
+        bytes from `settled.num_bytes` on."""
+        self.token_ids = token_ids
+        self._num_bytes, self._num_lead = settled
 
     @property
     def num_held(self) -> int:
@@ -127,6 +149,7 @@ class Encoder:
             self._wanted = min(2 * self._wanted, self._sizes.longest)
             return
         self._settle(encoding, cut.index)
+        self._num_bytes += len(self._text[: cut.start].encode())
         self._text = self._text[cut.start :]
         self._start += cut.start
         self._num_lead = cut.num_lead

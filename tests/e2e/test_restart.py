@@ -7,8 +7,9 @@ import shutil
 import signal
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -146,6 +147,36 @@ def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
                 assert "".join(delta.text for delta in told) == "".join(delta.text for delta in whole)
                 client.cancel_generation("mine")
                 assert not list(tmp_path.rglob("*.journal"))
+
+
+def test_a_document_on_its_way_goes_on_in_another_service(tmp_path: Path) -> None:
+    text = make_haystack(3, 180_000, 1, 0).text.encode()
+    sent = threading.Event()
+
+    def half() -> Iterator[bytes]:
+        yield text[: len(text) // 2]
+        sent.set()
+        threading.Event().wait(30)
+
+    with serving(tmp_path, 1) as (service, client):
+        reader = threading.Thread(target=_ignore, args=(client.ingest, "book", half()), daemon=True)
+        reader.start()
+        assert sent.wait(60)
+        while b"mine" not in contents(tmp_path):
+            threading.Event().wait(0.05)
+        service.kill()
+    with serving(tmp_path, 1) as (_, client):
+        reports: list[IngestProgress] = []
+        found = client.ingest("book", text, upload_id="mine", on_progress=reports.append)
+        assert 0 < reports[0].received_bytes <= len(text) // 2
+        again = client.ingest("book", text, upload_id="mine")
+        assert (again.tokens, again.created) == (found.tokens, found.created)
+        assert found.tokens == client.count_tokens(text.decode()) + client.ingest("empty", "x").tokens - 1
+
+
+def _ignore(ingest: Callable[..., Context], name: str, document: Iterator[bytes]) -> None:
+    with suppress(Exception):
+        ingest(name, document, upload_id="mine")
 
 
 def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None:

@@ -61,7 +61,14 @@ FIRST = Change(
     segments=(segment(4, 70), segment(7, 30, parent=4, start=50, rope=Rope(4096, True))),
     contexts=(
         context(
-            "moby", 4, 70, ends=(50, 70), display_name="Moby-Dick; or, the Whale — 白鯨", is_pinned=True, num_hits=3
+            "moby",
+            4,
+            70,
+            ends=(50, 70),
+            display_name="Moby-Dick; or, the Whale — 白鯨",
+            is_pinned=True,
+            num_hits=3,
+            upload_id="night 7",
         ),
         context("fork", 7, 80, expires=1e9),
     ),

@@ -188,6 +188,10 @@ class FakeEngine:
     def num_tokens(self, context_id: str) -> int:
         return self.get_context(context_id).tokens
 
+    def made_by(self, context_id: str) -> str:
+        self.get_context(context_id)
+        return ""
+
     def get_context(self, context_id: str) -> Context:
         if context_id not in self.contexts:
             raise NotFound(f"contexts/{context_id}")

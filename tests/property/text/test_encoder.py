@@ -157,6 +157,19 @@ def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int])
     assert encoder.spans == whole.offsets
 
 
+@pytest.mark.parametrize("name", MAKERS)
+@given(text=texts(), cut=st.integers(0, 1 << 20), cuts=st.lists(st.integers(0, 1 << 20), max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_another_encoder_goes_on_from_what_is_settled(name: str, text: str, cut: int, cuts: list[int]) -> None:
+    tokenizer, cut = tokenizer_of(name), cut % (len(text) + 1)
+    first = Encoder(tokenizer, (1, 2), sizes=SMALL)
+    first.push(text[:cut])
+    second = Encoder(tokenizer, (1, 2), sizes=SMALL)
+    second.go_on(first.token_ids[:], first.settled)
+    encode(second, text.encode()[first.settled.num_bytes :].decode(), cuts)
+    assert list(second.token_ids) == [1, 2, *tokenizer.encode(text, add_special_tokens=False).ids]
+
+
 LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 
 

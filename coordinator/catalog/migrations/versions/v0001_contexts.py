@@ -52,6 +52,7 @@ def _make_contexts() -> None:
         sa.Column("expires", sa.Float),
         sa.Column("last_used", sa.Float, nullable=False),
         sa.Column("num_hits", sa.Integer, nullable=False),
+        sa.Column("upload_id", sa.Text, nullable=False),
         _checksum(),
         sqlite_with_rowid=False,
     )

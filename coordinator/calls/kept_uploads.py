@@ -1,0 +1,121 @@
+"""Documents on their way, as far as they are kept: whoever sent them goes on with another service."""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import msgspec
+
+from coordinator.calls.intake import Intake
+from coordinator.catalog.ports import UploadCatalog
+from coordinator.catalog.records import UploadKey, UploadRecord
+from coordinator.text.encoder import Settled
+from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
+from longleaf.messages import IngestHeader
+
+KEEP_SECONDS = 7 * 86_400.0
+"""How long a document is kept that nobody goes on with."""
+log = logging.getLogger(__name__)
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What is kept of a document beside its ids and the bytes that they stand for."""
+
+    header: IngestHeader
+    num_lead: int
+
+
+class KeptUploads:
+    """The documents with an upload id: what is settled of them is kept a little later. `wall_clock` dates them."""
+
+    def __init__(
+        self,
+        catalog: UploadCatalog,
+        records: Iterable[UploadRecord],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`records` are those of earlier services."""
+        self._catalog = catalog
+        self._wall_clock = wall_clock
+        self._records: dict[UploadKey, UploadRecord] = {record.key: record for record in records}
+        self._num_kept: dict[UploadKey, int] = {}
+        """Ids that are kept, or about to be."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take_up(self, header: IngestHeader, document: Intake) -> None:
+        """Has a new document go on where an earlier service had come, if one had. Raises InvalidArgument when it began
+        in another way, and StorageUnavailable."""
+        key = _key(header)
+        if not header.upload_id or (record := self._records.get(key)) is None:
+            return
+        beginning = msgspec.msgpack.decode(record.header, type=Beginning)
+        if beginning.header.append != header.append:
+            raise InvalidArgument("config.append", "is not what this upload began with")
+        try:
+            ids = await self._catalog.upload_ids(key)
+        except DataLoss as error:
+            log.warning("%s", error)
+            self.forget(header)
+            return
+        document.go_on(ids, Settled(record.settled_bytes, beginning.num_lead))
+        self._num_kept[key] = len(ids)
+
+    def keep(self, header: IngestHeader, document: Intake) -> None:
+        """Takes note of how far a document has come."""
+        key, settled = _key(header), document.settled
+        num_kept = self._num_kept.get(key, 0)
+        if settled is None or not header.upload_id or document.num_tokens <= num_kept:
+            return
+        ids, self._num_kept[key] = document.token_ids[num_kept:], document.num_tokens
+        record = UploadRecord(
+            context=header.context,
+            upload_id=header.upload_id,
+            header=msgspec.msgpack.encode(Beginning(header, settled.num_lead)),
+            settled_bytes=settled.num_bytes,
+            updated=self._wall_clock(),
+        )
+        self._records[key] = record
+        self._start(self._append(record, ids))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+    async def _append(self, record: UploadRecord, ids: "array[int]") -> None:
+        try:
+            await self._catalog.append_upload(record, ids)
+        except (StorageUnavailable, DataLoss) as error:
+            log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
+            self._num_kept[record.key] = 1 << 62
+
+    def forget(self, header: IngestHeader) -> None:
+        """A document is part of its context, or nobody will go on with it."""
+        self._num_kept.pop(_key(header), None)
+        if self._records.pop(_key(header), None) is not None:
+            self._start(self._drop(_key(header)))
+
+    async def _drop(self, key: UploadKey) -> None:
+        try:
+            await self._catalog.drop_upload(key)
+        except (StorageUnavailable, DataLoss) as error:
+            log.warning("upload %s of %s is kept until the next start: %s", key[1], key[0], error)
+
+    def drop_old(self) -> None:
+        """Drops what nobody has gone on with for long."""
+        now = self._wall_clock()
+        for record in list(self._records.values()):
+            if now - record.updated > KEEP_SECONDS:
+                del self._records[record.key]
+                self._start(self._drop(record.key))
+
+    async def close(self) -> None:
+        """Returns when all is kept."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _key(header: IngestHeader) -> UploadKey:
+    return header.context, header.upload_id

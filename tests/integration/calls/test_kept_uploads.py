@@ -1,0 +1,137 @@
+"""Documents that are sent to one service, and go on with the next one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.calls.ingest import Ingest
+from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
+from coordinator.calls.uploads import Uploads
+from coordinator.catalog.catalog import Catalog
+from coordinator.text.template import split_template
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import InvalidArgument
+from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
+from tests.support.service import FakeEngine, write_model
+
+HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display_name="Moby-Dick"))
+TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
+
+
+class Desk:
+    """The ingests of one service over a catalog."""
+
+    def __init__(self, folder: Path, catalog: Catalog, records: Sequence[Any], date: float) -> None:
+        self.engine = FakeEngine()
+        self.engine.max_positions = self.engine.total_tokens = 1 << 23
+        self.threads = TextThreads()
+        self.kept = KeptUploads(catalog, records, lambda: date)
+        tokenizer = Tokenizer.load(write_model(folder / "model"), split_template)
+        self.ingest = Ingest(self.engine, tokenizer, self.threads, Uploads(kept=self.kept))
+
+    async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
+        reports: list[IngestProgress] = []
+        sent = asyncio.Event()
+
+        async def stream() -> AsyncIterator[IngestPiece]:
+            for piece in pieces:
+                yield piece
+            sent.set()
+            if not ends:
+                await asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            async for report in self.ingest.run(stream()):
+                reports.append(report)  # noqa: PERF401 - what came before it was broken off counts
+
+        task = asyncio.create_task(read())
+        await asyncio.wait([task] if ends else [task, asyncio.create_task(sent.wait())], return_when="FIRST_COMPLETED")
+        if not ends:
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            task.result()
+        return reports
+
+
+@asynccontextmanager
+async def desk(folder: Path, date: float = 5.0) -> AsyncIterator[Desk]:
+    """As long as the block; then everything is dead but the catalog."""
+    catalog = await Catalog.open(folder / "catalog.db")
+    found = Desk(folder, catalog, (await catalog.load()).uploads, date)
+    yield found
+    await found.kept.close()
+    await found.threads.close()
+    await catalog.close()
+
+
+def cut(data: bytes, size: int = 1 << 16) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
+    """The context that nobody interrupted."""
+    async with desk(folder) as one:
+        await one.run(IngestHeader("moby"), *pieces)
+        return one.engine.contexts["moby"]
+
+
+async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
+    expected = await whole(tmp_path, cut(TEXT))
+    offsets = [0]
+    while offsets[-1] < len(TEXT) * 0.7:
+        async with desk(tmp_path) as one:
+            sent = TEXT[offsets[-1] : offsets[-1] + 150_001]
+            await one.run(HEADER, *cut(sent), ends=False)
+        async with desk(tmp_path) as one:
+            (first, *_) = await one.run(HEADER, ends=False)
+            assert offsets[-1] < first.received_bytes <= offsets[-1] + len(sent)
+            offsets.append(first.received_bytes)
+    async with desk(tmp_path) as one:
+        one.engine.contexts["moby"] = [1]
+        with pytest.raises(InvalidArgument, match=r"config\.append"):
+            await one.run(IngestHeader("moby", upload_id="mine", append=True), b"x")
+        del one.engine.contexts["moby"]
+        reports = await one.run(HEADER, *cut(TEXT[offsets[-1] :]))
+        assert reports[-1].phase == "ready"
+        assert one.engine.contexts["moby"] == expected
+    async with desk(tmp_path) as one:
+        assert (await one.run(HEADER, b"other", ends=False))[0].received_bytes == 0, "nothing is left of it"
+
+
+async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
+    ids = [i % 200 for i in range(200_000)]
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, tuple(ids[:150_000]), ends=False)
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(HEADER, ends=False)
+        assert 0 < first.received_tokens <= 150_000
+        await one.run(HEADER, tuple(ids[first.received_tokens :]))
+        assert one.engine.contexts["moby"] == ids
+
+
+async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
+    async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
+        one.kept.drop_old()
+        assert (await one.run(HEADER, ends=False))[0].received_bytes > 0
+    async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
+        one.kept.drop_old()
+        assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
+
+
+async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path) as one:
+        one.engine.contexts["moby"] = [1, 2, 3]
+        monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
+        for append in (False, True):
+            (report,) = await one.run(IngestHeader("moby", upload_id="mine", append=append), b"x", ends=False)
+            assert report.phase == "ready"
+            assert report.context == one.engine.get_context("moby")
+        assert one.engine.contexts["moby"] == [1, 2, 3]
