@@ -63,9 +63,9 @@ class Engine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._recoveries = Recoveries(clock, durability.changed if durability else None)
-        self._epochs = Epochs(ranks, self._recoveries, clock)
         self._observe = observe
         self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())
+        self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)

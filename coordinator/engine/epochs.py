@@ -1,7 +1,7 @@
 """From one epoch to the next: what ends one, who the ranks are then, and what they must be told."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from coordinator.engine.epoch import Epoch
@@ -22,7 +22,15 @@ class Epochs:
     """The epochs of an engine. `on_change` is called when the current one has ended, when others could join, or
     when no others will."""
 
-    def __init__(self, ranks: Ranks, recoveries: Recoveries, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        recoveries: Recoveries,
+        clock: Callable[[], float],
+        note: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`note` keeps the number of an epoch before it begins."""
+        self._note = note
         self._ranks = ranks
         self._recoveries = recoveries
         self._clock = clock
@@ -109,6 +117,7 @@ class Epochs:
             scheduler.roll_back()
         tell()
         while True:
+            await self._note(self.current.number + 1)
             formation = await self._ranks.form(self.current.number + 1)
             ranking = self.current.ranking(formation)
             self._current = Epoch(formation, self.current.placer)

@@ -118,6 +118,14 @@ class Keeping:
         for record, _ in contexts:
             self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
 
+    async def note_epoch(self, epoch: int) -> None:
+        """Another epoch is about to begin: those of services to come have larger numbers, if that can be kept."""
+        try:
+            if self._lasting is not None:
+                await self._lasting.catalog.note_epoch(epoch)
+        except LongleafError as error:
+            log.warning("epoch %d is not kept: %s", epoch, error)
+
     async def close(self) -> None:
         """Keeps all that is known by now."""
         if self._flush is not None:

@@ -14,7 +14,7 @@ from coordinator.engine.engine import Engine
 from coordinator.events import Tokens
 from longleaf.channel.epochs import SegmentLayout
 from tests.chaos.entry import live_as_rank
-from tests.chaos.points import COMMIT, PUBLISH, Points, Probe
+from tests.chaos.points import COMMIT, KEEP, KEPT, PUBLISH, Points, Probe
 from tests.chaos.views import Look
 
 IDLE_SECONDS = 120.0
@@ -42,6 +42,8 @@ class ProbedEngine(Engine):
         readies = await super().start()
         scheduler: Any = self._scheduler
         scheduler.commit = partial(self._commit, scheduler.commit)
+        keeping: Any = self._keeping
+        keeping._commit = partial(self._keep, keeping._commit)
         look = partial(self._look_on, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
         return readies
@@ -50,6 +52,11 @@ class ProbedEngine(Engine):
         outcomes = commit(*arguments)
         self._points.reach(COMMIT)
         return outcomes
+
+    async def _keep(self, keep: Any, change: object) -> None:
+        self._points.reach(KEEP)
+        await keep(change)
+        self._points.reach(KEPT)
 
     def _tell(self, scheduler: Any, outcomes: Any = ()) -> None:
         if any(isinstance(outcome, Tokens) for _, outcome in outcomes):
@@ -90,7 +97,7 @@ class ProbedEngine(Engine):
         layout = tuple(
             SegmentLayout(one.segment.id, one.segment.start, tuple(one.runs), one.window_runs)
             for one in segments.holdings
-            if one.segment.token_ids
+            if one.segment.token_ids and one.is_told
         )
         paths = {
             one.id: tuple((segment.id, start, end) for segment, start, end in one.path.parts())

@@ -11,20 +11,22 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.chaos.load import ask_poison
+from tests.chaos.load import Load, ask_poison
 from tests.chaos.points import (
     ANSWER,
     BROADCAST,
     CHUNK,
     COMMIT,
     JOINING,
+    KEEP,
+    KEPT,
     LAYOUT,
     MOVE,
     PUBLISH,
     STEP,
     Fault,
 )
-from tests.chaos.reference import DEADLY, POISON
+from tests.chaos.reference import DEADLY, POISON, VISITOR
 from tests.chaos.service import Service
 
 SHORT_SECONDS = 1.0
@@ -46,6 +48,8 @@ class Scene(NamedTuple):
     service: Service
     pids: list[int]
     random: Random
+    load: Load | None = None
+    """Who asks meanwhile."""
 
     @property
     def turn(self) -> int:
@@ -120,6 +124,32 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
     return Outcome()
 
 
+async def end_everything(scene: Scene, point: str = "") -> Outcome:
+    """Kills all processes at once, or the coordinator when it comes to a point, and starts another service over the
+    same folder: what was acknowledged is there, what was deleted is not, and all answers are as before."""
+    service, load = scene.service, scene.load
+    assert load is not None
+    load.may_break = True
+    service.note_family()
+    if point:
+        service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 2)))
+    else:
+        await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
+        service.note_family()
+        service.kill_everything()
+    await load.wait_broken()
+    await service.begin_again()
+    found = {context.id for context in await service.client.list_contexts()}
+    kept = {known.context for known in service.reference.known if known.context != VISITOR}
+    missing, wrong = (kept | load.made) - load.unsure - found, found - kept - load.made - load.unsure
+    assert not missing, f"acknowledged, and gone: {missing}"
+    assert not wrong, f"deleted, or never there: {wrong}"
+    for name in found - kept:
+        await service.client.delete_context(name)
+    await service.bring_back()
+    return Outcome(frozenset(scene.pids), 1)
+
+
 async def poison(scene: Scene, poison: tuple[int, ...], num_epochs: int) -> Outcome:
     await ask_poison(scene.service.client, poison)
     return Outcome(num_epochs=num_epochs)
@@ -152,6 +182,10 @@ FAULTS: dict[str, Do] = {
     "stop": partial(stop, seconds=None),
     "stop shortly": partial(stop, seconds=SHORT_SECONDS),
     "no memory": exhaust,
+    "kill everything": end_everything,
+    "kill the coordinator before it keeps": partial(end_everything, point=KEEP),
+    "kill the coordinator when it has kept": partial(end_everything, point=KEPT),
+    "kill the coordinator after commit": partial(end_everything, point=COMMIT),
 }
 NO_LOSS = ("stop shortly",)
 """After which the epoch is the same."""

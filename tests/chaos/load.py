@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from longleaf.client import AsyncClient
-from longleaf.errors import LongleafError
+from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import Delta, Recovering
 from tests.chaos.reference import NEW, VISITOR, Known, Reference
 
@@ -74,6 +74,13 @@ class Load:
         self._client = client
         self._reference = reference
         self._is_ending = False
+        self.may_break = False
+        """The service may go away: then clients leave."""
+        self.made = set[str]()
+        """Contexts that were acknowledged, and nobody has deleted."""
+        self.unsure = set[str]()
+        """Contexts of which clients were not told what became."""
+        self.deleted = set[str]()
         self._begun = asyncio.Event()
         self._tasks = [asyncio.create_task(self._be_client(number, random.random())) for number in range(CLIENTS)]
 
@@ -84,6 +91,10 @@ class Load:
         begun.cancel()
         for task in done:
             task.result()
+
+    async def wait_broken(self) -> None:
+        """Returns when all have left, for the service is gone. Raises what one of them found wrong."""
+        await asyncio.gather(*self._tasks)
 
     async def end(self) -> None:
         """Returns when all have read what they asked for. Raises what one of them found wrong."""
@@ -98,10 +109,15 @@ class Load:
     async def _be_client(self, number: int, seed: float) -> None:
         random = Random(seed)
         while not self._is_ending:
-            if number == 0:
-                await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
-            else:
-                await self._ask(random)
+            try:
+                if number == 0:
+                    await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
+                else:
+                    await self._ask(random)
+            except Unavailable:
+                if not self.may_break:
+                    raise
+                return
 
     async def _ask(self, random: Random) -> None:
         known = random.choice([one for one in self._reference.known if one.context != VISITOR])
@@ -114,10 +130,17 @@ class Load:
     async def _visit(self, name: str) -> None:
         """Reads a document that nobody holds, asks, and has it forgotten."""
         try:
+            self.unsure.add(name)
             await self._client.ingest(name, self._reference.documents[VISITOR])
+            self.unsure.remove(name)
+            self.made.add(name)
             for known in self._reference.asks(VISITOR):
                 check(await answer(self._client, replace(known, context=name), self.told), known)
         finally:
             with suppress(LongleafError):
+                self.unsure.add(name)
                 await self._client.delete_context(name)
+                self.unsure.remove(name)
+                self.deleted.add(name)
+                self.made.discard(name)
         self.told["ingests"] += 1

@@ -20,6 +20,8 @@ ANSWER = "before the answer"
 MOVE = "in a move"
 COMMIT = "after commit"
 PUBLISH = "before publishing"
+KEEP = "before a change of contexts is kept"
+KEPT = "after a change of contexts is kept"
 FOREVER = 100_000
 HUGE = 1 << 40
 """Bytes that no process gets that has a limit."""

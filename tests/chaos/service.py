@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,27 @@ class Service:
         self.reference = reference
         self._keys: dict[str, Keys] = {}
         self._sizes: list[tuple[int, int, int]] = []
+        self._family: list[psutil.Process] = []
         self._started = set[int]()
         """Ids of all processes that were ranks."""
 
     async def __aenter__(self) -> "Service":
-        command = coordinator_command(self.config, host="127.0.0.1", port=0, launcher="local")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.client = AsyncClient(f"127.0.0.1:{self._port}", retries=0)
+        await self._begin()
+        return self
+
+    async def _begin(self) -> None:
+        where = {"host": "127.0.0.1", "port": self._port, "data_dir": str(self._folder / "data")}
+        command = coordinator_command(self.config, launcher="local", **where)  # type: ignore[arg-type]
         command = [sys.executable, "-m", "tests.chaos", str(self._folder), *command[4:]]
         line = await asyncio.to_thread(self._start, command)
         assert line.startswith(LISTENING), self.log
-        self.client = AsyncClient(line.removeprefix(LISTENING).strip(), retries=0)
-        return self
 
     def _start(self, command: list[str]) -> str:
         """What it says first."""
-        with self._log.open("w") as log:
+        with self._log.open("a") as log:
             pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
             self.process = subprocess.Popen(command, **pipes, start_new_session=True)
         assert self.process.stdout is not None
@@ -107,6 +116,33 @@ class Service:
 
     def arm_coordinator(self, fault: Fault | None) -> None:
         self.arm(self.process.pid, fault)
+
+    def note_family(self) -> None:
+        """Takes note of all its processes, which are about to end."""
+        main = psutil.Process(self.process.pid)
+        self._family = [main, *main.children(recursive=True)]
+
+    def kill_everything(self) -> None:
+        """Nothing of it is left but its folder."""
+        for process in self._family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def begin_again(self) -> None:
+        """Another service over the same folder, once the first one is dead; all of its contexts are asked once."""
+        await asyncio.to_thread(self.process.wait, STOP_SECONDS)
+        left = await asyncio.to_thread(psutil.wait_procs, self._family, STOP_SECONDS)
+        assert not left[1], "ranks end with the coordinator"
+        self._sizes.clear()
+        self._started.clear()
+        await self._begin()
+        await self.pids()
+
+    async def bring_back(self) -> None:
+        """Has all that is kept held by the ranks."""
+        for known in self.reference.known:
+            if known.context in self._keys:
+                check(await answer(self.client, known, Counter()), known)
 
     # --- what must be so ---
 

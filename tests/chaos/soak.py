@@ -99,7 +99,7 @@ async def meet(service: Service, name: str, seed: int, row: Row) -> None:
     try:
         await load.wait_begun()
         began = time.monotonic()
-        outcome = await FAULTS[name](Scene(service, pids, chance))
+        outcome = await FAULTS[name](Scene(service, pids, chance, load))
         healed = await service.wait_healed(set(outcome.gone), epoch + outcome.num_epochs)
         row.seconds += time.monotonic() - began
         await load.end()

@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.faults import FAULTS
 from tests.chaos.soak import MOST_SECONDS, Table, deal, play, show
 
-SHORT = ("kill rank 0 before the answer", "poison", "stop shortly")
+SHORT = ("kill rank 0 before the answer", "poison", "stop shortly", "kill the coordinator when it has kept")
 
 
 async def hurt(seed: int, names: list[str]) -> None:

@@ -79,9 +79,13 @@ async def test_epochs_and_segments_are_numbered_on() -> None:
         epoch = engine.cluster().epoch
         await engine.delete_context("a")
     assert not lasting.kept.segments
-    async with running(lasting) as engine:
+    ranks = FakeRanks(2, 100)
+    async with running(lasting, ranks) as engine:
         assert engine.cluster().epoch == epoch + 1
         await ingest(engine, "a", 8)
+        ranks.lose(1, "is gone")
+        await comes_to(engine, lambda: engine.cluster().epoch == epoch + 2)
+    assert lasting.kept.epoch == epoch + 2
     assert min(segment.id for segment in lasting.kept.segments) > 0
 
 
