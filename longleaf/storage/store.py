@@ -1,7 +1,7 @@
 """A storage: objects under names, with digests, in limited time, and with errors that say what to do."""
 
 import errno
-import secrets
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +19,8 @@ Buffer = bytes | bytearray | memoryview
 Found = TypeVar("Found")
 TIMEOUT = 60.0
 """Seconds that a call may take: one object of some ten megabytes, or a listing."""
-PROBES = "probes"
-"""Folder of what is written to see whether anything can be."""
+PROBE = "probe"
+"""What is written to see whether anything can be."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRONG = (PermissionError, FileNotFoundError, NotADirectoryError, NotImplementedError, ValueError, TypeError)
 """What is raised by a storage that is not there, or may not be written, and by a driver that was told nonsense."""
@@ -126,10 +126,9 @@ class Store:
 
     def _try(self) -> None:
         """Writes something, and deletes it, unless the storage is full."""
-        name = f"{PROBES}/{secrets.token_hex(8)}"
         try:
-            self.put(name, [b"longleaf"], is_new=True)
-            self.delete([name])
+            self.put(PROBE, [b"longleaf"])
+            self.delete([PROBE])
         except StorageUnavailable as error:
             if not _is_full(error.__cause__):
                 raise
@@ -155,6 +154,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "it is denied; check the credentials, and what they allow"
     told = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
+    told = re.sub(r"://[^/\s@]*@", "://", told)  # drivers tell URLs with their passwords
     if isinstance(error, Hanging):
         return f"{told}; check that it can be reached from this machine"
     return f"{told}; check that it is there, and can be reached from this machine"

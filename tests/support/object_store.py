@@ -2,25 +2,28 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import Thread
+from typing import Any
 
 import boto3
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "longleaf", "AWS_SECRET_ACCESS_KEY": "not-a-secret", "AWS_DEFAULT_REGION": "eu-test-1"}
+REGION = "eu-west-1"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "longleaf", "AWS_SECRET_ACCESS_KEY": "not-a-secret", "AWS_DEFAULT_REGION": REGION}
 
 
 class ObjectStore:
-    """A server with one bucket, which can be stopped."""
+    """A server with one bucket. Buckets of all servers of one process lie beside each other."""
 
     def __init__(self) -> None:
-        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-        self._server.start()
-        host, port = self._server.get_host_and_port()
-        self.endpoint = f"http://{host}:{port}"
+        self._server = make_server("127.0.0.1", 0, answer, True, request_handler=MotoRequestHandler)
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self.bucket = f"bucket-{secrets.token_hex(4)}"
-        """Buckets of all servers of one process lie beside each other."""
 
     @property
     def url(self) -> str:
@@ -31,20 +34,36 @@ class ObjectStore:
         """What a process must have to find it at `url`."""
         return {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": self.endpoint}
 
+    def make_bucket(self) -> None:
+        client = boto3.client("s3", endpoint_url=self.endpoint)
+        client.create_bucket(Bucket=self.bucket, CreateBucketConfiguration={"LocationConstraint": REGION})
+        client.close()
+
     def stop(self) -> None:
-        self._server.stop()
+        """From now on connections are refused."""
+        self._server.shutdown()
+        self._thread.join()
+
+
+_APPLICATION = DomainDispatcherApplication(create_backend_app)
+
+
+def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    """What moto answers, whose `Server` is told by werkzeug, too: clients refuse headers that are told twice."""
+
+    def start(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+        return start_response(status, [header for header in headers if header[0].lower() != "server"], *more)
+
+    return _APPLICATION(environ, start)
 
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """A server, which this process finds at its `url` meanwhile."""
-    server = ObjectStore()
-    before = dict(os.environ)
+    server, before = ObjectStore(), dict(os.environ)
     os.environ.update(server.environment)
     try:
-        boto3.client("s3").create_bucket(
-            Bucket=server.bucket, CreateBucketConfiguration={"LocationConstraint": CREDENTIALS["AWS_DEFAULT_REGION"]}
-        )
+        server.make_bucket()
         yield server
     finally:
         os.environ.clear()
