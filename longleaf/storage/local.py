@@ -11,7 +11,7 @@ from pathlib import Path
 from longleaf.storage.files import PART, Entry
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-_TRIES = 10
+_TRIES = 100
 """Of making a file in a folder that others delete as soon as it is empty."""
 
 
@@ -82,7 +82,8 @@ class LocalFiles:
                 return os.open(path, _CREATE, 0o600)
             except FileNotFoundError:
                 self._check_root()
-                _make_folders(path.parent)
+                with suppress(FileNotFoundError):
+                    _make_folders(path.parent)
         raise OSError(errno.EBUSY, "its folder vanishes as often as it is made")
 
     def _check_root(self) -> None:
