@@ -56,12 +56,13 @@ def test_a_run_that_is_missing_moved_or_there_twice_is_refused(manifest, data):
     piece = manifest.pieces[index]
     at = data.draw(st.integers(0, len(piece.runs) - 1))
     start, end = piece.runs[at]
-    change = data.draw(st.sampled_from(["drop", "twice", "grow", "shrink", "shift"]))
+    change = data.draw(st.sampled_from(["drop", "twice", "grow", "shrink", "shift", "empty"]))
     changed = {
         "drop": [],
         "twice": [(start, end), (start, end)],
         "grow": [(start, end + 1)],
         "shrink": [(start, end - 1)],
+        "empty": [(start, start), (start, end)],
         "shift": [(start - 1, end - 1)],
     }[change]
     runs = (*piece.runs[:at], *changed, *piece.runs[at + 1 :])
