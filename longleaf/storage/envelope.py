@@ -1,0 +1,40 @@
+"""An envelope around what is kept: what it is, which version wrote it, and a checksum over all.
+
+    magic, 8 bytes | kind, 8 bytes | version, 4 bytes, little endian | BLAKE3 of all else, 32 bytes | content
+
+This stays as it is for good: so a later version is told from damage.
+"""
+
+from blake3 import blake3
+
+from longleaf.errors import DataLoss
+
+MAGIC = b"longleaf"
+KIND_BYTES, VERSION_BYTES, DIGEST_BYTES = 8, 4, 32
+_HEAD_BYTES = len(MAGIC) + KIND_BYTES + VERSION_BYTES
+_FULL_BYTES = _HEAD_BYTES + DIGEST_BYTES
+
+
+def seal(kind: bytes, version: int, content: bytes) -> bytes:
+    head = MAGIC + kind.ljust(KIND_BYTES, b"\0") + version.to_bytes(VERSION_BYTES, "little")
+    return head + _digest(head, content) + content
+
+
+def unseal(data: bytes, kind: bytes, version: int, name: str) -> bytes:
+    """The content of what is kept as `name`. Raises DataLoss where it is damaged, another kind, or a later version."""
+    if len(data) < _FULL_BYTES:
+        raise DataLoss(name, f"it has {len(data)} bytes, fewer than any that was written to its end")
+    head, digest, content = data[:_HEAD_BYTES], data[_HEAD_BYTES:_FULL_BYTES], data[_FULL_BYTES:]
+    if not head.startswith(MAGIC):
+        raise DataLoss(name, "this service does not write what begins so")
+    if _digest(head, content) != digest:
+        raise DataLoss(name, "its checksum is wrong")
+    if head[len(MAGIC) :][:KIND_BYTES] != kind.ljust(KIND_BYTES, b"\0"):
+        raise DataLoss(name, f"it is no {kind.decode()}")
+    if (written := int.from_bytes(head[-VERSION_BYTES:], "little")) > version:
+        raise DataLoss(name, f"it is of version {written}, and this service reads up to {version}: use a later one")
+    return content
+
+
+def _digest(head: bytes, content: bytes) -> bytes:
+    return blake3(head).update(content).digest()

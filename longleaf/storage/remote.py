@@ -1,0 +1,94 @@
+"""Objects in whatever fsspec has a driver for, such as S3."""
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from math import inf
+from typing import Any
+
+from longleaf.storage.files import Entry
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+"""Where the drivers tell when an object was written."""
+
+
+class RemoteFiles:
+    """Objects below `root` of a file system of fsspec, each written in one call: object stores then show it as a
+    whole."""
+
+    def __init__(self, file_system: Any, root: str) -> None:
+        self._files = file_system
+        self._root = root.rstrip("/")
+
+    def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
+        # an object store wants the whole of it in one piece of memory
+        content, path = b"".join(parts), self._path(name)
+        options = {"mode": "create"} if is_new else {}
+        try:
+            self._files.pipe_file(path, content, **options)
+        except FileNotFoundError:
+            if self._files.async_impl:  # an object store, which has no folders; s3fs would make a bucket
+                raise
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, content, **options)
+        except OSError as error:
+            if is_new and _code(error) == "PreconditionFailed":  # s3fs knows only how S3 itself says it
+                raise FileExistsError(errno.EEXIST, "there is one", name) from error
+            raise
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._files.cat_file(self._path(name))
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            raise
+
+    def find(self, name: str) -> Entry | None:
+        try:
+            told = self._files.info(self._path(name))
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            return None
+        return _entry(name, told) if told["type"] == "file" else None
+
+    def list(self, folder: str) -> Iterator[Entry]:
+        path = self._path(folder) if folder else self._root
+        try:
+            found: dict[str, dict[str, Any]] = self._files.find(path, detail=True)
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            return
+        for name, told in sorted(found.items()):
+            if told["type"] == "file":
+                yield _entry(name[len(self._root) + 1 :], told)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._files.rm_file(self._path(name))
+        except FileNotFoundError as error:
+            _check_bucket(error)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def _check_bucket(error: FileNotFoundError) -> None:
+    """Drivers say of an object and of its bucket in one way that it is missing. Raises OSError for a bucket."""
+    if _code(error) == "NoSuchBucket":
+        raise OSError(errno.ENXIO, "the bucket does not exist") from error
+
+
+def _code(error: OSError) -> str:
+    """What S3 calls the error, if it comes from there."""
+    response: dict[str, dict[str, str]] = getattr(error.__cause__, "response", {})
+    return response.get("Error", {}).get("Code", "")
+
+
+def _entry(name: str, told: Mapping[str, Any]) -> Entry:
+    return Entry(name, told["size"], next((_seconds(told[key]) for key in _TIMES if told.get(key) is not None), inf))
+
+
+def _seconds(value: datetime | str | float) -> float:
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    return value.timestamp() if isinstance(value, datetime) else float(value)

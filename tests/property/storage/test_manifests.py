@@ -1,0 +1,169 @@
+"""Manifests and notes come back as they were, and nothing else is taken for one."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from longleaf.errors import DataLoss, InvalidArgument
+from longleaf.geometry import Rope
+from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.manifest import KIND, VERSION, Piece, SegmentManifest, decode_manifest, encode_manifest
+from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
+from longleaf.storage.note import ContextNote, decode_note, encode_note
+from tests.support.kept_segments import manifest_of
+
+ATTEMPT = Attempt("service-1", "service-1-7", "0af3")
+IDS = st.from_regex("[a-z0-9][a-z0-9-]{0,99}", fullmatch=True)
+CONTEXTS = st.from_regex("[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?", fullmatch=True)
+
+
+@st.composite
+def manifests(draw) -> SegmentManifest:
+    """Positions cut anywhere, and dealt to pieces in any way."""
+    start, num_tokens = draw(st.sampled_from([0, 1, 4096])), draw(st.integers(1, 200))
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, num_tokens - 1)), max_size=8)) - {num_tokens})
+    bounds = [start, *(start + cut for cut in cuts), start + num_tokens]
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for run in zip(bounds[:-1], bounds[1:], strict=True):
+        runs.setdefault(draw(st.integers(0, 3)), []).append(run)
+    attempt = Attempt(draw(IDS), draw(IDS), draw(IDS))
+    windows = Piece(attempt.windows(0), ((max(0, start - 1), start + num_tokens),), 1, "ff")
+    return SegmentManifest(
+        service=attempt.service,
+        fingerprint=draw(st.text()),
+        form=draw(st.text()),
+        segment=attempt.segment,
+        parent=draw(IDS) if start else None,
+        start=start,
+        num_tokens=num_tokens,
+        rope=Rope(draw(st.integers(0, 2**31)), draw(st.booleans())),
+        pieces=tuple(Piece(attempt.piece(i), tuple(some), 7, "aa") for i, some in runs.items()),
+        windows=draw(st.sampled_from([None, windows])),
+        token_ids=draw(st.binary(min_size=4 * num_tokens, max_size=4 * num_tokens)),
+    )
+
+
+@given(manifests())
+def test_a_manifest_comes_back(manifest):
+    assert decode_manifest(encode_manifest(manifest), "name") == manifest
+
+
+@given(manifests(), st.data())
+def test_a_run_that_is_missing_moved_or_there_twice_is_refused(manifest, data):
+    index = data.draw(st.integers(0, len(manifest.pieces) - 1))
+    piece = manifest.pieces[index]
+    at = data.draw(st.integers(0, len(piece.runs) - 1))
+    start, end = piece.runs[at]
+    change = data.draw(st.sampled_from(["drop", "twice", "grow", "shrink", "shift", "empty"]))
+    changed = {
+        "drop": [],
+        "twice": [(start, end), (start, end)],
+        "grow": [(start, end + 1)],
+        "shrink": [(start, end - 1)],
+        "empty": [(start, start), (start, end)],
+        "shift": [(start - 1, end - 1)],
+    }[change]
+    runs = (*piece.runs[:at], *changed, *piece.runs[at + 1 :])
+    pieces = (*manifest.pieces[:index], replace(piece, runs=runs), *manifest.pieces[index + 1 :])
+    with pytest.raises(InvalidArgument) as caught:
+        replace(manifest, pieces=pieces).check()
+    assert caught.value.field == "pieces"
+
+
+@given(manifests())
+def test_what_contradicts_itself_is_refused(manifest):
+    pieces = manifest.pieces
+    stranger = replace(pieces[0], name=Attempt(manifest.service, "other", "1").piece(0))
+    wrong = {
+        "service": {"service": "../x"},
+        "segment": {"segment": ""},
+        "start": {"parent": None if manifest.start else "before"},
+        "token_ids": {"token_ids": manifest.token_ids[:-1]},
+        "pieces": {"pieces": (stranger, *pieces[1:])},
+        "windows": {"windows": Piece(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
+    }
+    for field, change in wrong.items():
+        with pytest.raises(InvalidArgument) as caught:
+            replace(manifest, **change).check()
+        assert caught.value.field == field
+    named = {**wrong, "escapes": {"pieces": (replace(pieces[0], name="../../etc/passwd"), *pieces[1:])}}
+    named["twice"] = {"windows": pieces[0]}
+    for change in named.values():
+        content = encode_unchecked(replace(manifest, **change))
+        with pytest.raises(DataLoss, match="makes no sense"):
+            decode_manifest(content, "name")
+
+
+def encode_unchecked(manifest):
+    return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
+
+
+def test_every_flipped_bit_and_every_truncation_is_noticed():
+    for whole, decode in (
+        (encode_manifest(manifest_of(ATTEMPT)), lambda data: decode_manifest(data, "name")),
+        (encode_note(NOTE), lambda data: decode_note(data, NOTE.place)),
+    ):
+        decode(whole)
+        for at in range(len(whole)):
+            for flip in (1, 0x80, 0xFF):
+                damaged = bytearray(whole)
+                damaged[at] ^= flip
+                with pytest.raises(DataLoss):
+                    decode(bytes(damaged))
+            with pytest.raises(DataLoss):
+                decode(whole[:at])
+        with pytest.raises(DataLoss):
+            decode(whole + b"\0")
+
+
+NOTE = ContextNote(service="service-1", context="moby.dick", number=12, segment="service-1-7", ends=(4, 8), expires=1.5)
+
+
+@given(st.binary(max_size=200))
+def test_no_other_bytes_are_taken(data):
+    with pytest.raises(DataLoss):
+        decode_manifest(data, "name")
+    with pytest.raises(DataLoss, match="makes no sense"):
+        decode_manifest(seal(KIND, VERSION, data), "name")
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 50))
+def test_later_versions_are_told_from_damage(more):
+    with pytest.raises(DataLoss, match=f"version {VERSION + more}.*use a later one"):
+        decode_manifest(seal(KIND, VERSION + more, b"whatever"), "name")
+    assert unseal(seal(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
+
+
+def test_a_note_is_no_manifest_and_of_its_place_alone():
+    with pytest.raises(DataLoss, match="no manifest"):
+        decode_manifest(encode_note(NOTE), "name")
+    for place in (NOTE.place._replace(number=13), NOTE.place._replace(context="other")):
+        with pytest.raises(DataLoss, match="it was written as services/service-1/notes/moby.dick/"):
+            decode_note(encode_note(NOTE), place)
+
+
+@given(IDS, IDS, IDS, CONTEXTS, st.integers(0, 10**20 - 1), st.integers(0, 10**6))
+def test_names_tell_what_they_are_of(service, segment, attempt, context, number, index):
+    place, tried = NotePlace(service, context, number), Attempt(service, segment, attempt)
+    assert place_of_note(place.name) == place
+    assert attempt_of_manifest(tried.manifest) == tried
+    for name in (tried.piece(index), tried.windows(index)):
+        assert attempt_of_piece(name) == tried
+        assert attempt_of_manifest(name) is place_of_note(name) is None
+    for name in (place.name, tried.manifest, tried.piece(index)):
+        unfinished = f"{name}.0123456789abcdef.part"
+        assert attempt_of_manifest(unfinished) is attempt_of_piece(unfinished) is place_of_note(unfinished) is None
+
+
+@given(CONTEXTS, st.tuples(st.integers(0, 10**20 - 1), st.integers(0, 10**20 - 1)))
+def test_later_notes_have_later_names(context, numbers):
+    low, high = sorted(numbers)
+    assert NotePlace("a", context, low).name <= NotePlace("a", context, high).name
+
+
+@given(st.builds(ContextNote, service=IDS, context=CONTEXTS, number=st.integers(0, 2**63)))
+def test_a_note_comes_back(note):
+    assert decode_note(encode_note(note), note.place) == note
