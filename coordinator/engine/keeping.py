@@ -71,6 +71,8 @@ class Keeping:
         self._on_change = on_change
         self._begun: Scheduler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+        """Of changes that tell of a whole context: each builds on what was kept before."""
         self._used: set[str] = set()
         """Contexts whose last use is not kept."""
         self._flush: asyncio.Task[None] | None = None
@@ -139,11 +141,12 @@ class Keeping:
             await self._keep_uses()
 
     async def _keep_uses(self) -> None:
-        found = [context for name in self._used if (context := self._contexts.find(name)) is not None]
-        self._used.clear()
-        if found:
+        async with self._turn:
+            found = [context for name in self._used if (context := self._contexts.find(name)) is not None]
+            self._used.clear()
             try:
-                await self._commit(Change(contexts=tuple(map(context_record, found))))
+                if found:
+                    await self._commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
                 log.warning("when contexts were used last is not kept: %s", error)
 
@@ -171,6 +174,11 @@ class Keeping:
         self._start(self._seal(request_id))
 
     async def _seal(self, request_id: int) -> None:
+        async with self._turn:
+            await self._seal_next(request_id)
+        self._on_change()
+
+    async def _seal_next(self, request_id: int) -> None:
         job, now = self._scheduler.sealed(request_id), self._wall_clock()
         if job is None:
             return
@@ -185,7 +193,6 @@ class Keeping:
         else:
             if not self._scheduler.acknowledge(request_id, now):
                 await self._take_back(after.id)
-        self._on_change()
 
     def _grown(self, job: IngestJob, now: float) -> NamedPath:
         """The context as it is once a document is a part of it."""
@@ -227,7 +234,9 @@ class Keeping:
     async def _put(self, context: NamedPath, undo: Callable[[], None]) -> None:
         """A context has been made or changed; what cannot be kept is undone."""
         try:
-            await self._commit(Change(contexts=(context_record(context),)))
+            async with self._turn:
+                if self._contexts.find(context.id) is context:  # else it has been deleted meanwhile
+                    await self._commit(Change(contexts=(context_record(context),)))
         except LongleafError:
             undo()
             self._on_change()
@@ -238,7 +247,8 @@ class Keeping:
         context = self._contexts.get(context_id)
         self._delete(self._scheduler, context_id)
         try:
-            await self._drop(context_id)
+            async with self._turn:
+                await self._drop(context_id)
         except LongleafError:
             self._bring_back(context)
             self._on_change()
@@ -255,7 +265,8 @@ class Keeping:
 
     async def _expire(self, context_id: str) -> None:
         try:
-            await self._drop(context_id)
+            async with self._turn:
+                await self._drop(context_id)
         except LongleafError as error:
             log.warning("context %s has expired, and is still kept: %s", context_id, error)
 

@@ -151,7 +151,7 @@ async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> No
             Document(context="book", token_ids=[1, 2, 3], append=True),
         ):
             stream = engine.ingest(document)
-            await comes_to(engine, lambda: not any(stream_is_read(engine)))
+            await comes_to(engine, lambda: stream_is_read(engine) == [False])
             stream.cancel()
         lasting.catalog.release()
         await engine.update_context("book", ContextSettings(display_name="changes are kept in their order"))
@@ -164,6 +164,23 @@ def stream_is_read(engine: Engine) -> list[bool]:
     scheduler = engine._scheduler
     assert scheduler is not None
     return [scheduler.sealed(request.id) is None for request in scheduler._requests]
+
+
+async def test_changes_that_meet_are_all_kept() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 8)
+        lasting.catalog.hold()
+        reading = asyncio.create_task(ingest(engine, "book", 9, append=True))
+        await comes_to(engine, lambda: stream_is_read(engine) == [False])
+        changing = asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name")))
+        forking = asyncio.create_task(engine.fork_context("book", "twig"))
+        await asyncio.sleep(0)
+        lasting.catalog.release()
+        await asyncio.gather(reading, changing, forking)
+    async with running(lasting) as engine:
+        found = {view.id: (view.tokens, view.display_name) for view in engine.list_contexts()}
+        assert found == {"book": (17, "a name"), "twig": (8, "")}
 
 
 async def test_what_nobody_asks_makes_room() -> None:
