@@ -4,8 +4,6 @@ A request is admitted to a queue, begins in its turn when its blocks can be rese
 room; a higher priority may send it back to the queue.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import partial
 
 from coordinator.events import (
@@ -41,6 +39,7 @@ from coordinator.scheduling.preemption import Crowd, Preemption
 from coordinator.scheduling.queue import Queue
 from coordinator.scheduling.reading import Tail
 from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
@@ -81,9 +80,8 @@ class Scheduler:
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
-        self._admitting = frozenset[str | None]()
-        """The context of a request that is being admitted."""
-        parking = Parking(placer, self.segments, self.contexts, self._in_use) if is_durable else None
+        self._resting = Resting(self.contexts, self._requests)
+        parking = Parking(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, parking)
         self._admission = Admission(
@@ -132,32 +130,12 @@ class Scheduler:
         keeps nothing.
         """
         context = self.contexts.find(asked.context)
-        with self._called(context):
+        with self._resting.called(context, self._healing.call):
             self._lives.enter(self._admission.admit(request_id, asked, now, self._begin_waiting))
         if context is not None:
             self.contexts.use(context)
         if not self._healing.is_over:
             self._healing.tell()
-
-    @contextmanager
-    def _called(self, context: NamedPath | None) -> Generator[None, None, None]:
-        """Has a context that rests come back, unless who asks it is refused."""
-        was_resting = context is not None and context.is_resting
-        self._admitting = frozenset[str | None]([context.id if context else None])
-        try:
-            if context is not None and was_resting:
-                self._healing.call(self.contexts.wake(context))
-            yield
-        except LongleafError:
-            if context is not None and was_resting:
-                self.contexts.rest(context)
-            raise
-        finally:
-            self._admitting = frozenset[str | None]()
-
-    def _in_use(self) -> set[str | None]:
-        """Ids of contexts that jobs ask, or read into."""
-        return self._requests.contexts | self._admitting
 
     # --- schedule ---
 
@@ -278,11 +256,7 @@ class Scheduler:
 
     def warm(self) -> None:
         """Has the contexts come back that were used last, as many as there is room for."""
-        contexts = [context for context in self.contexts.list() if context.is_resting]
-        for context in sorted(contexts, key=lambda context: -context.last_use):
-            self._healing.call(self.contexts.wake(context))
-            if not self._healing.has_room:
-                self.contexts.rest(context)
+        self._resting.warm(self._healing.call, lambda: self._healing.has_room)
 
     def fail(self, request_id: int, error: LongleafError) -> None:
         """Ends a request with an error, if it has not ended. See `drain`."""

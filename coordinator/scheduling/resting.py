@@ -1,0 +1,50 @@
+"""Contexts that rest, as far as requests have to do with it: who asks one wakes it."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.placement.holdings import Holding
+from coordinator.scheduling.requests import Requests
+from longleaf.errors import LongleafError
+
+Call = Callable[[Sequence[Holding]], None]
+"""Has what is parked be read again; each comes after what it continues."""
+
+
+class Resting:
+    """Wakes contexts, and has those rest again that nobody needs."""
+
+    def __init__(self, contexts: Contexts, requests: Requests) -> None:
+        self._contexts = contexts
+        self._requests = requests
+        self._admitting: str | None = None
+        """The context of a request that is being admitted."""
+
+    def in_use(self) -> set[str | None]:
+        """Ids of contexts that jobs ask, or read into."""
+        return {*self._requests.contexts, self._admitting}
+
+    @contextmanager
+    def called(self, context: NamedPath | None, call: Call) -> Generator[None, None, None]:
+        """Has a context that rests come back, unless who asks it is refused meanwhile."""
+        was_resting = context is not None and context.is_resting
+        self._admitting = context.id if context else None
+        try:
+            if context is not None and was_resting:
+                call(self._contexts.wake(context))
+            yield
+        except LongleafError:
+            if context is not None and was_resting:
+                self._contexts.rest(context)
+            raise
+        finally:
+            self._admitting = None
+
+    def warm(self, call: Call, has_room: Callable[[], bool]) -> None:
+        """Has the contexts come back that were used last, as many as there is room for."""
+        contexts = [context for context in self._contexts.list() if context.is_resting]
+        for context in sorted(contexts, key=lambda context: -context.last_use):
+            call(self._contexts.wake(context))
+            if not has_room():
+                self._contexts.rest(context)
