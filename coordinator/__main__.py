@@ -197,13 +197,20 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
                 tell_notes(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # else Ray may have been ended with this
-            reply = Reply(error=f"the coordinator died: {type(error).__name__}", exit_code=1)
+            reply = Reply(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
                 ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
             ray.kill(actor)
     return reply
+
+
+def _remedy(config: ServiceConfig) -> str:
+    """What to do about a service whose coordinator is dead."""
+    if config.data_dir is None:
+        return "start the service again, and ingest again: nothing was kept"
+    return f"start the service again with --data-dir {config.data_dir}, where all is that was acknowledged"
 
 
 def _say_missing(actor: Any, waiting: Waiting) -> None:

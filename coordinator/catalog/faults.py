@@ -11,10 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from longleaf.errors import CatalogError, DataLoss, LongleafError, StorageUnavailable
 
 RETRY_SECONDS = 1.0
-REMEDY = (
-    "restore its folder from a copy, or rebuild it from snapshots with `longleaf contexts rebuild --from URL`, or move "
-    "the folder away to begin anew"
-)
+REMEDY = "restore its folder from a copy, or move the folder away to begin anew"
 
 
 class Fault(NamedTuple):
