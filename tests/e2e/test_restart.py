@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from longleaf.client import Client
-from longleaf.config import EngineConfig, embedded_model
+from longleaf.config import EngineConfig, Launcher, embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.errors import CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
@@ -39,11 +39,17 @@ class Service(ServiceProcess):
 
 @contextmanager
 def serving(
-    data_dir: Path, world_size: int = 2, *, warm: bool = False, port: int = 0, model: Path | None = None
+    data_dir: Path,
+    world_size: int = 2,
+    *,
+    warm: bool = False,
+    port: int = 0,
+    model: Path | None = None,
+    launcher: Launcher = "local",
 ) -> Iterator[tuple[Service, Client]]:
     config = EngineConfig(model=str(model or embedded_model()), world_size=world_size)
     where = {"host": "127.0.0.1", "port": port, "data_dir": str(data_dir)}
-    command = coordinator_command(config, launcher="local", warm=warm, **where)  # type: ignore[arg-type]
+    command = coordinator_command(config, launcher=launcher, warm=warm, **where)  # type: ignore[arg-type]
     with Service(command) as service, Client(service.wait_ready(120)) as client:
         yield service, client
 
@@ -195,6 +201,22 @@ def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None
             client.get_context("other")
         client.ingest("book", "another text")
         assert client.get_context("book").state == "held"
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_coordinator_that_dies_alone_ends_the_service_which_says_how_to_go_on(tmp_path: Path) -> None:
+    haystack = make_haystack(7, 9_000, 2, 0)
+    with serving(tmp_path, launcher="ray") as (service, client):
+        client.ingest("book", haystack.text)
+        answer, _ = ask(client, "book", haystack.facts[0].question)
+        processes = psutil.Process(service._process.pid).children(recursive=True)
+        (coordinator,) = [one for one in processes if "ray::CoordinatorActor" in one.name() + "".join(one.cmdline())]
+        coordinator.kill()
+        assert service._process.wait(60) == 1
+        assert f"start the service again with --data-dir {tmp_path}" in service._tail()
+    with serving(tmp_path, 3, launcher="ray") as (_, client):
+        assert ask(client, "book", haystack.facts[0].question) == (answer, True)
 
 
 def test_a_service_that_ends_says_what_it_keeps(tmp_path: Path) -> None:
