@@ -31,6 +31,8 @@ class Losses:
         self._broken: dict[int, tuple[int, str]] = {}
         """Step and reason."""
         self._blamed: dict[int, str] = {}
+        self._accusers = set[int]()
+        """Those that saw another one gone."""
         self._is_gathering = False
         self.step: int | None = None
         """The step whose deadline has passed, if that is why somebody is killed."""
@@ -67,13 +69,15 @@ class Losses:
     def _blame(self, member: int, reason: str, blamed: int | None) -> None:
         if blamed is not None and self.members[blamed] != member:
             self._blamed.setdefault(self.members[blamed], reason)
+            self._accusers.add(member)
         if not self.is_suspected:
             self._is_gathering = True
             self._loop.call_later(GRACE_SECONDS, self._decide)
 
     def _decide(self) -> None:
         """Those that others saw gone come first, then those that said that they end, in the order of the reports. Whom
-        others saw gone, and who has said nothing, is gone for the others: it is made sure of."""
+        others saw gone, and who has said nothing, is gone for the others: it is made sure of. Where all live, the one
+        that accuses nobody knows why."""
         if self.verdict.done():
             return
         gone = [member for member in self._blamed if member not in self._broken]
@@ -83,7 +87,8 @@ class Losses:
         elif gone or self._failed:
             self._conclude_lost((gone or list(self._failed))[0])
         else:
-            member, (step, reason) = next(iter(self._broken.items()))
+            member = next((one for one in self._broken if one not in self._accusers), next(iter(self._broken)))
+            step, reason = self._broken[member]
             self.conclude(EpochBroken(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
 
     def _conclude_lost(self, member: int) -> None:

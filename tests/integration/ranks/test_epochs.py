@@ -137,11 +137,13 @@ async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
     assert [(loss.member, loss.rank, loss.epoch) for loss in world.control.losses] == [(0, 0, 1), (1, 0, 2)]
 
 
-async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2), (2, 0, 1)])
+async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorld, order: tuple[int, ...]) -> None:
     world = await make_world(3)
-    await world.members[1].send(Broken(1, 1, 4, "ValueError: no"))
-    for member in (0, 2):  # they saw it leave the group
-        await world.members[member].send(Broken(member, 1, 4, "was left", blamed=1))
+    for member in order:
+        own = Broken(1, 1, 4, "ValueError: no")
+        # the others saw it leave the group
+        await world.members[member].send(own if member == 1 else Broken(member, 1, 4, "was left", blamed=1))
     end = await world.control.group.wait_ended()
     assert isinstance(end.error, EpochBroken)
     assert (str(end.error), end.steps, world.killed) == ("rank 1: ValueError: no", (4,), [])
