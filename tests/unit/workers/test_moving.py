@@ -52,7 +52,7 @@ def filled(make, seed):
     """A pool in whose blocks anything lies."""
     pool, generator = make(), torch.Generator().manual_seed(seed)
     for of_windows in (False, True):
-        for tensor in pool.blocks(of_windows=of_windows):
+        for _, tensor, _ in pool.blocks(of_windows=of_windows):
             bits = torch.randint(-60, 60, tensor.shape, generator=generator)
             tensor.copy_(bits if tensor.dtype == torch.int8 else bits / 7)
     return pool
