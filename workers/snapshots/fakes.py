@@ -19,7 +19,7 @@ class FolderStore:
     """Objects as files below a folder. Calls wait while `gate` is closed, and fail while `trouble` says why."""
 
     def __init__(self, url: str) -> None:
-        self._folder = Path(url)
+        self.folder = Path(url)
         self.gate = threading.Event()
         self.gate.set()
         self.trouble = ""
@@ -29,16 +29,16 @@ class FolderStore:
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> FakeWritten:
         self._answer()
         content = b"".join(parts)
-        path = self._folder / name
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return FakeWritten(len(content), blake3(content).hexdigest())
 
     def get(self, name: str, digest: str | None = None) -> bytes:
         self._answer()
-        if not (self._folder / name).exists():
+        if not (self.folder / name).exists():
             raise NotFound(name)
-        content = (self._folder / name).read_bytes()
+        content = (self.folder / name).read_bytes()
         if digest is not None and blake3(content).hexdigest() != digest:
             raise DataLoss(name, "its content does not match its checksum")
         return content
