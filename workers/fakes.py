@@ -151,7 +151,10 @@ class EchoLedger:
                     positions = range(run.start, run.end)
                     assert content.keys() >= set(positions), "the piece has no such positions"
                     known.update({position: content[position] for position in positions})
-                assert self._put(work.segment, run) == run.start, "positions are held twice"
+                held = self._segments[work.segment]
+                is_free = all(run.end <= other.start or other.end <= run.start for other in held)
+                assert is_free, "positions are held twice"
+                self._put(work.segment, run)
         self._audit_blocks()
 
     def _row(self, row: Row) -> Token:

@@ -1,8 +1,8 @@
 """The control channel's socket: messages to the members and from them, over ZMQ.
 
 Each member has two connections: one on which it receives and answers, and one on which a thread of its own reports that
-the process lives and what is done beside the steps, and hears that an epoch has ended. Ray never carries a step: a ZMQ message costs tens of
-microseconds, a Ray call milliseconds.
+the process lives and what is done beside the steps, and hears that an epoch has ended. Ray never carries a step: a ZMQ
+message costs tens of microseconds, a Ray call milliseconds.
 
 Whoever is no member is refused while connecting (coordinator.ranks.members), and a member is heard for itself only:
 what else arrives is ignored and counted.
