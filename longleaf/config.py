@@ -106,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
     allow_long: bool = False
     """Take what goes beyond the positions that the model was trained for: nobody knows what it answers there."""
+    snapshot_url: str | None = None
+    """Where snapshots of contexts lie: any URL of fsspec; None: nowhere."""
 
     @property
     def longest_wait(self) -> float:

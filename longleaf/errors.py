@@ -19,6 +19,7 @@
     ├── RanksDisagree        ranks do different things at the same time; says what two of them do
     ├── Fenced               a rank may not wait for the others any more
     ├── KeysDamaged          keys came to a rank otherwise than another one sent them; names both
+    ├── KeysMissing          a rank has not fetched what it was to restore; names both
     └── StartError           the service cannot start with these settings
         ├── ModelRefused     this checkpoint cannot be served exactly
         └── CatalogError     what earlier services kept cannot be opened; says what to do
@@ -161,6 +162,16 @@ class KeysDamaged(LongleafError):
         super().__init__(f"keys came to rank {target} otherwise than rank {source} sent them")
         self.source = source
         self.target = target
+
+
+class KeysMissing(LongleafError):
+    """Rank `rank` was to restore keys and values of the piece that it should have fetched under `ticket`: it has not,
+    or the piece has no such positions."""
+
+    def __init__(self, rank: int, ticket: int) -> None:
+        super().__init__(f"rank {rank} has not fetched under ticket {ticket} what it was to restore")
+        self.rank = rank
+        self.ticket = ticket
 
 
 class StartError(LongleafError):

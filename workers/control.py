@@ -12,11 +12,12 @@ from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
 from longleaf.channel.epochs import Fence
 from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat
 from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.snapshots import Outcome
 from longleaf.errors import StartError, WorkerLost
 from workers.life import Computation, Life, Standing, ending_in_time, reason_of
 
 LINGER_MILLISECONDS = 2000
-END = "inproc://end-of-pulse"
+END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"
 log = logging.getLogger(__name__)
 
 
@@ -55,8 +56,8 @@ def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: Invitation, i
 
 
 class Pulse(threading.Thread):
-    """Reports once a second that the process lives, and how far it has come, whatever its main thread does; and hears
-    meanwhile of epochs that have ended, which the main thread may not be able to.
+    """Reports once a second that the process lives, and how far it has come, whatever its main thread does; hears
+    meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders.
 
     With `parent`, the process ends as soon as that process is no longer its parent: ranks must not outlive the
     coordinator that started them, even if it is killed.
@@ -72,37 +73,57 @@ class Pulse(threading.Thread):
         self._parent = parent
         self._end = context.socket(zmq.PAIR)
         self._end.bind(END)
+        self._outcomes = context.socket(zmq.PUSH)
+        self._outcomes.bind(OUTCOMES)
+        self._telling = threading.Lock()
+        """Threads take turns with `_outcomes`."""
+        self._is_ended = False
+
+    def tell(self, outcome: Outcome) -> None:
+        """Says what became of an order, soon. Any thread may call it; nothing is said after the end."""
+        with self._telling:
+            if not self._is_ended:
+                self._outcomes.send(encode(outcome))
 
     def run(self) -> None:
         socket = connect(self._context, self._spec.invitation, self._spec.invitation.pulse_id)
         end = self._context.socket(zmq.PAIR)
         end.connect(END)
+        outcomes = self._context.socket(zmq.PULL)
+        outcomes.connect(OUTCOMES)
         is_ended = False
         while not is_ended:
             if self._parent is not None and os.getppid() != self._parent:
                 os._exit(1)
             socket.send(encode(Heartbeat(self._spec.member, self._standing.progress)))
-            is_ended = self._listen(socket, end, time.monotonic() + PULSE_SECONDS)
-        socket.close(linger=0)
-        end.close(linger=0)
+            is_ended = self._listen(socket, outcomes, end, time.monotonic() + PULSE_SECONDS)
+        for each in (socket, outcomes, end):
+            each.close(linger=0)
 
-    def _listen(self, socket: "zmq.Socket[bytes]", end: "zmq.Socket[bytes]", until: float) -> bool:
-        """Hears what is said until then; whether the pulse shall end."""
+    def _listen(
+        self, socket: "zmq.Socket[bytes]", outcomes: "zmq.Socket[bytes]", end: "zmq.Socket[bytes]", until: float
+    ) -> bool:
+        """Hears what is said until then, and passes on what others of this process say; whether the pulse shall end."""
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(end, zmq.POLLIN)
+        for each in (socket, outcomes, end):
+            poller.register(each, zmq.POLLIN)
         while (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(1 + int(left * 1000)))
             if end in ready:
                 return True
+            if outcomes in ready:
+                socket.send(outcomes.recv())
             if socket in ready and isinstance(message := decode_to_rank(socket.recv()), Fence):
                 self._standing.fence(message.epoch)
         return False
 
     def stop(self) -> None:
+        with self._telling:
+            self._is_ended = True
         self._end.send(b"")
         self.join()
         self._end.close(linger=0)
+        self._outcomes.close(linger=0)
 
 
 def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], parent: int | None = None) -> int:
@@ -115,19 +136,25 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], parent: 
     channel, pulse = Channel(context, spec), Pulse(context, spec, standing, parent)
     pulse.start()
     try:
-        return _live(spec, make_rank, channel, standing)
+        return _live(spec, make_rank, channel, standing, pulse.tell)
     finally:
         pulse.stop()
         channel.close()
         context.term()
 
 
-def _live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], channel: Channel, standing: Standing) -> int:
+def _live(
+    spec: RankSpec,
+    make_rank: Callable[[RankSpec], Computation],
+    channel: Channel,
+    standing: Standing,
+    answer: Callable[[Outcome], None],
+) -> int:
     rank: Computation | None = None
     code = 0
     try:
         rank = make_rank(spec)
-        Life(spec, rank, channel, standing).run()
+        Life(spec, rank, channel, standing, answer).run()
     except Exception as error:
         if not isinstance(error, StartError):  # its message says it all
             log.exception("member %d failed", spec.member)

@@ -12,10 +12,11 @@ from torch import Tensor
 from longleaf.attention import Partial
 from longleaf.channel.epochs import Layout, MergeTiming
 from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult
+from longleaf.channel.snapshots import Save
+from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
-from longleaf.geometry import FLOAT32_POSITIONS
+from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend
 from longleaf.tree import Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
@@ -31,12 +32,14 @@ from workers.model.model import Model
 from workers.pending import Pending, done
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.sampler import Sampler
+from workers.snapshots.desk import Desk
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.step.layers import RowLayer
 from workers.step.moving import move
 from workers.step.past import PastBuilder
+from workers.step.restoring import restore
 from workers.step.windows import WindowBuilder
 from workers.transfers import Moment, ToHost
 from workers.verification import Verifier
@@ -56,6 +59,7 @@ class Means(Protocol):
     last_ids: LastIds
     graphs: Graphs | None
     """None where nothing is captured."""
+    desk: Desk
 
 
 class Epoch:
@@ -142,6 +146,11 @@ class Epoch:
         """Takes for held what is told, and nothing else."""
         self._ledger.replace(layout.segments)
 
+    def holds(self, order: Save) -> bool:
+        """Whether this rank holds what is to be saved."""
+        rank = EVERY_RANK if order.of_windows else self._number
+        return all(run.rank == rank and self._ledger.holds(order.segment, run) for run in order.runs)
+
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Pending:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
@@ -158,6 +167,8 @@ class Epoch:
                 self._before = self._decode(work, result)
             case Move() as work:
                 self._before = self._move(work, result)
+            case Restore() as work:
+                self._before = self._restore(work, result)
         return self._before
 
     def close(self) -> None:
@@ -186,6 +197,12 @@ class Epoch:
         """An answer says that all that moved is at its new place, on all ranks."""
         comm = self.peers.comm if self.peers else None
         move(work, comm, self._means.pool, self._ledger)
+        return done(result if self._number == 0 else None)
+
+    def _restore(self, work: Restore, result: StepResult) -> Pending:
+        """An answer says that all has come back, on all ranks."""
+        comm = self.peers.comm if self.peers else None
+        restore(work, comm, self._means.pool, self._ledger, self._means.desk.piece)
         return done(result if self._number == 0 else None)
 
     def _decode(self, work: Decode, result: StepResult) -> Pending:

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -15,14 +15,16 @@ from longleaf.channel.fakes import echo_token
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult
-from longleaf.errors import ModelRefused
+from longleaf.channel.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
+from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
 from longleaf.runs import Run
 from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
 from workers.pending import Pending, done
+from workers.snapshots.fakes import FolderStore
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
@@ -52,12 +54,20 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
                 re.match(r"(a|a)*b", "a" * 100)
 
 
+Content = Mapping[int, int]
+"""Of a piece: its token ids by position, where they are known; -1 elsewhere."""
+
+
 class EchoLedger:
     """What a rank believes is held, from layouts and whole plans alone. Raises AssertionError when a plan contradicts
     it, or reads what is not held."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, rank: int | None = None) -> None:
+        """Of what is restored, only what goes to `rank` is looked at, and by default all."""
         self._block_size = block_size
+        self.rank = rank
+        self.fetched: dict[tuple[int, int], Content] = {}
+        """By rank and ticket."""
         self._starts: dict[int, int] = {}
         self._segments: dict[int, list[Run]] = {}
         """In order of position."""
@@ -87,6 +97,8 @@ class EchoLedger:
                 self._prefill(work)
             case Move() as work:
                 self._move(work)
+            case Restore() as work:
+                self._restore(work)
             case Decode(rows=rows):
                 assert rows
                 return {row.sequence: self._row(row) for row in rows}
@@ -113,6 +125,36 @@ class EchoLedger:
             rest = Run(old.rank, old.end, found[0].end, found[0].blocks[count:])
             at = runs.index(found[0])
             runs[at : at + 1] = [new, rest] if len(rest) else [new]
+        self._audit_blocks()
+
+    def save(self, order: Save) -> Content:
+        """What is written as a piece."""
+        known, held = self._token_ids[order.segment], self._segments[order.segment]
+        for run in order.runs:
+            (whole,) = (other for other in held if other.rank == run.rank and other.start <= run.start < other.end)
+            first, rest = divmod(run.start - whole.start, self._block_size)
+            there = rest == 0 and whole.blocks[first : first + len(run.blocks)] == run.blocks and run.end <= whole.end
+            assert there, "what is not held is to be saved"
+        return {position: known.get(position, -1) for run in order.runs for position in range(run.start, run.end)}
+
+    def _restore(self, work: Restore) -> None:
+        assert self._starts.setdefault(work.segment, work.start) == work.start
+        self._segments.setdefault(work.segment, [])
+        known = self._token_ids.setdefault(work.segment, {})
+        for portion in work.portions:
+            assert len({run.rank for run in portion.runs}) == 1
+            for run in portion.runs:
+                assert run.start >= work.start
+                if self.rank in (None, run.rank):
+                    content = self.fetched.get((run.rank, portion.ticket))
+                    assert content is not None, "what was not fetched is to be restored"
+                    positions = range(run.start, run.end)
+                    assert content.keys() >= set(positions), "the piece has no such positions"
+                    known.update({position: content[position] for position in positions})
+                held = self._segments[work.segment]
+                is_free = all(run.end <= other.start or other.end <= run.start for other in held)
+                assert is_free, "positions are held twice"
+                self._put(work.segment, run)
         self._audit_blocks()
 
     def _row(self, row: Row) -> Token:
@@ -175,6 +217,11 @@ class EchoLedger:
         assert all(len(run) <= len(run.blocks) * self._block_size for run in runs)
 
 
+def failure_of(error: LongleafError) -> Failure:
+    is_damaged = isinstance(error, DataLoss | NotFound)
+    return Failure("damaged" if is_damaged else "unavailable", str(error))
+
+
 class EchoRank:
     """Implements workers.life.Computation without torch."""
 
@@ -184,6 +231,8 @@ class EchoRank:
         self._spec = spec
         self._fault = fault if fault is not None and fault.rank == spec.member else None
         self._num_blocks = num_blocks
+        self._store = FolderStore(spec.config.snapshot_url) if spec.config.snapshot_url else None
+        self._fetched: dict[int, Content] = {}
         self.leave()
 
     def greet(self) -> Hello:
@@ -198,7 +247,9 @@ class EchoRank:
 
     def join(self, join: Join) -> Ready:
         assert join.nodes[join.rank] == self._spec.node
-        return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch)
+        self._ledger.rank = join.rank
+        self._ledger.fetched = {(join.rank, ticket): content for ticket, content in self._fetched.items()}
+        return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch, form="echo")
 
     def take(self, layout: Layout) -> None:
         self._ledger.replace(layout.segments)
@@ -207,6 +258,39 @@ class EchoRank:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
         return done(StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan))))
+
+    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        """Does it at once: nothing is large here."""
+        member, rank = self._spec.member, self._ledger.rank
+        match order:
+            case Save() if rank is None:
+                answer(Saved(member, order.ticket, failure=Failure("dropped", "the epoch has ended")))
+            case Save():
+                content = msgspec.msgpack.encode(self._ledger.save(order))
+                try:
+                    answer(Saved(member, order.ticket, *self._storage.put(order.name, [content])))
+                except LongleafError as error:
+                    answer(Saved(member, order.ticket, failure=failure_of(error)))
+            case Fetch():
+                try:
+                    content = self._storage.get(order.name, order.digest)
+                except LongleafError as error:
+                    answer(Fetched(member, order.ticket, failure_of(error)))
+                    return
+                self._fetched[order.ticket] = msgspec.msgpack.decode(content, type=dict[int, int])
+                if rank is not None:
+                    self._ledger.fetched[rank, order.ticket] = self._fetched[order.ticket]
+                answer(Fetched(member, order.ticket))
+            case Discard():
+                for ticket in order.tickets:
+                    self._fetched.pop(ticket, None)
+                    self._ledger.fetched.pop((rank or 0, ticket), None)
+
+    @property
+    def _storage(self) -> FolderStore:
+        if self._store is None:
+            raise StorageUnavailable("snapshot_url: none was given")
+        return self._store
 
     def fence(self) -> None:
         """Nobody waits for others here."""

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from longleaf.channel.encoding import FromRank, ToRank
 from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Hello, Load, Loaded, Progress, Stop
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.snapshots import Discard, Fetch, Order, Outcome, Save
 from longleaf.channel.step import StepPlan
 from longleaf.errors import Fenced, StartError, WorkerLost
 from workers.pending import Pending
@@ -54,6 +55,12 @@ class Computation(Protocol):
 
     def start(self, plan: StepPlan) -> Pending:
         """Begins a step. Only rank 0's result is sent."""
+        ...
+
+    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        """Begins what is to be done beside the steps, without waiting for it, and raises nothing. `answer` is told once
+        what became of a Save or a Fetch, perhaps by another thread. What was not begun of a Save when an epoch ends is
+        not done; what was fetched stays."""
         ...
 
     @property
@@ -195,8 +202,17 @@ class Life:
     """Says hello, loads, and then does what it is told. What is raised in an epoch ends that for the member, which then
     waits for the next one; what is raised otherwise ends its life."""
 
-    def __init__(self, spec: RankSpec, rank: Computation, mailbox: Mailbox, standing: Standing) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        rank: Computation,
+        mailbox: Mailbox,
+        standing: Standing,
+        answer: Callable[[Outcome], None],
+    ) -> None:
+        """`answer` says what became of orders; any thread calls it."""
         self._member = spec.member
+        self._answer_order = answer
         self._rank = rank
         self._mailbox = mailbox
         self._standing = standing
@@ -250,6 +266,8 @@ class Life:
         match message:
             case StepPlan(epoch=epoch) as plan if self._join is not None and epoch == self._epoch:
                 self._start(plan)
+            case Save() | Fetch() | Discard() as order:
+                self._rank.carry_out(order, self._answer_order)
             case StepPlan(epoch=epoch) | Layout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):

@@ -1,7 +1,7 @@
 """One rank: a model, its share of the keys and values, and the epochs that it joins."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,6 +10,7 @@ import torch
 from longleaf.channel.epochs import Join, Layout, MergeTiming, Ready
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.fence import Fence, Sockets
@@ -38,6 +39,9 @@ from workers.model import model as models
 from workers.pending import Pending
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
+from workers.snapshots.desk import ENDED, NOT_HELD, Desk
+from workers.snapshots.piece import form_of
+from workers.snapshots.store import OpenStore, nowhere
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 
 
@@ -53,7 +57,8 @@ class Rank:
     pool: Pool | QuantizedPool
     backend: Backend
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = nowhere) -> None:
+        """`open_snapshots` opens the storage of `snapshot_url`."""
         self._spec = spec
         self.config = spec.config
         num_gpus, num_ranks = count_gpus(), spec.num_ranks_seeing
@@ -63,6 +68,7 @@ class Rank:
         self.sampler: Sampler | DeviceSampler = make_sampler(self.device, num_sequences)
         self.last_ids: LastIds = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
         self.graphs: Graphs | None = None
+        self.desk = Desk(spec.member, self.config.snapshot_url, open_snapshots, self.device)
         self.epoch: Epoch | None = None
         self._fence = Fence()
         self._opened: Store | None = None
@@ -111,6 +117,8 @@ class Rank:
             rotary=self.model.rotary,
             windows=windows,
             kernels=self.backend.name,
+            form=form_of(self.pool, of_windows=False),
+            form_of_windows=form_of(self.pool, of_windows=True),
         )
 
     def open_store(self) -> int:
@@ -174,6 +182,24 @@ class Rank:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
         return self._joined.start(plan)
 
+    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        """Begins what is to be done beside the steps. `answer` is told what became of it, perhaps by another thread."""
+        match order:
+            case Save():
+                if refusal := self._refusal(order):
+                    answer(Saved(self._spec.member, order.ticket, failure=refusal))
+                else:
+                    self.desk.save(order, self.pool, answer)
+            case Fetch():
+                self.desk.fetch(order, self.pool, answer)
+            case Discard():
+                self.desk.discard(order.tickets)
+
+    def _refusal(self, order: Save) -> Failure | None:
+        if self.epoch is None:
+            return ENDED
+        return None if self.epoch.holds(order) else NOT_HELD
+
     @property
     def _joined(self) -> Epoch:
         """The epoch. Raises RuntimeError before a rank has joined, and after it has left."""
@@ -196,6 +222,7 @@ class Rank:
         gone; nobody is waited for."""
         epoch, self.epoch = self.epoch, None
         if epoch is not None:
+            self.desk.end_epoch()
             epoch.close()  # first: NCCL ends no group before the graphs that hold its exchanges
         groups, self._process_groups = self._process_groups, None
         if groups is not None:
@@ -209,6 +236,7 @@ class Rank:
     def close(self) -> None:
         """Leaves. Ranks are told to when one of them was lost, too."""
         self.leave()
+        self.desk.close()
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:

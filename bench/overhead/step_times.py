@@ -5,13 +5,14 @@ The ranks keep their times to themselves until they leave: noting them costs a s
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from longleaf.channel.epochs import Join, Layout, Ready
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
+from longleaf.channel.snapshots import Order, Outcome
 from longleaf.channel.step import StepPlan
 from workers.__main__ import live
 from workers.life import Computation
@@ -59,6 +60,9 @@ class TimedRank:
 
     def take(self, layout: Layout) -> None:
         self._rank.take(layout)
+
+    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        self._rank.carry_out(order, answer)
 
     @property
     def num_exchanges(self) -> int:

@@ -1,8 +1,8 @@
 """The control channel's socket: messages to the members and from them, over ZMQ.
 
 Each member has two connections: one on which it receives and answers, and one on which a thread of its own reports that
-the process lives, and hears that an epoch has ended. Ray never carries a step: a ZMQ message costs tens of
-microseconds, a Ray call milliseconds.
+the process lives and what is done beside the steps, and hears that an epoch has ended. Ray never carries a step: a ZMQ
+message costs tens of microseconds, a Ray call milliseconds.
 
 Whoever is no member is refused while connecting (coordinator.ranks.members), and a member is heard for itself only:
 what else arrives is ignored and counted.
@@ -20,6 +20,7 @@ from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
 from longleaf.channel.epochs import Fence
 from longleaf.channel.lives import Heartbeat, Stop
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.snapshots import Fetched, Saved
 from longleaf.channel.step import StepResult
 from longleaf.config import EngineConfig, join_address
 
@@ -96,7 +97,8 @@ class Channel:
             raise ValueError(f"{len(frames)} frames of {'a former member' if member is None else f'member {member}'}")
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
-        expected = invitation.pulse_id if isinstance(message, Heartbeat) else invitation.commands_id
+        is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # said by other threads than that of the steps
+        expected = invitation.pulse_id if is_beside else invitation.commands_id
         speaks_for = member if isinstance(message, StepResult) else message.member
         if speaks_for != member or frames[0].bytes != expected:
             raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for {speaks_for}")

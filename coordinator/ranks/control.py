@@ -15,11 +15,13 @@ from coordinator.ranks.channel import Channel
 from coordinator.ranks.epochs.group import Group
 from coordinator.ranks.epochs.meeting import in_rank_order
 from coordinator.ranks.history import History
+from coordinator.ranks.orders import Orders
 from coordinator.ranks.ports import EpochEnd, Formation, Joined, Kill, MemberEvent, MemberLost, Where, nowhere
 from coordinator.ranks.roster import Member, Roster
 from longleaf.channel.encoding import FromRank
 from longleaf.channel.epochs import Broken, MergeTiming, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Loaded
+from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.channel.step import StepResult
 from longleaf.config import LOOPBACK, EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, StartError, Unavailable
@@ -77,6 +79,7 @@ class Control:
         self.roster.watch(self._history.take)
         self.roster.watch(_log)
         self.roster.watch(self._take_loss)
+        self._orders = Orders(self._channel, self.roster)
         self._is_closed = False
 
     @property
@@ -226,6 +229,17 @@ class Control:
             if hello.member not in before:
                 self.roster.tell(Joined(hello.member, rank, hello.node, formation.epoch))
 
+    # --- beside the steps ---
+
+    async def save(self, member: int, order: Save) -> Saved:
+        return await self._orders.save(member, order)
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        await self._orders.fetch(member, order)
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        await self._channel.send([member], Discard(tuple(tickets)))
+
     # --- receive ---
 
     def _take(self, number: int, message: FromRank) -> None:
@@ -238,6 +252,8 @@ class Control:
                 return
             case Hello() | Loaded() | Heartbeat():
                 member.take(message)
+            case Saved() | Fetched():
+                self._orders.take(message)
             case StoreOpened() | Ready():
                 self._group.take_meeting(message)
             case Broken():
@@ -258,5 +274,6 @@ class Control:
         """Tells the members to leave. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
+            self._orders.close()
             await self.roster.close()
             await self._channel.close()

@@ -1,7 +1,7 @@
 """Ranks without processes, for tests of all that lies above the control channel, and a fleet that has no place."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -11,11 +11,13 @@ from longleaf.channel.epochs import Layout, Ready
 from longleaf.channel.fakes import VOCAB, echo_token
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation
-from longleaf.channel.step import Comparison, Decode, Row, StepPlan, StepResult
+from longleaf.channel.snapshots import Fetch, Save, Saved
+from longleaf.channel.step import Comparison, Decode, Restore, Row, StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.errors import EpochBroken, StartError, WorkerLost
-from longleaf.geometry import Rotary, Windows
+from longleaf.errors import DataLoss, EpochBroken, StartError, StorageUnavailable, WorkerLost
+from longleaf.geometry import EVERY_RANK, Rotary, Windows
 from longleaf.messages import Loss
+from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Token
 
 
@@ -23,6 +25,10 @@ def equal(row: Row) -> Comparison:
     """What ranks that agree say about an answer that they have not computed."""
     num_tokens = row.token_index + 1
     return Comparison(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
+
+
+def positions_of(runs: Iterable[Run]) -> frozenset[int]:
+    return frozenset(position for run in runs for position in range(run.start, run.end))
 
 
 class FakeRanks:
@@ -63,6 +69,12 @@ class FakeRanks:
         """Those that have loaded the model and are in no epoch."""
         self.losses: tuple[Loss, ...] = ()
         self.layouts: list[Layout] = []
+        self.pieces: dict[str, frozenset[int]] = {}
+        """The positions of each piece on storage, by name: whoever takes some out damages it."""
+        self.fetched: dict[tuple[int, int], frozenset[int]] = {}
+        """By member and ticket."""
+        self.storage_trouble = ""
+        """Why the storage cannot be used."""
 
     async def start(self, epoch: int) -> Formation:
         return await self.form(epoch)
@@ -84,6 +96,8 @@ class FakeRanks:
             rotary=self.rotary,
             windows=self.windows,
             epoch=epoch,
+            form="fake",
+            form_of_windows="fake windows" if self.windows else "",
         )
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
         return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
@@ -97,6 +111,8 @@ class FakeRanks:
             self.lose(self.lost_rank, "was told to die", plan.step)
         if self._end is not None:
             raise self._end.error
+        if isinstance(plan.work, Restore):
+            self._check(plan.work)
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
         self._forget(plan.release_sequences)
         return StepResult(
@@ -108,6 +124,43 @@ class FakeRanks:
             has_finite_keys=(plan.step, None) not in self.broken,
             comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
         )
+
+    def _check(self, work: Restore) -> None:
+        """Raises AssertionError where a member has not fetched what it is to restore."""
+        wanted = [(self.members[run.rank], part.ticket, run) for part in work.portions for run in part.runs]
+        wanted += [(member, work.window_ticket, run) for run in work.window_runs for member in self.members]
+        for member, ticket, run in wanted:
+            there = self.fetched.get((member, ticket))
+            assert there is not None, f"member {member} has fetched nothing under ticket {ticket}"
+            assert there >= positions_of([run]), f"what member {member} has fetched has no {run}"
+
+    async def save(self, member: int, order: Save) -> Saved:
+        ranks = {EVERY_RANK if order.of_windows else self._rank_of(member)}
+        assert {run.rank for run in order.runs} == ranks, "a member is to save what another one holds"
+        self._check_storage()
+        self.pieces[order.name] = positions = positions_of(order.runs)
+        return Saved(member, order.ticket, len(positions), order.name)
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        self._rank_of(member)
+        self._check_storage()
+        if len(self.pieces.get(order.name, ())) != order.num_bytes:
+            raise DataLoss(order.name, "it is not as it was written")
+        self.fetched[member, order.ticket] = self.pieces[order.name]
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self.fetched.pop((member, ticket), None)
+
+    def _rank_of(self, member: int) -> int:
+        """Raises WorkerLost for one that is gone."""
+        if member not in self.members:
+            raise WorkerLost(member, "it is gone")
+        return self.members.index(member)
+
+    def _check_storage(self) -> None:
+        if self.storage_trouble:
+            raise StorageUnavailable(self.storage_trouble)
 
     def _forget(self, sequences: tuple[int, ...]) -> None:
         for sequence in sequences:

@@ -9,6 +9,7 @@ import msgspec
 from longleaf.channel.epochs import Layout, Ready
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.snapshots import Fetch, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
@@ -178,6 +179,27 @@ class Ranks(Protocol):
     async def wait_settled(self) -> None:
         """Returns, perhaps never, when nobody is to come any more in the place of one that was lost. May be
         cancelled."""
+        ...
+
+    async def save(self, member: int, order: Save) -> Saved:
+        """Has a member of the epoch write runs that it holds, beside the steps, after all those that were sent before.
+        They must stay where they are until it is answered, or the epoch ends. May be cancelled; the ticket must be no
+        other order's of this member that is not answered.
+
+        Raises StorageUnavailable, WorkerLost when the member is lost meanwhile, and Unavailable where nothing was
+        written because the epoch has ended, or the ticket was discarded. All may have written it nevertheless.
+        """
+        ...
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        """Has a member read a piece, for steps that restore it, in whatever epoch; it stays until it is discarded.
+
+        Raises as `save`, and DataLoss for what is damaged, missing, or of a pool of another form.
+        """
+        ...
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        """Has a member forget what it fetched, and what it has not begun, under these tickets."""
         ...
 
     @property

@@ -12,7 +12,7 @@ from coordinator.recovery.moving import Moving
 from coordinator.recovery.regrouping import call, regroup
 from coordinator.recovery.rereading import Rereading
 from coordinator.recovery.suspicion import BREAK
-from longleaf.channel.step import Decode, Move, Prefill
+from longleaf.channel.step import Move, Prefill, Work
 from longleaf.messages import Recovering
 from longleaf.runs import Run
 
@@ -133,7 +133,7 @@ class Recovery:
             self._work = self._rereading.plan(paths, size) or self._moving.plan()
         return self._work
 
-    def owns(self, work: Prefill | Decode | Move) -> bool:
+    def owns(self, work: Work) -> bool:
         """Whether a step was planned here."""
         return self._work is work
 

@@ -4,11 +4,12 @@ import msgspec
 
 from longleaf.channel.epochs import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 
-ToRank = StepPlan | Load | OpenStore | Join | Layout | Fence | Stop
+ToRank = StepPlan | Load | OpenStore | Join | Layout | Fence | Save | Fetch | Discard | Stop
 
-FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Broken | Died | Heartbeat
+FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | Broken | Died | Heartbeat
 
 
 def encode(message: ToRank | FromRank) -> bytes:

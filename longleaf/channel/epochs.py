@@ -98,6 +98,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     other layers alone."""
     epoch: int = 0
     """The epoch that the member has joined."""
+    form: str = ""
+    """What a pool must be like to take in what was saved of this one: the same text. Empty where nothing can be."""
+    form_of_windows: str = ""
+    """That of the blocks that windows have, where they have their own."""
 
 
 class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):

@@ -120,7 +120,39 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
         return sum(len(transfer.target) for transfer in self.transfers) + sum(map(len, self.windows))
 
 
-Work = Prefill | Decode | Move
+class Portion(msgspec.Struct, frozen=True, array_like=True):
+    """Positions of a fetched piece that one rank takes in: whole blocks of it, or all that its last one has."""
+
+    ticket: int
+    """Under which the rank has fetched the piece."""
+    runs: tuple[Run, ...]
+    """All on that rank, in blocks that hold nothing."""
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """Keys and values of a sealed segment come back from fetched pieces, as they were kept. Ranks may never have heard
+    of the segment. What was fetched stays until it is discarded."""
+
+    segment: int
+    start: int
+    """Position of the segment's first token."""
+    portions: tuple[Portion, ...]
+    window_runs: tuple[Run, ...] = ()
+    """With replicated windows, all runs of EVERY_RANK that the segment has then; none: those that it has stay."""
+    window_ticket: int = 0
+    """Under which each rank has fetched the piece of these."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All that come back, in the order of the portions."""
+        return tuple(run for portion in self.portions for run in portion.runs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, (*self.runs, *self.window_runs)))
+
+
+Work = Prefill | Decode | Move | Restore
 
 
 class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
@@ -136,13 +168,13 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed, or moved."""
+        """Tokens that are computed, moved or restored."""
         match self.work:
             case Prefill() as work:
                 return len(work.token_ids)
             case Decode() as work:
                 return sum(row.num_tokens for row in work.rows)
-            case Move() as work:
+            case Move() | Restore() as work:
                 return work.num_tokens
 
     @property
@@ -189,8 +221,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows. Of a move it says that every rank
-    has what came to it, and knows where all lies now."""
+    """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows. Of a move or a restore it
+    says that every rank has what came to it, and knows where all lies now."""
 
     epoch: int
     step: int

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import Move, Prefill, Row, StepPlan
+from longleaf.channel.snapshots import Save
+from longleaf.channel.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Rope, Windows
 from longleaf.runs import Run
 from longleaf.sampling import Token
@@ -37,6 +38,8 @@ class Book:
 
 Slot = tuple[int, bool, int]
 """Of a member, in the pool of windows or in the other one."""
+Content = dict[int, Key]
+"""Of a piece: its keys by position."""
 
 
 class KeyLedger:
@@ -52,6 +55,8 @@ class KeyLedger:
         self._keys: dict[Slot, Key | None] = {}
         """None: what a broken step left."""
         self.books: dict[int, Book] = {}
+        self.fetched: dict[tuple[int, int], Content] = {}
+        """By member and ticket."""
         self._last: dict[int, int] = {}
 
     # --- epochs ---
@@ -78,6 +83,8 @@ class KeyLedger:
         if isinstance(work, Move):
             written = [transfer.target for transfer in work.transfers]
             windows = list[Run]()
+        elif isinstance(work, Restore):
+            written, windows = list(work.runs), list(work.window_runs)
         elif isinstance(work, Prefill):
             written = list(work.pieces)
             windows = [self._from(run, work.start) for run in work.window_runs]
@@ -111,6 +118,9 @@ class KeyLedger:
         work = plan.work
         if isinstance(work, Move):
             self._move(work)
+            return {}
+        if isinstance(work, Restore):
+            self._restore(work)
             return {}
         if isinstance(work, Prefill):
             assert len({run.rank for run in work.pieces}) == len(work.pieces)
@@ -189,6 +199,43 @@ class KeyLedger:
             for member in self.members:
                 self._keys[member, True, slot] = self._keys.get((self.members[0], True, slot))
         self._check_blocks()
+
+    # --- pieces ---
+
+    def save(self, member: int, order: Save) -> Content:
+        """What a member writes as a piece."""
+        book, content = self.books[order.segment], Content()
+        for run in order.runs:
+            whole = book.window_runs if order.of_windows else book.runs
+            (held,) = (one for one in whole if one.rank == run.rank and one.start <= run.start < one.end)
+            assert run.rank == (EVERY_RANK if order.of_windows else self.members.index(member))
+            assert list(self._slots(run)) == list(self._slots(held))[run.start - held.start : run.end - held.start]
+            for position in range(run.start, run.end):
+                key = self._keys[member, order.of_windows, self._slot(run, position)]
+                assert key is not None, "a key of a broken step is saved"
+                content[position] = key
+        return content
+
+    def _restore(self, work: Restore) -> None:
+        book = self.books.setdefault(work.segment, Book(work.start))
+        assert book.start == work.start
+        assert all(len({run.rank for run in portion.runs}) == 1 for portion in work.portions)
+        for portion in work.portions:
+            for run in portion.runs:
+                self._take_in(self.members[run.rank], portion.ticket, run, of_windows=False)
+        for run in work.window_runs:
+            for member in self.members:
+                self._take_in(member, work.window_ticket, run, of_windows=True)
+        self._enter(book, work.runs)
+        book.window_runs = work.window_runs or book.window_runs
+        self._check_blocks()
+
+    def _take_in(self, member: int, ticket: int, run: Run, *, of_windows: bool) -> None:
+        content = self.fetched.get((member, ticket))
+        assert content is not None, "what was not fetched is to be restored"
+        for position in range(run.start, run.end):
+            assert position in content, "the piece has no such position"
+            self._keys[member, of_windows, self._slot(run, position)] = content[position]
 
     # --- windows ---
 

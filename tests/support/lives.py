@@ -17,6 +17,7 @@ from longleaf.channel.lives import Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.step import StepPlan
 from longleaf.config import EngineConfig
+from workers.snapshots.fakes import FolderStore
 
 HOST = "127.0.0.1"
 SECONDS = 60.0
@@ -68,7 +69,17 @@ def live(spec: RankSpec) -> None:
 
     torch.set_num_threads(1)
     apply_environment(network_environment(interface_of(spec.host)))
-    os._exit(serve(spec, Victim if spec.member == VICTIM else Rank))
+    kind = Victim if spec.member == VICTIM else Rank
+    os._exit(serve(spec, lambda spec: kind(spec, GatedStore)))
+
+
+class GatedStore(FolderStore):
+    """Its calls wait where there is a pipe `gate` in the folder, while no test has it open for writing."""
+
+    def _answer(self) -> None:
+        if (gate := self.folder / "gate").exists():
+            os.close(os.open(gate, os.O_RDONLY))
+        super()._answer()
 
 
 class Members:

@@ -13,6 +13,7 @@ from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
 from longleaf.channel.epochs import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
 from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.snapshots import Outcome
 from longleaf.fingerprint import Fingerprint
 from workers.control import connect
 
@@ -96,6 +97,10 @@ class ScriptedMember:
 
     async def send(self, message: FromRank) -> None:
         await self._socket.send(encode(message))
+
+    async def tell(self, outcome: Outcome) -> None:
+        """Says what became of an order, as the thread of its pulse."""
+        await self._pulse.send(encode(outcome))
 
     async def receive(self) -> ToRank:
         """The next message that it does not answer on its own."""

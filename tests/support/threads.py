@@ -3,15 +3,17 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from coordinator.ranks.orders import Key, error_of
 from coordinator.ranks.ports import EpochEnd, Formation
 from longleaf.channel.encoding import decode_to_rank, encode
 from longleaf.channel.epochs import Join, Layout, Ready
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation, RankSpec
+from longleaf.channel.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
@@ -48,6 +50,7 @@ class ThreadRanks:
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[Future[StepResult]] = queue.Queue()
         """Of the plans under way, in the order in which they were sent: rank 0 answers in this order."""
+        self._orders: dict[Key, Future[Outcome]] = {}
         self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
         self._spoil = spoil
@@ -87,6 +90,30 @@ class ThreadRanks:
     async def wait_settled(self) -> None:
         """Nobody was lost."""
 
+    async def save(self, member: int, order: Save) -> Saved:
+        outcome = await self._order(member, order)
+        assert isinstance(outcome, Saved)
+        return outcome
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        await self._order(member, order)
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        self._plans[member].put(encode(Discard(tuple(tickets))))
+
+    async def _order(self, member: int, order: Save | Fetch) -> Outcome:
+        outcome: Future[Outcome] = Future()
+        self._orders[member, Saved if isinstance(order, Save) else Fetched, order.ticket] = outcome
+        self._plans[member].put(encode(order))
+        async with asyncio.timeout(120):
+            told = await asyncio.wrap_future(outcome)
+        if told.failure is not None:
+            raise error_of(order.name, told.failure)
+        return told
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._orders.pop((outcome.member, type(outcome), outcome.ticket)).set_result(outcome)
+
     async def close(self) -> None:
         for plans, thread in zip(self._plans, self._threads, strict=True):
             plans.put(None)
@@ -102,6 +129,9 @@ class ThreadRanks:
         while (data := self._plans[index].get()) is not None:
             try:
                 plan = decode_to_rank(data)
+                if isinstance(plan, Save | Fetch | Discard):
+                    rank.carry_out(plan, self._tell)
+                    continue
                 assert isinstance(plan, StepPlan)
                 if begun is not None and not plan.may_overlap:
                     self._answer(begun)

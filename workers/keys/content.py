@@ -18,7 +18,7 @@ class Content:
 
     def __init__(self, pool: Slots, *, of_windows: bool = False) -> None:
         self._device = pool.device
-        self._tensors = pool.blocks(of_windows=of_windows)
+        self._tensors = [blocks.tensor for blocks in pool.blocks(of_windows=of_windows)]
         self._sizes = [tensor[:, 0].numel() * tensor.itemsize for tensor in self._tensors]
         self.bytes_per_block = sum(self._sizes)
         """0 where no layer has such blocks."""

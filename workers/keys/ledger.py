@@ -10,7 +10,7 @@ from typing import NamedTuple
 from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Transfer
 from longleaf.geometry import EVERY_RANK
-from longleaf.runs import Extent, Run, extents, join
+from longleaf.runs import Extent, Run, extents, join, union
 
 
 class Part(NamedTuple):
@@ -110,9 +110,34 @@ class Ledger:
         """Raises ValueError where a run that is to move is not held at its old place."""
         for transfer in transfers:
             segment, source = transfer.segment, transfer.source
-            there = self.held(segment, source.start, source.end, source.rank) if segment in self._held else ()
-            if list(there) != list(extents(source, self._block_size)):
+            if not self.holds(segment, source):
                 raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
+
+    def restore(self, segment: int, start: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
+        """Notes runs that came back; windows, if there are any, in place of those noted before. Raises as
+        `check_free`, and notes nothing then."""
+        self.check_free(segment, start, runs)
+        self._starts[segment] = start
+        held = self._held.setdefault(segment, {})
+        if window_runs:
+            held.pop(EVERY_RANK, None)
+        for run in (*runs, *window_runs):
+            held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
+        """Raises ValueError where positions of a segment are held, one comes twice, or it starts elsewhere."""
+        if self._starts.get(segment, start) != start:
+            raise ValueError(f"segment {segment} does not start at {start}")
+        ranks = self._held.get(segment, {}).keys() - {EVERY_RANK}
+        if any(True for run in runs for rank in ranks for _ in self.held(segment, run.start, run.end, rank)):
+            raise ValueError(f"segment {segment} is held where it is to be restored")
+        if sum(map(len, runs)) != sum(end - low for low, end in union((run.start, run.end) for run in runs)):
+            raise ValueError(f"positions of segment {segment} are restored twice")
+
+    def holds(self, segment: int, run: Run) -> bool:
+        """Whether a run is held, in these blocks."""
+        there = self.held(segment, run.start, run.end, run.rank) if segment in self._held else ()
+        return slots_of(there) == slots_of(extents(run, self._block_size))
 
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""

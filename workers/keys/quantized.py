@@ -11,6 +11,7 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels import int8
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
+from workers.keys.slots import Blocks
 from workers.model.model import LayerSpec
 
 
@@ -88,18 +89,17 @@ class QuantizedPool:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)
 
-    def blocks(self, *, of_windows: bool) -> list[Tensor]:
-        """All that is kept, as views [K, B, ...] of B blocks, the last of them trash; those of windows, or the
-        others."""
-        layers = [kept for i, kept in self._layers.items() if (i in self._windowed) == of_windows]
+    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+        """All that is kept, of B blocks, the last of them trash; those of windows, or the others."""
+        layers = {i: kept for i, kept in self._layers.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
         return [
-            tensor
-            for kept in layers
-            for tensor in (
-                kept.keys_KSD.unflatten(1, size),
-                kept.values_KSD.unflatten(1, size),
-                kept.exponents_KBD,
-                kept.scales_KS.unflatten(1, size),
+            blocks
+            for i, kept in layers.items()
+            for blocks in (
+                Blocks(f"{i}.keys", kept.keys_KSD.unflatten(1, size), has_slots=True),
+                Blocks(f"{i}.values", kept.values_KSD.unflatten(1, size), has_slots=True),
+                Blocks(f"{i}.exponents", kept.exponents_KBD, has_slots=False),
+                Blocks(f"{i}.scales", kept.scales_KS.unflatten(1, size), has_slots=True),
             )
         ]

@@ -5,7 +5,7 @@ stretch of memory that a kernel reads in one call, without a copy.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,17 @@ from longleaf.attention import Partial
 from longleaf.attention.masks import Read
 from longleaf.kernels.backend import Backend
 from workers.model.model import LayerSpec
+
+
+class Blocks(NamedTuple):
+    """A part of what is kept of a layer, by block."""
+
+    name: str
+    """Of the layer, and of the part: no other one of the pool has it."""
+    tensor: Tensor
+    """A view [K, B, ...] of B blocks."""
+    has_slots: bool
+    """Whether it is [K, B, block size, ...]; else there is one for each block as a whole."""
 
 
 class Slots(Protocol):
@@ -57,9 +68,8 @@ class Slots(Protocol):
         """The partial of queries over what is kept in the slots of the reads."""
         ...
 
-    def blocks(self, *, of_windows: bool) -> list[Tensor]:
-        """All that is kept, as views [K, B, ...] of B blocks; the blocks of layers that have others than the rest, or
-        of the rest."""
+    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+        """All that is kept; the blocks of layers that have others than the rest, or of the rest."""
         ...
 
 
@@ -130,8 +140,13 @@ class Pool:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
-    def blocks(self, *, of_windows: bool) -> list[Tensor]:
-        """All that is stored, as views [K, B, block size, D] of B blocks; those of windows, or the others."""
+    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+        """All that is stored, [K, B, block size, D] of B blocks; those of windows, or the others."""
         end = self.window_trash_slot if of_windows else self.trash_slot
-        layers = [stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows]
-        return [tensor[:, :end].unflatten(1, (-1, self.block_size)) for stored in layers for tensor in stored]
+        layers = {i: stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows}
+        size = (-1, self.block_size)
+        return [
+            Blocks(f"{i}.{name}", tensor[:, :end].unflatten(1, size), has_slots=True)
+            for i, stored in layers.items()
+            for name, tensor in zip(("keys", "values"), stored, strict=False)  # values may lie in the keys
+        ]

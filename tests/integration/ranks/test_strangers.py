@@ -20,6 +20,7 @@ from longleaf.channel.encoding import FromRank, decode_to_rank, encode
 from longleaf.channel.epochs import Broken, Join, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.snapshots import Fetched, Saved
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
@@ -42,6 +43,8 @@ LIES: tuple[FromRank, ...] = (
     Heartbeat(0),
     Broken(0, 1, 1, "a lie"),
     StepResult(1, 1, {1: Token(666)}),
+    Saved(0, 1, 666, "a lie"),
+    Fetched(0, 1),
 )
 """What rank 1 may not say: it speaks for others."""
 
@@ -198,6 +201,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplo
     rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
     rubbish += [encode(Hello(1, "node", "6.6.6.6", 1)), encode(Loaded(1)), encode(StoreOpened(1, 1, 1))]
     rubbish += [encode(Ready(1, "cpu", "float32", 4, 64, epoch=1)), encode(Broken(1, 1, 1, "a lie"))]
+    rubbish += [encode(Saved(1, 1)), encode(Fetched(1, 1))]
     rubbish += [encode(Heartbeat(1)), encode(Died(1, "a lie", blamed=7)), encode(Died(1, "a lie", blamed=-1))]
     for message in rubbish:
         ranks[1].send(message)

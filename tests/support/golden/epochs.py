@@ -244,5 +244,5 @@ class Service:
 def wipe(pool: Slots, blocks: Sequence[int] | None = None) -> None:
     """Makes all that some blocks hold something that shows whoever reads it; by default all."""
     for of_windows in (False, True) if blocks is None else (False,):
-        for tensor in pool.blocks(of_windows=of_windows):
+        for _, tensor, _ in pool.blocks(of_windows=of_windows):
             tensor[:, slice(None) if blocks is None else list(blocks)] = 99 if tensor.dtype == torch.int8 else torch.nan

@@ -2,7 +2,8 @@
 
 import pytest
 
-from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, Terms, Transfer
+from longleaf.channel.snapshots import Save
+from longleaf.channel.step import Decode, Move, Portion, Prefill, Restore, Row, StepPlan, Terms, Transfer
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from workers.fakes import EchoLedger
@@ -33,3 +34,30 @@ def test_the_first_blocks_of_a_run_may_move_alone():
     do(ledger, Decode((Row(1, (3, 4), 10, (5,), (Run(0, 10, 11, (0,)),), 0, Terms(Sampling())),)))
     with pytest.raises(AssertionError, match="no such run"):
         do(ledger, Move((Transfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
+
+
+def test_what_was_saved_and_fetched_is_restored():
+    ledger = EchoLedger(4)
+    do(ledger, Prefill((3,), 0, tuple(range(10, 18)), (FIRST, SECOND)))
+    content = ledger.save(Save(1, "p", 3, (SECOND,)))
+    assert content == {position: 10 + position for position in range(4, 8)}
+    with pytest.raises(AssertionError, match="not held"):
+        ledger.save(Save(1, "p", 3, (Run(1, 4, 8, (1,)),)))
+    ledger.replace([])
+    back = Restore(5, 0, (Portion(2, (Run(0, 4, 8, (6,)),)),))
+    with pytest.raises(AssertionError, match="not fetched"):
+        EchoLedger(4).apply(StepPlan(1, 1, back))
+    ledger.fetched[0, 2] = content
+    with pytest.raises(AssertionError, match="no such positions"):
+        do(ledger, Restore(6, 0, (Portion(2, (Run(0, 0, 8, (7, 8)),)),)))
+    ledger.replace([])
+    do(ledger, back)
+    with pytest.raises(AssertionError, match="held twice"):
+        do(ledger, back)
+
+
+def test_a_rank_looks_at_what_goes_to_it_alone():
+    ledger, portion = EchoLedger(4, rank=1), Portion(2, (Run(0, 4, 8, (6,)),))
+    do(ledger, Restore(5, 0, (portion,)))
+    do(ledger, Prefill((5,), 0, tuple(range(4)), (Run(1, 0, 4, (3,)),)))
+    do(ledger, Decode((Row(1, (5, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, Terms(Sampling())),)))

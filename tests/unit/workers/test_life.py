@@ -2,11 +2,13 @@
 epochs it joins and leaves."""
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 
 from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Hello, Load, Progress, Stop
+from longleaf.channel.snapshots import Discard, Fetch, Fetched, Order, Outcome, Save
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import Fenced, ModelRefused, WorkerLost
@@ -95,6 +97,11 @@ class ScriptedRank:
     def close(self) -> None:
         pass
 
+    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        self._do(type(order).__name__.lower(), *(order.tickets if isinstance(order, Discard) else [order.ticket]))
+        if isinstance(order, Fetch):
+            answer(Fetched(self._rank, order.ticket))
+
     def start(self, plan: StepPlan) -> Pending:
         self._log.append(("begin", plan.step))
         looks = deque(range(self._looks or 0))
@@ -123,7 +130,8 @@ def live(log: list, *messages: object, standing: Standing | None = None, **how: 
     """What is done and said, in `log`."""
     spec = make_spec(0, EngineConfig(model="none", world_size=2))
     channel = ScriptedChannel(log, Load(), *messages, Stop())
-    Life(spec, ScriptedRank(log, **{"looks": 0, **how}), channel, standing or Standing()).run()
+    rank = ScriptedRank(log, **{"looks": 0, **how})
+    Life(spec, rank, channel, standing or Standing(), lambda outcome: log.append(("told", outcome.ticket))).run()
     return log
 
 
@@ -260,3 +268,18 @@ def test_a_pulse_tells_how_far_a_member_has_come():
         rank.num_exchanges += 7
         seen.append(standing.progress)
     assert seen == [Progress(2, 0, 7), Progress(2, 5, 7), Progress()]
+
+
+SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "")
+
+
+def test_orders_are_passed_on_between_steps_and_answered_by_others():
+    log = lived(plan(1), SAVE, FETCH, plan(2), Discard((2,)), looks=None)
+    orders = [("save", 1), ("fetch", 2), ("told", 2)]
+    assert log == [("begin", 1), *orders, ("begin", 2), *of(1), ("discard", 2)]
+
+
+def test_who_is_in_no_epoch_takes_orders_too():
+    log = live([], FETCH, join(1), plan(1), SAVE, errors={1: WorkerLost(1, "died")})
+    left = [("end", 1), ("broken", 1, 1, "died", 1), *LEFT]
+    assert log == [("fetch", 2), ("told", 2), *JOINED, ("begin", 1), *left, ("save", 1)]

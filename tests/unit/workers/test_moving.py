@@ -12,50 +12,16 @@ from longleaf.channel.step import Move, Transfer
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import KeysDamaged
-from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.geometry import EVERY_RANK
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
+from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
 from workers.keys.content import Content
 from workers.keys.ledger import Ledger
 from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool
-from workers.model.model import LayerSpec
 from workers.step import moving
 from workers.step.moving import DIGEST_BYTES, move, rounds
-
-BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 3, 12, 7
-FULL, NEAR = LayerSpec(4, 2, 8, Reach()), LayerSpec(6, 3, 5, Reach(10))
-LATENT = LayerSpec(4, 1, 8, Reach(), latent_dim=5)
-
-
-def plain(*specs, dtype=torch.float32, num_window_blocks=None):
-    return lambda: Pool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, dtype, "cpu", num_window_blocks)
-
-
-def quantized(*specs, num_window_blocks=None):
-    return lambda: QuantizedPool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
-
-
-POOLS = {
-    "plain": plain(FULL, NEAR),
-    "half": plain(FULL, NEAR, dtype=torch.bfloat16),
-    "latents": plain(LATENT, LATENT),
-    "int8": quantized(FULL, NEAR),
-    "windows apart": plain(FULL, NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),
-    "int8 windows apart": quantized(NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),
-    "windows alone": plain(NEAR, NEAR, num_window_blocks=NUM_WINDOW_BLOCKS),
-}
-
-
-def filled(make, seed):
-    """A pool in whose blocks anything lies."""
-    pool, generator = make(), torch.Generator().manual_seed(seed)
-    for of_windows in (False, True):
-        for tensor in pool.blocks(of_windows=of_windows):
-            bits = torch.randint(-60, 60, tensor.shape, generator=generator)
-            tensor.copy_(bits if tensor.dtype == torch.int8 else bits / 7)
-    return pool
 
 
 class Rank:

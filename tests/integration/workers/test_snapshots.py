@@ -1,0 +1,167 @@
+"""Members as processes that save what they hold, lose it, and take it back, other ones than those that had it; beside
+steps, and over epochs."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from longleaf.channel.epochs import Join, Layout
+from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
+from longleaf.channel.step import Decode, Portion, Prefill, Restore, Row, StepPlan, StepResult, Terms
+from longleaf.config import EngineConfig
+from longleaf.runs import Run
+from longleaf.sampling import Sampling
+from tests.support.lives import Members
+from tests.support.threads import config_for, make_spec
+from workers.rank import Rank
+from workers.snapshots.fakes import FolderStore
+from zoo.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.timeout(300)
+IDS = tuple(3 + i * i % 400 for i in range(90))
+PIECES = Run(0, 0, 48, (0, 1, 2)), Run(1, 48, 90, (4, 2, 0))
+PARTS = [(Run(0, 0, 48, (0, 1, 2)),), (Run(1, 48, 90, (4, 2, 0)),)]
+NUM_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_layers=2)
+    return config_for(folder, world_size=2, block_size=16, kv_bytes=1 << 20)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    return tmp_path / "storage"
+
+
+@pytest.fixture
+def members(config: EngineConfig, storage: Path) -> Iterator[Members]:
+    made = Members("aa", msgspec.structs.replace(config, snapshot_url=str(storage)))
+    try:
+        made.load()
+        yield made
+    finally:
+        made.close()
+
+
+def read(epoch: int, step: int, *pieces: Run) -> StepPlan:
+    return StepPlan(epoch, step, Prefill((0,), 0, IDS, pieces))
+
+
+def questions(epoch: int, step: int, segment: int = 0) -> list[StepPlan]:
+    terms = Terms(Sampling(max_tokens=NUM_TOKENS))
+    rows = [Row(7, (segment, 5), 90, (5, 17, 31), (Run(0, 90, 93, (9,)),), 0, terms)]
+    rows += [Row(7, (), 92 + index, (), (Run(0, 90, 93 + index, (9,)),), index) for index in range(1, NUM_TOKENS)]
+    return [StepPlan(epoch, step + index, Decode((row,))) for index, row in enumerate(rows)]
+
+
+def answer(members: Members, ranks: list[int], epoch: int, step: int, segment: int = 0) -> list[int]:
+    plans = questions(epoch, step, segment)
+    members.tell(ranks, *plans)
+    return [token.id for _ in plans for token in members.hear(StepResult, ranks[0]).tokens.values()]
+
+
+@pytest.fixture(scope="module")
+def expected(config: EngineConfig) -> list[int]:
+    """What one rank says that reads everything."""
+    rank = Rank(make_spec(0, config))
+    rank.load()
+    rank.join(Join(1, 0, "", 0, ("here",)))
+    rank.execute(read(1, 1, Run(0, 0, 90, tuple(range(6)))))
+    found = [rank.execute(plan) for plan in questions(1, 2)]
+    rank.close()
+    return [token.id for result in found if result for token in result.tokens.values()]
+
+
+def saved(members: Members) -> list[Saved]:
+    """Two members read a document and save it."""
+    readies = members.form(1, [0, 1])
+    assert readies[0].form == readies[1].form != ""
+    members.tell([0, 1], read(1, 1, *PIECES))
+    for member in (0, 1):
+        members.say(member, Save(3, f"part-{member}", 0, PARTS[member]))
+    assert members.hear(StepResult, 0).has_finite_keys
+    found = [members.hear(Saved, member) for member in (0, 1)]
+    assert [one.failure for one in found] == [None, None]
+    return found
+
+
+def fetch(members: Members, member: int, ticket: int, part: int, found: Saved) -> None:
+    members.say(member, Fetch(ticket, f"part-{part}", found.num_bytes, found.digest))
+    assert members.hear(Fetched, member) == Fetched(member, ticket)
+
+
+def test_others_take_back_what_was_saved(members: Members, expected: list[int]) -> None:
+    """In other blocks, under another number, as other ranks, and then one of them alone."""
+    parts = saved(members)
+    assert answer(members, [0, 1], 1, 2) == expected
+    members.form(2, [1, 0], Layout(2, ()))
+    fetch(members, 0, 1, 0, parts[0])
+    fetch(members, 0, 2, 1, parts[1])
+    fetch(members, 1, 2, 1, parts[1])
+    portions = (
+        Portion(1, (Run(1, 0, 48, (8, 11, 3)),)),
+        Portion(2, (Run(1, 48, 64, (1,)), Run(1, 80, 90, (7,)))),
+        Portion(2, (Run(0, 64, 80, (1,)),)),
+    )
+    members.tell([1, 0], StepPlan(2, 1, Restore(4, 0, portions)))
+    assert members.hear(StepResult, 1).step == 1
+    assert answer(members, [1, 0], 2, 2, segment=4) == expected
+    members.form(3, [0], Layout(3, ()))
+    portions = (Portion(1, (Run(0, 0, 48, (20, 21, 22)),)), Portion(2, (Run(0, 48, 90, (1, 2, 3)),)))
+    members.tell([0], StepPlan(3, 1, Restore(6, 0, portions)))
+    assert members.hear(StepResult, 0).step == 1
+    assert answer(members, [0], 3, 2, segment=6) == expected
+
+
+def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> None:
+    parts = saved(members)
+    fetch(members, 1, 9, 0, parts[0])
+    members.say(1, Discard((9,)))
+    members.tell([0, 1], StepPlan(1, 2, Restore(4, 0, (Portion(9, (Run(1, 0, 48, (8, 11, 3)),)),))))
+    for member in (0, 1):
+        broken = members.broken(member)
+        assert (broken.step, broken.blamed) == (2, None)
+        assert "KeysMissing: rank 1 has not fetched under ticket 9" in broken.reason
+
+
+def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
+    members: Members, storage: Path, expected: list[int]
+) -> None:
+    parts = saved(members)
+    os.mkfifo(gate := storage / "gate")
+    members.say(1, Save(4, "again", 0, PARTS[1]))
+    assert answer(members, [0, 1], 1, 2) == expected
+    assert members.wait_for_beat(1).progress.step == 1 + NUM_TOKENS
+    members.form(2, [1], Layout(2, ()))
+    members.say(1, Save(5, "gone", 0, PARTS[1]))
+    dropped = members.hear(Saved, 1)
+    assert (dropped.ticket, dropped.failure and dropped.failure.trouble) == (5, "dropped")
+    opened = os.open(gate, os.O_WRONLY)
+    assert members.hear(Saved, 1) == Saved(1, 4, parts[1].num_bytes, parts[1].digest)
+    os.close(opened)
+    gate.unlink()
+    assert FolderStore(str(storage)).get("again", parts[1].digest)
+
+
+def test_members_answer_while_a_step_keeps_them(members: Members, storage: Path) -> None:
+    """One waits in a step for the other, which has not begun it."""
+    parts = saved(members)
+    os.mkfifo(gate := storage / "gate")
+    members.say(0, Fetch(8, "part-1", parts[1].num_bytes, parts[1].digest))
+    members.say(0, Save(9, "again", 0, PARTS[0]))
+    plan = questions(1, 2)[0]
+    members.say(0, plan)
+    while members.wait_for_beat(0).progress.step != 2:
+        pass
+    opened = os.open(gate, os.O_WRONLY)
+    assert members.hear(Fetched, 0) == Fetched(0, 8)
+    assert members.hear(Saved, 0).digest == parts[0].digest
+    os.close(opened)
+    assert members.wait_for_beat(0).progress.step == 2
+    members.say(1, plan)
+    assert members.hear(StepResult, 0).step == 2

@@ -1,0 +1,248 @@
+"""Segments that some ranks save and others restore: the same bits in every slot, whoever held them."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longleaf.channel.step import Portion, Restore
+from longleaf.comm.counting import CountingComm
+from longleaf.comm.loopback import loopback
+from longleaf.errors import KeysMissing
+from longleaf.geometry import EVERY_RANK
+from longleaf.runs import Run, ceil_div
+from tests.support.on_threads import on_ends
+from tests.support.pools import BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
+from workers.keys.content import Content
+from workers.keys.ledger import Ledger
+from workers.snapshots.piece import Copy, Piece
+from workers.step.restoring import restore
+
+SEGMENT, START, BEFORE = 4, 7, 3
+WINDOWED = ("windows apart", "int8 windows apart", "windows alone")
+
+
+class Rank:
+    def __init__(self, name, seed, number):
+        self.pool = filled(POOLS[name], seed)
+        self.ledger = Ledger(number, BLOCK)
+        self.pieces = {}
+
+    def slots(self, end, rank):
+        """By position, what lies in each slot that this rank believes another one to hold."""
+        return {
+            extent.start + i: extent.slot + i
+            for extent in self.ledger.held(SEGMENT, START, end, rank)
+            for i in range(extent.end - extent.start)
+        }
+
+
+def cut(dice, length, num_ranks):
+    """A segment as runs on ranks, in blocks that are chosen at random. Only the last one ends within a block."""
+    free = [dice.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(num_ranks)]
+    runs, start, end = [], START, START + length
+    while start < end:
+        rank = dice.choice([rank for rank in range(num_ranks) if free[rank]])
+        stop = min(end, start + BLOCK * dice.randint(1, min(3, len(free[rank]))))
+        runs.append(Run(rank, start, stop, tuple(free[rank].pop() for _ in range(ceil_div(stop - start, BLOCK)))))
+        start = stop
+    return runs
+
+
+def deal(dice, runs):
+    """Runs of each rank, in order, in up to two parts."""
+    for rank in {run.rank for run in runs}:
+        own = [run for run in runs if run.rank == rank]
+        middle = dice.randint(0, len(own))
+        yield from (part for part in (own[:middle], own[middle:]) if part)
+
+
+def windows(dice, end):
+    start = max(START, end - BLOCK * dice.randint(1, 3))
+    start -= (start - START) % BLOCK
+    blocks = dice.sample(range(NUM_WINDOW_BLOCKS), ceil_div(end - start, BLOCK))
+    return (Run(EVERY_RANK, start, end, tuple(blocks)),)
+
+
+def saved(rank, runs, of_windows=False):
+    return b"".join(Copy(rank.pool, runs, of_windows=of_windows).parts())
+
+
+def fetch(rank, ticket, data):
+    rank.pieces[ticket] = Piece("piece", data, rank.pool)
+
+
+def pieces_of(dice, name, length, num_ranks):
+    """What a group saves: each piece with its runs; and what each slot of the segment has."""
+    ranks = [Rank(name, number, number) for number in range(num_ranks)]
+    runs = cut(dice, length, num_ranks)
+    for rank in ranks:
+        rank.ledger.restore(SEGMENT, START, runs)
+    pieces = [(part, saved(ranks[part[0].rank], part)) for part in deal(dice, runs)]
+    bits = [slot for rank in ranks for slot in contents(rank, START + length)]
+    return pieces, dict(bits)
+
+
+def contents(rank, end):
+    """What lies in this rank's own slots, by position."""
+    for position, slot in rank.slots(end, rank.ledger.rank).items():
+        found = []
+        for part in rank.pool.blocks(of_windows=False):
+            block = part.tensor[:, slot // BLOCK]
+            found += (block[:, slot % BLOCK] if part.has_slots else block).flatten().tolist()
+        yield position, found
+
+
+def portions_of(dice, pieces, num_ranks):
+    """A new place for each block of a segment, as what each rank takes of which piece; neighbours may part."""
+    free = [dice.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(num_ranks)]
+    found = {}
+    for ticket, (runs, _) in enumerate(pieces):
+        for run in runs:
+            for start in range(run.start, run.end, BLOCK):
+                rank = dice.choice([rank for rank in range(num_ranks) if free[rank]])
+                new = Run(rank, start, min(start + BLOCK, run.end), (free[rank].pop(),))
+                found.setdefault((ticket, rank), []).append(new)
+    portions = [Portion(ticket, tuple(runs)) for (ticket, _), runs in found.items()]
+    return tuple(dice.sample(portions, len(portions)))
+
+
+def carry_out(work, ranks):
+    def one(comm):
+        rank = ranks[comm.rank]
+        counted = CountingComm(comm)
+        restore(work, counted, rank.pool, rank.ledger, rank.pieces.get)
+        return counted.num_operations
+
+    return on_ends(loopback(len(ranks)), one)
+
+
+@pytest.mark.parametrize("name", [name for name in POOLS if name != "windows alone"])
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**31), length=st.integers(1, 9 * BLOCK), sizes=st.tuples(st.integers(1, 4), st.integers(1, 4))
+)
+def test_what_some_ranks_save_others_restore(name, seed, length, sizes):
+    dice, end = random.Random(seed), START + length
+    pieces, bits = pieces_of(dice, name, length, sizes[0])
+    portions = portions_of(dice, pieces, sizes[1])
+    ranks = [Rank(name, 10 + number, number) for number in range(sizes[1])]
+    untouched = [Content(rank.pool).export(range(NUM_BLOCKS)) for rank in ranks]
+    for portion in portions:
+        fetch(ranks[portion.runs[0].rank], portion.ticket, pieces[portion.ticket][1])
+    assert carry_out(Restore(SEGMENT, START, portions), ranks) == [1] * sizes[1]
+    assert dict(slot for rank in ranks for slot in contents(rank, end)) == bits
+    assert len({str([rank.slots(end, other) for other in range(sizes[1])]) for rank in ranks}) == 1
+    for rank, before in zip(ranks, untouched, strict=True):
+        taken = {
+            block
+            for portion in portions
+            for run in portion.runs
+            for block in run.blocks
+            if run.rank == rank.ledger.rank
+        }
+        others = [block for block in range(NUM_BLOCKS) if block not in taken]
+        assert torch.equal(Content(rank.pool).export(others), before[others])
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**31), length=st.integers(1, 9 * BLOCK), size=st.integers(1, 3))
+def test_windows_come_back_on_every_rank(name, seed, length, size):
+    dice, end = random.Random(seed), START + length
+    first = Rank(name, 1, 0)
+    old = windows(dice, end)
+    new = (Run(EVERY_RANK, old[0].start, end, tuple(dice.sample(range(NUM_WINDOW_BLOCKS), len(old[0].blocks)))),)
+    data = saved(first, old, of_windows=True)
+    ranks = [Rank(name, 10 + number, number) for number in range(size)]
+    for rank in ranks:
+        rank.ledger.put(SEGMENT, [Run(0, START, START + BLOCK, (0,))], (Run(EVERY_RANK, START, START + 1, (5,)),))
+        fetch(rank, 8, data)
+    carry_out(Restore(SEGMENT, START, (), new, 8), ranks)
+    for rank in ranks:
+        here, there = Content(rank.pool, of_windows=True), Content(first.pool, of_windows=True)
+        whole = len(new[0]) // BLOCK
+        assert torch.equal(here.export(new[0].blocks[:whole]), there.export(old[0].blocks[:whole]))
+        assert rank.slots(end, EVERY_RANK).keys() == set(range(new[0].start, end))
+
+
+RUN, OTHER = Run(0, START, START + 6, (1, 2)), Run(1, START + 6, START + 8, (1,))
+
+
+def group(size=2):
+    source = Rank("plain", 1, 0)
+    data = saved(source, [Run(0, START, START + 8, (4, 5, 6))])
+    ranks = [Rank("plain", 10 + number, number) for number in range(size)]
+    for rank in ranks:
+        fetch(rank, 0, data)
+        rank.ledger.put(BEFORE, [Run(0, 0, START, (9, 10, 11))])
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("portions", "told"),
+    [
+        ((Portion(0, (RUN,)), Portion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
+        ((Portion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
+        ((Portion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
+    ],
+    ids=["another ticket", "a part of a block", "past its end"],
+)
+def test_what_was_not_fetched_is_named_on_every_rank(portions, told):
+    ranks = group()
+
+    def refused(comm):
+        rank = ranks[comm.rank]
+        with pytest.raises(KeysMissing, match=told):
+            restore(Restore(SEGMENT, START, portions), comm, rank.pool, rank.ledger, rank.pieces.get)
+
+    on_ends(loopback(2), refused)
+    assert [rank.ledger.parts((BEFORE,), 99) for rank in ranks] == [[(BEFORE, 0, 99)]] * 2
+    carry_out(Restore(SEGMENT, START, (Portion(0, (RUN,)), Portion(0, (OTHER,)))), ranks)
+
+
+def test_a_window_is_not_taken_for_something_else():
+    ranks = group(1)
+    with pytest.raises(KeysMissing):
+        carry_out(Restore(SEGMENT, START, (), (Run(EVERY_RANK, START, START + 6, (1, 2)),), 0), ranks)
+
+
+@pytest.mark.parametrize(
+    "portions",
+    [
+        (Portion(0, (RUN, OTHER)),),
+        (Portion(0, ()),),
+        (Portion(0, (Run(2, START, START + 6, (1, 2)),)),),
+        (Portion(0, (RUN,)), Portion(1, (Run(0, START + 6, START + 8, (2,)),))),
+        (Portion(0, (RUN,)), Portion(1, (Run(1, START, START + 6, (1, 2)),))),
+        (Portion(0, (Run(0, START, START + 6, (1,)),)),),
+        (Portion(0, (Run(0, START - 1, START + 2, (1,)),)),),
+    ],
+    ids=["two ranks", "nothing", "nobody", "a block twice", "positions twice", "too few blocks", "before it starts"],
+)
+def test_what_makes_no_sense_restores_nothing(portions):
+    ranks = group()
+    before = [Content(rank.pool).export(range(NUM_BLOCKS)) for rank in ranks]
+
+    def refused(comm):
+        rank, counted = ranks[comm.rank], CountingComm(comm)
+        with pytest.raises(ValueError, match="a block|a run|a portion|positions"):
+            restore(Restore(SEGMENT, START, portions), counted, rank.pool, rank.ledger, rank.pieces.get)
+        return counted.num_operations
+
+    assert on_ends(loopback(2), refused) == [0, 0]
+    for rank, bits in zip(ranks, before, strict=True):
+        assert torch.equal(Content(rank.pool).export(range(NUM_BLOCKS)), bits)
+
+
+def test_what_is_held_is_not_restored():
+    ranks = group()
+    carry_out(Restore(SEGMENT, START, (Portion(0, (RUN,)),)), ranks)
+    for start, portion in [
+        (START, Portion(0, (Run(1, START + 3, START + 6, (1,)),))),
+        (START + 1, Portion(0, (OTHER,))),
+    ]:
+        with pytest.raises(ValueError, match="is held where|does not start"):
+            carry_out(Restore(SEGMENT, start, (portion,)), ranks)

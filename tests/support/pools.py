@@ -1,0 +1,45 @@
+"""Small pools of every kind."""
+
+from collections.abc import Callable
+
+import torch
+
+from longleaf.geometry import Reach
+from workers.keys.quantized import QuantizedPool
+from workers.keys.slots import Pool, Slots
+from workers.model.model import LayerSpec
+
+BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 3, 12, 7
+FULL, NEAR = LayerSpec(4, 2, 8, Reach()), LayerSpec(6, 3, 5, Reach(10))
+LATENT = LayerSpec(4, 1, 8, Reach(), latent_dim=5)
+
+
+def plain(
+    *specs: LayerSpec, dtype: torch.dtype = torch.float32, num_window_blocks: int | None = None
+) -> Callable[[], Slots]:
+    return lambda: Pool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, dtype, "cpu", num_window_blocks)
+
+
+def quantized(*specs: LayerSpec, num_window_blocks: int | None = None) -> Callable[[], Slots]:
+    return lambda: QuantizedPool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
+
+
+POOLS = {
+    "plain": plain(FULL, NEAR),
+    "half": plain(FULL, NEAR, dtype=torch.bfloat16),
+    "latents": plain(LATENT, LATENT),
+    "int8": quantized(FULL, NEAR),
+    "windows apart": plain(FULL, NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),
+    "int8 windows apart": quantized(NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),
+    "windows alone": plain(NEAR, NEAR, num_window_blocks=NUM_WINDOW_BLOCKS),
+}
+
+
+def filled(make: Callable[[], Slots], seed: int) -> Slots:
+    """A pool in whose blocks anything lies."""
+    pool, generator = make(), torch.Generator().manual_seed(seed)
+    for of_windows in (False, True):
+        for _, tensor, _ in pool.blocks(of_windows=of_windows):
+            bits = torch.randint(-60, 60, tensor.shape, generator=generator)
+            tensor.copy_(bits if tensor.dtype == torch.int8 else bits / 7)
+    return pool

@@ -1,0 +1,158 @@
+"""Blocks as a file and back: the same bits in every kind of pool, zeros past the end, and nothing that is damaged."""
+
+import math
+
+import pytest
+import safetensors.torch
+import torch
+
+from longleaf.errors import DataLoss
+from longleaf.geometry import EVERY_RANK
+from longleaf.runs import Run
+from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
+from workers.keys.content import Content
+from workers.snapshots import piece as pieces
+from workers.snapshots.fakes import FolderStore
+from workers.snapshots.piece import Copy, Piece, form_of
+
+WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}
+KINDS = [(name, False) for name in POOLS if name != "windows alone"] + [(name, True) for name in sorted(WINDOWED)]
+RUNS = (Run(0, 4, 13, (5, 2, 6)), Run(0, 16, 20, (0, 3)))
+"""The second one ends in the middle of its last block."""
+
+
+def written(pool, runs=RUNS, of_windows=False):
+    return b"".join(Copy(pool, runs, of_windows=of_windows).parts())
+
+
+@pytest.mark.parametrize(("name", "of_windows"), KINDS)
+def test_what_was_written_comes_back_to_the_bit(name, of_windows):
+    source, target = filled(POOLS[name], 1), filled(POOLS[name], 2)
+    rank = EVERY_RANK if of_windows else 0
+    runs = [Run(rank, run.start, run.end, run.blocks) for run in RUNS]
+    piece = Piece("p", written(source, runs, of_windows), target)
+    assert piece.of_windows == of_windows
+    before = {there: Content(target, of_windows=there).export(range(7)) for there in (False, True)}
+    bits = Content(source, of_windows=of_windows).export(range(7))
+    elsewhere = [Run(3, 16, 20, (4, 1)), Run(3, 7, 13, (6, 0))]
+    numbers = piece.find(elsewhere, BLOCK)
+    assert numbers == [3, 4, 1, 2]
+    piece.restore(target, numbers, [4, 1, 6, 0])
+    wanted = before[of_windows].clone()
+    wanted[[4, 6, 0]] = bits[[0, 2, 6]]
+    after = Content(target, of_windows=of_windows).export(range(7))
+    last = 1  # of which one slot alone was in use
+    for block in set(range(7)) - {last}:
+        assert torch.equal(after[block], wanted[block])
+    for part in (part for part in target.blocks(of_windows=of_windows) if part.has_slots):
+        assert not part.tensor[:, last, 1:].any()
+    for now, then in zip(target.blocks(of_windows=of_windows), source.blocks(of_windows=of_windows), strict=True):
+        first = slice(0, 1) if now.has_slots else slice(None)
+        assert torch.equal(now.tensor[:, last, first], then.tensor[:, 3, first])
+    other = not of_windows
+    assert torch.equal(Content(target, of_windows=other).export(range(7)), before[other])
+
+
+@pytest.mark.parametrize("name", ["plain", "half", "latents", "int8"])
+def test_equal_keys_give_equal_bytes_wherever_they_lie(name):
+    """Whatever lies behind them in their block."""
+    here, there = filled(POOLS[name], 1), filled(POOLS[name], 2)
+    bits = Content(here).export([5, 2, 6, 0, 3])
+    Content(there).restore([9, 1, 0, 7, 4], bits)
+    for part in (part for part in there.blocks(of_windows=False) if part.has_slots):
+        part.tensor[:, 4, 1:] = 3
+    runs = (Run(2, 4, 13, (9, 1, 0)), Run(2, 16, 20, (7, 4)))
+    assert written(here) == written(there, runs)
+    for part in (part for part in here.blocks(of_windows=False) if part.has_slots):
+        part.tensor[:, 3, :1] = 3
+    assert written(here) != written(there, runs)
+
+
+def test_a_piece_is_a_file_that_others_can_read():
+    pool = filled(POOLS["int8"], 1)
+    tensors = safetensors.torch.load(written(pool))
+    names = [f"{layer}.{part}" for layer in (0, 1) for part in ("keys", "values", "exponents", "scales")]
+    assert sorted(tensors) == sorted(names)
+    exponents = pool.blocks(of_windows=False)[2].tensor
+    assert torch.equal(tensors["0.exponents"], exponents[:, [5, 2, 6, 0, 3]].transpose(0, 1))
+
+
+def test_forms_tell_pools_apart():
+    forms = [form_of(make(), of_windows=False) for name, make in POOLS.items() if name != "windows alone"]
+    assert len(set(forms)) == len(forms)
+    assert form_of(POOLS["plain"](), of_windows=False) == (
+        "blocks of 3; 0.keys F32 2x3x8; 0.values F32 2x3x8; 1.keys F32 3x3x5; 1.values F32 3x3x5"
+    )
+    assert form_of(POOLS["plain"](), of_windows=True) == form_of(POOLS["windows alone"](), of_windows=False) == ""
+
+
+@pytest.mark.parametrize("other", ["half", "latents", "int8", "windows apart"])
+def test_a_piece_of_another_form_is_refused(other):
+    with pytest.raises(DataLoss, match="a pool of another form"):
+        Piece("p", written(filled(POOLS["plain"], 1)), POOLS[other]())
+
+
+def test_positions_that_a_piece_does_not_have_as_whole_blocks_are_not_found():
+    piece = Piece("p", written(filled(POOLS["plain"], 1)), POOLS["plain"]())
+    for start, end in [(1, 4), (4, 6), (5, 8), (4, 16), (16, 21), (16, 22), (13, 16), (19, 22)]:
+        assert piece.find([Run(0, start, end, ())], BLOCK) is None
+    assert piece.find([Run(0, 4, 7, ()), Run(0, 19, 20, ())], BLOCK) == [0, 4]
+
+
+def test_whatever_is_cut_off_is_no_piece():
+    pool = filled(POOLS["plain"], 1)
+    data = written(pool)
+    header = int.from_bytes(data[:8], "little")
+    for end in [*range(0, 8 + header + 9, 7), len(data) // 2, len(data) - 1]:
+        with pytest.raises(DataLoss):
+            Piece("p", data[:end], pool)
+    with pytest.raises(DataLoss):
+        Piece("p", data + b"x", pool)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (b'"version":"1"', b'"version":"2"', "version is 2"),
+        (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
+        (b'"positions":"4-13', b'"positions":"4+13', "no piece"),
+        (b"__metadata__", b"__metadate__", "no piece"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(old, new, told):
+    pool = filled(POOLS["plain"], 1)
+    data = written(pool)
+    assert old in data
+    with pytest.raises(DataLoss, match=told):
+        Piece("p", data.replace(old, new), pool)
+
+
+def test_any_flipped_byte_is_found(tmp_path):
+    store, pool = FolderStore(str(tmp_path)), filled(POOLS["half"], 1)
+    written = store.put("p", Copy(pool, RUNS, of_windows=False).parts())
+    path, generator = tmp_path / "p", torch.Generator().manual_seed(1)
+    data = path.read_bytes()
+    assert store.get("p", written.digest) == data
+    for at in torch.randint(0, len(data), (20,), generator=generator).tolist():
+        path.write_bytes(data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :])
+        with pytest.raises(DataLoss):
+            store.get("p", written.digest)
+
+
+def test_more_than_a_piece_may_have_is_refused(monkeypatch):
+    pool = filled(POOLS["plain"], 1)
+    size = math.prod(Content(pool).export(range(5)).shape)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", size)
+    assert len(written(pool)) > size
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", size - 1)
+    with pytest.raises(ValueError, match="more than a piece may have"):
+        Copy(pool, RUNS, of_windows=False)
+    Copy(pool, [Run(0, 0, 3, (NUM_BLOCKS - 1,))], of_windows=False)
+
+
+def test_what_happens_to_a_pool_does_not_change_a_copy():
+    pool = filled(POOLS["plain"], 1)
+    copy, before = Copy(pool, RUNS, of_windows=False), written(pool)
+    for part in pool.blocks(of_windows=False):
+        part.tensor.zero_()
+    assert b"".join(copy.parts()) == before

@@ -1,0 +1,1 @@
+"""Keys and values on their way to storage and back, beside the steps."""

@@ -1,0 +1,169 @@
+"""Saves and fetches of one rank, on threads of their own: steps go on meanwhile.
+
+A save first copies blocks to the host, which is short and belongs to an epoch: once that has ended, no copy is begun.
+Then the storage takes its time, and what it gets is right whatever happens to the blocks.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from longleaf.channel.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
+from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable
+from workers.keys.slots import Slots
+from workers.snapshots.piece import Copy, Piece
+from workers.snapshots.store import OpenStore, Store
+
+NUM_THREADS = 2
+MAX_REASON_CHARACTERS = 1024
+Answer = Callable[[Outcome], None]
+"""Sends what has become of an order. Any thread may call it."""
+ENDED = Failure("dropped", "the epoch has ended")
+NOT_HELD = Failure("dropped", "the rank does not hold it")
+DISCARDED = Failure("dropped", "it was discarded")
+log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Takes orders from the thread of the steps, which never waits here but for the copy of a piece, at an epoch's end.
+
+    Each order is answered once, unless the desk is closed before.
+    """
+
+    def __init__(self, member: int, url: str | None, open_store: OpenStore, device: str) -> None:
+        """`url` None: there is no storage, and all orders fail."""
+        self._member = member
+        self._url = url
+        self._open = open_store
+        self._device = device
+        self._store: Store | None = None
+        self._opening = threading.Lock()
+        self._copying = threading.Lock()
+        self._num_epochs = 0
+        """That have ended. Changes before who ends one waits for `_copying`."""
+        self._lock = threading.Lock()
+        """Of what follows."""
+        self._wanted = set[tuple[type, int]]()
+        """Orders, by kind and ticket, that are not answered, unless they were discarded."""
+        self._pieces: dict[int, Piece] = {}
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name="snapshots", daemon=True) for _ in range(NUM_THREADS)]
+        self._is_closed = False
+
+    # --- the thread of the steps ---
+
+    def save(self, order: Save, pool: Slots, answer: Answer) -> None:
+        """Writes what lies in blocks of the pool, unless the epoch ends before it is begun."""
+        epoch = self._num_epochs
+        self._begin(order, lambda: answer(self._saved(order, pool, epoch)))
+
+    def fetch(self, order: Fetch, pool: Slots, answer: Answer) -> None:
+        """Reads a piece for pools like this one."""
+        self._begin(order, lambda: answer(self._fetched(order, pool)))
+
+    def _begin(self, order: Save | Fetch, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._wanted.add((type(order), order.ticket))
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        self._orders.put(work)
+
+    def discard(self, tickets: Sequence[int]) -> None:
+        with self._lock:
+            for ticket in tickets:
+                self._wanted -= {(Save, ticket), (Fetch, ticket)}
+                self._pieces.pop(ticket, None)
+
+    def piece(self, ticket: int) -> Piece | None:
+        """What was fetched, and is not discarded."""
+        with self._lock:
+            return self._pieces.get(ticket)
+
+    def end_epoch(self) -> None:
+        """Returns when no block is being read, and none will be for a save that was ordered before."""
+        self._num_epochs += 1
+        with self._copying:
+            pass
+
+    def close(self) -> None:
+        """Waits for nobody: a storage may take its time. Idempotent."""
+        self._is_closed = True
+        for _ in self._threads:
+            self._orders.put(None)
+
+    # --- its own threads ---
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        if self._device.startswith("cuda"):  # each thread has a current one of its own
+            torch.cuda.set_device(self._device)
+        while (work := self._orders.get()) is not None and not self._is_closed:
+            work()
+
+    def _saved(self, order: Save, pool: Slots, epoch: int) -> Saved:
+        try:
+            with self._copying:
+                failure = self._refusal(order) or (ENDED if epoch != self._num_epochs else None)
+                copy = None if failure else Copy(pool, order.runs, of_windows=order.of_windows)
+            if copy is None:
+                return Saved(self._member, order.ticket, failure=failure)
+            written = self._opened().put(order.name, copy.parts())
+            return Saved(self._member, order.ticket, written.num_bytes, written.digest)
+        except Exception as error:
+            return Saved(self._member, order.ticket, failure=failure_of(error))
+        finally:
+            self._finish(order)
+
+    def _fetched(self, order: Fetch, pool: Slots) -> Fetched:
+        failure = self._refusal(order)
+        try:
+            if failure is None:
+                data = self._opened().get(order.name, order.digest)
+                if len(data) != order.num_bytes:
+                    raise DataLoss(order.name, f"it has {len(data)} bytes instead of {order.num_bytes}")
+                failure = self._keep(order, Piece(order.name, data, pool))
+        except Exception as error:
+            failure = failure_of(error)
+        finally:
+            self._finish(order)
+        return Fetched(self._member, order.ticket, failure)
+
+    def _keep(self, order: Fetch, piece: Piece) -> Failure | None:
+        with self._lock:
+            if (Fetch, order.ticket) not in self._wanted:
+                return DISCARDED
+            self._pieces[order.ticket] = piece
+        return None
+
+    def _refusal(self, order: Save | Fetch) -> Failure | None:
+        with self._lock:
+            return None if (type(order), order.ticket) in self._wanted else DISCARDED
+
+    def _finish(self, order: Save | Fetch) -> None:
+        with self._lock:
+            self._wanted.discard((type(order), order.ticket))
+
+    def _opened(self) -> Store:
+        """Raises what the storage raises; then it is tried again with the next order."""
+        if self._url is None:
+            raise StorageUnavailable("snapshot_url: none was given")
+        with self._opening:
+            self._store = self._store or self._open(self._url)
+            return self._store
+
+
+def failure_of(error: Exception) -> Failure:
+    match error:
+        case DataLoss():
+            return Failure("damaged", error.reason[:MAX_REASON_CHARACTERS])
+        case NotFound():
+            return Failure("damaged", "it is not there")
+        case LongleafError():
+            return Failure("unavailable", str(error)[:MAX_REASON_CHARACTERS])
+        case _:
+            log.error("a piece was neither written nor read", exc_info=error)
+            return Failure("unavailable", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS])
