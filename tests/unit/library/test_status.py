@@ -18,6 +18,7 @@ from longleaf.errors import (
     Fenced,
     InvalidArgument,
     KeysDamaged,
+    KeysMissing,
     LongleafError,
     ModelRefused,
     NotFinite,
@@ -72,7 +73,9 @@ def test_an_error_is_the_same_on_the_other_side(error: LongleafError) -> None:
 def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> None:
     known = {kind.error for kind in KINDS}
     types = {found for found in vars(errors).values() if isinstance(found, type)}
-    assert types - known == {LongleafError, RanksDisagree, Fenced, KeysDamaged}, "the root, and what only ranks meet"
+    assert types - known == {LongleafError, RanksDisagree, Fenced, KeysDamaged, KeysMissing}, (
+        "the root, and what only ranks meet"
+    )
     assert known == {type(example) for example in EXAMPLES}
     for i, kind in enumerate(KINDS):
         assert not any(issubclass(later.error, kind.error) for later in KINDS[i + 1 :])
