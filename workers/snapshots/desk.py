@@ -97,7 +97,6 @@ class Desk:
 
     # --- its own threads ---
 
-    @torch.inference_mode()
     def _work(self) -> None:
         if self._device.startswith("cuda"):  # each thread has a current one of its own
             torch.cuda.set_device(self._device)
