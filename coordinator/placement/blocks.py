@@ -203,6 +203,37 @@ class Placer:
                 start, left = stop, left - count
         return tuple(runs)
 
+    def place_part(
+        self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
+    ) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
+        """Runs on a rank that has room, for as much of some ranges as it takes: whole blocks of each from its start on,
+        at most `max_blocks` and at least one; and what is left of the ranges.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        pool, runs, rest = self.pools[rank], list[Run](), list[tuple[int, int]]()
+        wanted = sum(ceil_div(end - start, self.block_size) for start, end in ranges)
+        self._spend(reservation, Blocks(count := min(wanted, max_blocks, pool.num_free)))
+        blocks = pool.allocate(count)  # neighbours, if possible, whatever the ranges are
+        for start, end in ranges:
+            count = ceil_div(end - start, self.block_size)
+            taken, blocks = blocks[:count], blocks[count:]
+            stop = min(start + len(taken) * self.block_size, end)
+            if taken:
+                runs.append(Run(rank, start, stop, taken))
+            if stop < end:
+                rest.append((stop, end))
+        return tuple(runs), rest
+
+    def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
+        """Runs of windows for all of some ranges. Raises as `place_part`."""
+        runs = list[Run]()
+        for start, end in ranges:
+            count = ceil_div(end - start, self.block_size)
+            self._spend(reservation, Blocks(windows=count))
+            runs.append(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)))
+        return tuple(runs)
+
     def place_on(self, rank: int, start: int, end: int) -> Run:
         """A run for positions that come to a rank from another one: in blocks that are promised to nobody."""
         count = ceil_div(end - start, self.block_size)

@@ -12,7 +12,7 @@ Range = tuple[int, int]
 class Loss:
     """Positions of a segment whose keys nobody holds any more, until they are held again.
 
-    Ranges begin where a run began, and are read again in whole blocks from there on.
+    Ranges begin where a run began, and are held again in whole blocks from there on.
     """
 
     def __init__(self, ranges: Iterable[Range], before: "Loss | None" = None) -> None:
@@ -29,6 +29,8 @@ class Loss:
         """Blocks for what is left, once there is room for it."""
         self.front: int | None = None
         """With replicated windows, the place on the segment's path before which they are kept to go on from."""
+        self.may_return = before.may_return if before else True
+        """It has not been tried in vain to bring it back from storage."""
         self.suspicion = before.suspicion if before else 0
         """How much its tokens are suspected of ending epochs, for they were not read past that place again."""
         self.suspect_end = before.suspect_end if before else 0
@@ -52,11 +54,15 @@ class Loss:
         return sum(max(0, min(high, end) - low) for low, high in self.left)
 
     def fill(self, start: int, end: int) -> None:
-        """Positions [start, end), which begin where something lost does, are held again."""
-        index = bisect_right(self.left, (start, end)) - 1
-        index = index if index >= 0 and self.left[index][0] == start else index + 1
+        """Positions [start, end), all of which are lost and neighbours, are held again."""
+        index = bisect_right(self.left, start, key=_start) - 1
         low, high = self.left[index]
-        assert low == start < end <= high
-        self.left[index : index + 1] = [(end, high)] if end < high else []
+        assert 0 <= index
+        assert low <= start < end <= high
+        self.left[index : index + 1] = [(a, b) for a, b in ((low, start), (end, high)) if a < b]
         if self.left and self.first >= self.suspect_end:
             self.suspicion = 0
+
+
+def _start(stretch: Range) -> int:
+    return stretch[0]

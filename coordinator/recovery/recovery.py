@@ -1,4 +1,4 @@
-"""What follows a change of ranks, until all is held again and everybody holds a share. Pure."""
+"""What follows a loss, until all is held again and everybody holds a share. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,8 +11,9 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.moving import Moving
 from coordinator.recovery.regrouping import call, regroup
 from coordinator.recovery.rereading import Rereading
+from coordinator.recovery.restoring import Restoring
 from coordinator.recovery.suspicion import BREAK
-from longleaf.channel.step import Move, Prefill, Work
+from longleaf.channel.step import Move, Prefill, Restore, Work
 from longleaf.messages import Recovering
 from longleaf.runs import Run
 
@@ -21,15 +22,17 @@ MOVED_BLOCKS = 64
 
 
 class Recovery:
-    """Plans of its own, one at a time: lost tokens are read again, then runs move to those that came new."""
+    """Plans of its own, one at a time: what is lost comes back from storage, or is read again; then runs move to those
+    that came new."""
 
     def __init__(self, placer: Placer, segments: Segments, max_moved_blocks: int = MOVED_BLOCKS) -> None:
         self._placer = placer
         self._holdings = segments.holdings
         self._segments = segments
-        self._rereading = Rereading(placer, segments)
+        self.restoring = Restoring(placer, segments)
+        self._rereading = Rereading(placer, segments, self.restoring.has)
         self._moving = Moving(placer, segments, max_moved_blocks)
-        self._work: Prefill | Move | None = None
+        self._work: Prefill | Move | Restore | None = None
         self._losses: dict[int, Loss] = {}
         """All that was lost since everything was held, by segment."""
         self.is_over = True
@@ -90,6 +93,7 @@ class Recovery:
         self._work = None
         amount = suspicion if is_suspected else 0
         reread = self._rereading.undo(amount, is_certain=is_certain) if self._rereading.is_under_way else None
+        self.restoring.undo(has_broken=amount >= BREAK)
         if self._moving.is_under_way:
             self._moving.undo(has_broken=amount >= BREAK and is_certain)
         return reread if is_suspected else None
@@ -117,20 +121,22 @@ class Recovery:
         self._losses |= {holding.segment.id: holding.loss for holding in parked if holding.loss}
         self.is_over = self.is_over and not parked
 
-    def promise(self, paths: Iterable[Path]) -> None:
-        """Promises blocks for what is lost, first for what these paths need, as far as there is room."""
+    def promise(self, paths: Sequence[Path]) -> None:
+        """Promises blocks for what is lost, first for what these paths need, as far as there is room; and orders what
+        can be fetched for it."""
         if not self.is_promised:
             self._rereading.promise(paths)
+        self.restoring.go_on(paths)
 
     # --- plans ---
 
-    def plan(self, paths: Iterable[Path], size: int) -> Prefill | Move | None:
+    def plan(self, paths: Iterable[Path], size: int) -> Prefill | Move | Restore | None:
         """What comes next, with chunks of up to `size` tokens; None when nothing can be done now."""
         assert self._work is None
         if self.is_bare:
             self._work = self._moving.hand_out()
         if self._work is None:
-            self._work = self._rereading.plan(paths, size) or self._moving.plan()
+            self._work = self.restoring.plan() or self._rereading.plan(paths, size) or self._moving.plan()
         return self._work
 
     def owns(self, work: Work) -> bool:
@@ -140,7 +146,9 @@ class Recovery:
     def commit(self) -> Holding | None:
         """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it."""
         self._work, holding = None, None
-        if self._rereading.is_under_way:
+        if self.restoring.is_under_way:
+            holding = self.restoring.commit()
+        elif self._rereading.is_under_way:
             holding = self._rereading.commit()
         else:
             self._moving.commit()

@@ -1,7 +1,7 @@
 """Reading lost runs again: in order of position along paths, dealt over all ranks. Pure."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from coordinator.placement.blocks import Blocks, Placer, Reservation
 from coordinator.placement.holdings import Holding
@@ -16,8 +16,10 @@ class Rereading:
     """Plans what is read again, one plan at a time. What is lost has blocks promised before any of it is planned, so
     that it cannot run out of room."""
 
-    def __init__(self, placer: Placer, segments: Segments) -> None:
+    def __init__(self, placer: Placer, segments: Segments, comes_back: Callable[[Holding], bool]) -> None:
+        """`comes_back`: a segment does from storage, and so long is not read again."""
         self._placer = placer
+        self._comes_back = comes_back
         self._segments = segments
         self._holdings = segments.holdings
         self._rolling: Reservation | None = None
@@ -126,25 +128,28 @@ class Rereading:
             return self._choose_rolled(paths)
         for path in paths:
             found = self._holdings.first_lost(path)
-            if found and found[0].loss and found[0].loss.promise:
+            if found and self._may_begin(found[0]):
                 return found
         for holding in self._holdings.lossy:
-            if holding.loss and holding.loss.promise and self._holdings.holds(holding.segment.before):
+            if self._may_begin(holding) and self._holdings.holds(holding.segment.before):
                 return holding, holding.segment.end
         return None
+
+    def _may_begin(self, holding: Holding) -> bool:
+        return holding.loss is not None and holding.loss.promise is not None and not self._comes_back(holding)
 
     def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
         """With replicated windows one segment is read to its end before another begins."""
         current = self._current
         if current is not None and self._is_lent:
-            return current, current.segment.end
+            return (current, current.segment.end) if self._may_begin(current) else None
         self._current = None
         if self._rolling is None or not self._can_roll:
             return None
         lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
         for holding in [*lossy, *self._holdings.lossy]:
             loss = holding.loss
-            if loss and loss.promise and self._holdings.holds(holding.segment.before):
+            if loss and loss.promise and self._may_begin(holding) and self._holdings.holds(holding.segment.before):
                 loss.promise.left += self._rolling.left
                 self._rolling, self._current, self._lent_to = None, holding, loss
                 return holding, holding.segment.end

@@ -119,7 +119,7 @@ class Healing:
         """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
         paths is lost any more."""
         self._recovery.settle()
-        self._recovery.promise(self.paths())
+        self._recovery.promise(list(self.paths()))
         if self._parking is not None and self.is_settled and not self._recovery.is_promised:
             self._parking.rest_unpromised()
         self._lives.may_begin = True

@@ -27,6 +27,7 @@ from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.recovery.regrouping import lay_out
+from coordinator.recovery.restoring import Restoring
 from coordinator.recovery.suspicion import BREAK
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.healing import Healing
@@ -360,6 +361,11 @@ class Scheduler:
     def layout(self) -> tuple[SegmentLayout, ...]:
         """All that is held, for ranks that are told so before they get any plan."""
         return lay_out(self.segments)
+
+    @property
+    def restoring(self) -> Restoring:
+        """What comes back from storage. Whoever tells it something schedules then."""
+        return self._recovery.restoring
 
     @property
     def recovering(self) -> Recovering | None:

@@ -51,7 +51,7 @@ class KeyLedger:
         self.members = list(range(num_ranks))
         """By rank."""
         self._num_members = num_ranks
-        self._numbers: dict[tuple[int, int, Rope], int] = {}
+        self.numbers: dict[tuple[int, int, Rope], int] = {}
         self._keys: dict[Slot, Key | None] = {}
         """None: what a broken step left."""
         self.books: dict[int, Book] = {}
@@ -280,7 +280,7 @@ class KeyLedger:
             self._check_window(path, self.chain(path, end), end)
 
     def _key(self, before: int, token_id: int, rope: Rope) -> Key:
-        number = self._numbers.setdefault((before, token_id, rope), len(self._numbers) + 1)
+        number = self.numbers.setdefault((before, token_id, rope), len(self.numbers) + 1)
         return Key(number, before, token_id, rope)
 
     def _book_of(self, path: tuple[int, ...], position: int) -> Book:

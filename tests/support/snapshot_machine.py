@@ -1,0 +1,142 @@
+"""A machine whose contexts outlive everything, and some of them on storage: what is fetched comes in any order, or not."""
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from coordinator.placement.holdings import Holding
+from coordinator.recovery.restoring import OF_WINDOWS, Part
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.snapshots import Save
+from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.runs import Run
+from tests.support.durable_machine import DurableMachine
+from tests.support.key_ledger import Content
+
+
+@dataclass
+class Snapshot:
+    """What storage has of a segment."""
+
+    pieces: list[Content]
+    windows: Content
+    ranges: list[list[tuple[int, int]]]
+    window_ranges: list[tuple[int, int]]
+
+
+class SnapshotMachine(DurableMachine):
+    """Storage outlives the service, and is believed only where ranks could have taken it in as it is."""
+
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
+        numbers = self.keys.numbers if hasattr(self, "keys") else {}
+        super()._start_ranks(blocks, block_size, windows)
+        self.keys.numbers = numbers  # equal keys are equal for good
+        self.fetching: list[Part] = []
+        if not hasattr(self, "storage"):
+            self.storage: dict[int, Snapshot] = {}
+            self.num_restored = 0
+
+    def _make_scheduler(self, epoch: int) -> Scheduler:
+        scheduler = super()._make_scheduler(epoch)
+        scheduler.restoring.is_kept = lambda segment: segment in self.storage
+        return scheduler
+
+    # --- saving ---
+
+    @precondition(lambda self: self.is_calm)
+    @rule(data=st.data(), size=st.integers(1, 4))
+    def save(self, data: st.DataObject, size: int) -> None:
+        """Something that is wholly held is saved, in pieces of so many runs."""
+        holdings = [one for one in self.scheduler.segments.holdings if self._may_be_saved(one)]
+        if holdings:
+            holding = data.draw(st.sampled_from(holdings), label="segment")
+            self.storage[holding.segment.id] = self._saved(holding, size)
+
+    def _may_be_saved(self, holding: Holding) -> bool:
+        is_whole = holding.segment.is_sealed and holding.loss is None and not holding.is_parked
+        return is_whole and bool(holding.segment.token_ids)
+
+    def _saved(self, holding: Holding, size: int) -> Snapshot:
+        found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])
+        for rank, member in enumerate(self.keys.members):
+            runs = [run for run in holding.runs if run.rank == rank]
+            for first in range(0, len(runs), size):
+                some = runs[first : first + size]
+                found.pieces.append(self._content(member, holding, some))
+                found.ranges.append([(run.start, run.end) for run in some])
+        if holding.window_runs:
+            found.windows = self._content(self.keys.members[0], holding, holding.window_runs, of_windows=True)
+        return found
+
+    def _content(
+        self, member: int, holding: Holding, runs: list[Run] | tuple[Run, ...], *, of_windows: bool = False
+    ) -> Content:
+        order = Save(0, "piece", holding.segment.id, tuple(runs), of_windows)
+        return self.keys.save(member, order)
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """Storage loses something."""
+        if self.storage:
+            del self.storage[data.draw(st.sampled_from(sorted(self.storage)), label="lost")]
+
+    # --- fetching ---
+
+    def _take_orders(self) -> None:
+        restoring = self.scheduler.restoring
+        for segment in restoring.take_wanted():
+            if (found := self.storage.get(segment)) is None:
+                restoring.refuse(segment)
+            else:
+                restoring.offer(segment, found.ranges, found.window_ranges)
+        if not self.is_between:
+            self.scheduler._healing.go_on()
+        self.fetching += restoring.take_ordered()
+        discarded = set(restoring.take_discarded())
+        self.fetching = [part for part in self.fetching if part.ticket not in discarded]
+        self.keys.fetched = {key: held for key, held in self.keys.fetched.items() if key[1] not in discarded}
+
+    @rule(data=st.data(), is_there=st.sampled_from([True, True, True, False]))
+    def fetch(self, data: st.DataObject, is_there: bool) -> None:
+        """Something has been fetched, or cannot be."""
+        self._take_orders()
+        if self.fetching:
+            self._fetch(data.draw(st.sampled_from(self.fetching), label="part"), is_there)
+
+    def _fetch(self, part: Part, is_there: bool) -> None:
+        self.fetching.remove(part)
+        found = self.storage.get(part.segment)
+        is_there &= found is not None
+        if is_there and found is not None:
+            members = self.keys.members if part.rank == EVERY_RANK else [self.keys.members[part.rank]]
+            content = found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
+            self.keys.fetched |= {(member, part.ticket): content for member in members}
+        self.scheduler.restoring.tell(part.ticket, is_there=is_there)
+
+    def _fetch_all(self) -> bool:
+        """Whether there was something."""
+        self._take_orders()
+        found = list(self.fetching)
+        for part in found:
+            self._fetch(part, True)
+        return bool(found)
+
+    def _schedule(self) -> bool:
+        return super()._schedule() or (self._fetch_all() and super()._schedule())
+
+    def _nobody_is_stuck(self) -> None:
+        if not any(map(self.scheduler.restoring.has, self.scheduler.segments.holdings)):
+            super()._nobody_is_stuck()
+
+    @rule(data=st.data(), steps=st.integers(1, 9))
+    def save_and_die(self, data: st.DataObject, steps: int) -> None:
+        """All that is held is saved; then all of it comes back from storage."""
+        self.run_steps(steps, 2, 0.001)
+        while self.plans and not self.is_between:
+            self.commit()
+        if self.is_calm:
+            for holding in self.scheduler.segments.holdings:
+                if self._may_be_saved(holding):
+                    self.storage[holding.segment.id] = self._saved(holding, 2)
+        self.die(data)
