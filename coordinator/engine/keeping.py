@@ -3,22 +3,24 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from coordinator.catalog.ports import ContextCatalog
-from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord
+from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
+from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.errors import DataLoss, LongleafError
+from longleaf.errors import AlreadyExists, DataLoss, LongleafError
 from longleaf.messages import ContextSettings
 
 ID_BYTES = 4
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +72,7 @@ class Keeping:
         self._wall_clock = wall_clock
         self._on_change = on_change
         self._begun: Scheduler | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()
         """Of changes that tell of a whole context: each builds on what was kept before."""
         self._used: set[str] = set()
@@ -113,12 +115,11 @@ class Keeping:
         contexts = sorted(_sound(kept), key=lambda each: each[0].last_used)
         needed = {record.id: record for _, path in contexts for record in path}
         for record in (needed[number] for number in sorted(needed)):
-            before = found[record.parent].path.cut(record.start) if record.parent is not None else NOWHERE
-            segment = found[record.id] = Segment(record.id, before, record.rope)
-            segment.extend(record.token_ids)
+            before = found[record.parent].path if record.parent is not None else NOWHERE
+            segment = found[record.id] = segment_of(record, before)
             segments.adopt(segment)
         for record, _ in contexts:
-            self._contexts.adopt(_context_of(record, found[record.segment].path.cut(record.num_tokens)))
+            self._contexts.adopt(context_of(record, found[record.segment].path.cut(record.num_tokens)))
 
     async def note_epoch(self, epoch: int) -> None:
         """Another epoch is about to begin: those of services to come have larger numbers, if that can be kept."""
@@ -203,10 +204,8 @@ class Keeping:
         return after
 
     async def _take_back(self, context_id: str) -> None:
-        """A document was given up while it was being kept: what is kept is what is known again."""
+        """A context was given up while it was being kept: what is kept is what is known again."""
         known = self._contexts.find(context_id)
-        if known is None and self._scheduler.is_read_into(context_id):
-            return  # another one is about to be kept under that name
         change = Change(contexts=(context_record(known),)) if known else Change(dropped_contexts=(context_id,))
         try:
             await self._commit(change)
@@ -222,6 +221,48 @@ class Keeping:
     def _undo_fork(self, forked: NamedPath) -> None:
         if self._contexts.find(forked.id) is forked:
             self._delete(self._scheduler, forked.id)
+
+    async def adopt(
+        self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord] = ()
+    ) -> NamedPath:
+        """A context that was kept elsewhere, with the segments of its path, the first one first, and snapshots of
+        these. Segments get new ids. It is kept, and then rests; also when who asked for it does not wait.
+
+        Raises AlreadyExists, and StorageUnavailable when it cannot be kept.
+        """
+        return await asyncio.shield(self._start(self._adopt(record, path, snapshots)))
+
+    async def _adopt(
+        self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
+    ) -> NamedPath:
+        async with self._turn:
+            self._check_free(record.id)
+            change = renumbered(record, path, snapshots, self._scheduler.segments.take_ids(len(path)))
+            await self._commit(change)
+            try:
+                self._check_free(record.id)  # steps go on meanwhile, and calls of clients
+            except AlreadyExists:
+                await self._take_back(record.id)
+                raise
+            context = self._enter(change.contexts[0], change.segments)
+        self._on_change()
+        return context
+
+    def _check_free(self, context_id: str) -> None:
+        """Raises AlreadyExists."""
+        if context_id in self._contexts or self._scheduler.is_read_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+
+    def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedPath:
+        """Has the scheduler know a context and its path. Nothing of it is held."""
+        before = NOWHERE
+        for each in path:
+            segment = segment_of(each, before)
+            self._scheduler.segments.adopt(segment)
+            before = segment.path
+        context = context_of(record, before.cut(record.num_tokens))
+        self._contexts.adopt(context)
+        return context
 
     async def update(self, context_id: str, settings: ContextSettings) -> NamedPath:
         """Raises NotFound, and StorageUnavailable when that cannot be kept."""
@@ -278,13 +319,14 @@ class Keeping:
         for segment in context.path.segments:
             if segment not in known:
                 self._scheduler.segments.adopt(segment)
-        again = _context_of(context_record(context), context.path)
+        again = context_of(context_record(context), context.path)
         self._contexts.adopt(again)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _sound(kept: Kept) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
@@ -292,39 +334,3 @@ def _sound(kept: Kept) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...
     for record in kept.contexts:
         with suppress(DataLoss):
             yield record, kept.path(record)
-
-
-def segment_record(segment: Segment) -> SegmentRecord:
-    """What is kept of a segment."""
-    before = segment.before.segments
-    parent = before[-1].id if before else None
-    return SegmentRecord(
-        id=segment.id, parent=parent, start=segment.start, rope=segment.rope, token_ids=segment.token_ids
-    )
-
-
-def context_record(context: NamedPath) -> ContextRecord:
-    """What is kept of a context beside its segments."""
-    return ContextRecord(
-        id=context.id,
-        segment=context.path.segments[-1].id,
-        num_tokens=context.num_tokens,
-        ends=context.ends,
-        capacity=context.capacity,
-        created=context.created,
-        updated=context.updated,
-        display_name=context.display_name,
-        is_pinned=context.is_pinned,
-        expires=context.expires,
-        last_used=context.used,
-        num_hits=context.num_hits,
-        upload_id=context.upload_id,
-    )
-
-
-def _context_of(record: ContextRecord, path: Path) -> NamedPath:
-    context = NamedPath(record.id, record.created, path, record.capacity)
-    context.ends, context.updated = record.ends, record.updated
-    context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
-    context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id
-    return context

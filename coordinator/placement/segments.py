@@ -142,6 +142,11 @@ class Segments:
         """Segments get ids from `next_id` on: those before were another service's."""
         self._next_id = max(self._next_id, next_id)
 
+    def take_ids(self, count: int) -> int:
+        """So many ids are for segments that will be adopted; the first of them, which others follow."""
+        first_id, self._next_id = self._next_id, self._next_id + count
+        return first_id
+
     def rest(self, path: Path) -> None:
         """Whoever refers to a path with one of its references needs no keys of it for now: what nobody else needs is
         parked."""

@@ -1,0 +1,195 @@
+"""Contexts that were kept elsewhere, taken in by an engine."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.catalog.records import SegmentRecord, SnapshotRecord
+from coordinator.engine.engine import Engine
+from coordinator.engine.kept import renumbered
+from coordinator.events import Document, Prompt, Tokens
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
+from longleaf.geometry import Rope
+from longleaf.sampling import Sampling
+from tests.support.catalog import context, segment
+from tests.support.gated import comes_to
+from tests.support.lasting import MemoryLasting
+from tests.support.running import running as run
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
+PATH = (
+    SegmentRecord(id=7, token_ids=array("I", range(30))),
+    SegmentRecord(id=9, parent=7, start=20, token_ids=array("I", range(100, 125))),
+)
+"""Of 40 tokens, as of a context that was forked at 20 and continued; the last segment has five that are not its."""
+BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", num_hits=3, capacity=2_000)
+
+
+@asynccontextmanager
+async def running(lasting: MemoryLasting | None) -> AsyncIterator[Engine]:
+    engine = Engine(FakeRanks(2, 100), CONFIG, 3000, durability=lasting, wall_clock=lambda: 12.0)
+    async with run(engine) as found:
+        yield found.engine
+
+
+async def ingest(engine: Engine, name: str, ids: list[int]) -> None:
+    async for _ in engine.ingest(Document(context=name, token_ids=ids)):
+        pass
+
+
+async def ask(engine: Engine, name: str) -> list[int]:
+    prompt = Prompt(context=name, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    events = [event async for event in engine.submit(prompt)]
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def test_segments_are_numbered_along_the_path_and_the_rest_stays() -> None:
+    rope = Rope(4096, True)
+    path = (segment(5, 30, rope=rope), segment(2, 9, parent=5, start=20, rope=rope), segment(8, 4, 2, 29, rope))
+    snapshot = SnapshotRecord(segment=2, manifest="m", form="f", num_bytes=3)
+    change = renumbered(context("a", 8, 31), path, (snapshot,), 40)
+    assert [(each.id, each.parent, each.start, each.rope) for each in change.segments] == [
+        (40, None, 0, rope),
+        (41, 40, 20, rope),
+        (42, 41, 29, rope),
+    ]
+    assert [each.token_ids for each in change.segments] == [each.token_ids for each in path]
+    assert change.contexts == (context("a", 42, 31),)
+    assert change.snapshots == (SnapshotRecord(segment=41, manifest="m", form="f", num_bytes=3),)
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+async def test_an_adopted_context_rests_and_answers_as_if_it_had_been_read(is_durable: bool) -> None:
+    lasting = MemoryLasting() if is_durable else None
+    async with running(lasting) as engine:
+        await ingest(engine, "other", list(range(8)))
+        await engine._keeping.adopt(BOOK, PATH)
+        view = engine.get_context("book")
+        assert (view.tokens, view.state, view.display_name, view.hits) == (40, "parked", "a book", 3)
+        assert view.positions.capacity == 2_000
+        await ingest(engine, "same", [*range(20), *range(100, 120)])
+        assert await ask(engine, "book") == await ask(engine, "same")
+        engine.audit()
+    if lasting is not None:
+        async with running(lasting) as engine:
+            assert engine.get_context("book").tokens == 40
+            (record,) = [each for each in lasting.kept.contexts if each.id == "book"]
+            assert {each.id for each in lasting.kept.path(record)}.isdisjoint({7, 9, 0})
+            assert len(await ask(engine, "book")) == 4
+            engine.audit()
+
+
+async def test_a_name_that_is_taken_is_told_and_nothing_is_kept() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", [1, 2, 3])
+        num_changes = len(lasting.catalog.changes)
+        with pytest.raises(AlreadyExists, match="contexts/book"):
+            await engine._keeping.adopt(BOOK, PATH)
+        assert len(lasting.catalog.changes) == num_changes
+        assert engine.get_context("book").tokens == 3
+
+
+async def test_what_cannot_be_kept_is_not_there() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        lasting.catalog.failures.append(StorageUnavailable("the disk is full"))
+        with pytest.raises(StorageUnavailable):
+            await engine._keeping.adopt(BOOK, PATH)
+        with pytest.raises(NotFound):
+            engine.get_context("book")
+        assert not lasting.kept.contexts
+        engine.audit()
+        await engine._keeping.adopt(BOOK, PATH)
+        assert lasting.contexts == {"book": 40}
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+async def test_a_name_that_is_taken_meanwhile_belongs_to_who_took_it(is_fork: bool) -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "source", [1, 2, 3])
+        lasting.catalog.hold()
+        adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
+        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)
+        taking = asyncio.create_task(_take(engine, is_fork))
+        await _soon(lambda: _is_taken(engine))
+        lasting.catalog.release()
+        with pytest.raises(AlreadyExists):
+            await adopting
+        await taking
+        assert engine.get_context("book").tokens == 3
+        assert lasting.contexts == {"book": 3, "source": 3}
+        engine.audit()
+
+
+async def _soon(is_so: Callable[[], object]) -> None:
+    """Lets the event loop turn until it is so."""
+    for _ in range(1_000):
+        if is_so():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+async def _take(engine: Engine, is_fork: bool) -> None:
+    if is_fork:
+        await engine.fork_context("source", "book")
+    else:
+        await ingest(engine, "book", [1, 2, 3])
+
+
+def _is_taken(engine: Engine) -> bool:
+    try:
+        engine._keeping._check_free("book")
+    except AlreadyExists:
+        return True
+    return False
+
+
+async def test_an_ingest_that_took_the_name_and_fails_leaves_nothing_behind() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        lasting.catalog.hold()
+        adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stream = engine.ingest(Document(context="book", token_ids=[1, 2, 3]))
+        lasting.catalog.release()
+        with pytest.raises(AlreadyExists):
+            await adopting
+        stream.cancel()
+        await comes_to(engine, lambda: not engine.cluster().running and not engine.cluster().waiting)
+    assert not lasting.kept.contexts
+
+
+async def test_who_goes_away_meanwhile_finds_it_later() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        lasting.catalog.hold()
+        adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
+        await asyncio.sleep(0)
+        adopting.cancel()
+        with suppress(asyncio.CancelledError):
+            await adopting
+        lasting.catalog.release()
+        await _soon(lambda: _is_taken(engine))
+        assert engine.get_context("book").tokens == 40
+    assert lasting.contexts == {"book": 40}
+
+
+async def test_adopted_contexts_expire() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await engine._keeping.adopt(replace(BOOK, expires=11.0), PATH)
+        assert not engine.list_contexts()
+        await _soon(lambda: not lasting.contexts)
