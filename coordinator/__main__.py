@@ -41,7 +41,7 @@ from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.service import ServiceConfig
-from longleaf.config import EngineConfig, join_address
+from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.launch import BAD_INPUT, ERROR, LISTENING
 from longleaf.units import human_seconds
@@ -70,13 +70,15 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> ServiceConfig:
     """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
-    for field in (*fields(ServiceConfig)[1:], *fields(EngineConfig)):
+    own = [field for field in fields(ServiceConfig) if field.name not in ("engine", "data")]
+    for field in (*own, *fields(DataConfig), *fields(EngineConfig)):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, required=field.required)
     given = vars(parser.parse_args(arguments))
     engine = {name: given.pop(name) for name in EngineConfig.__struct_fields__ if name in given}
     engine["model"] = os.path.abspath(engine["model"])  # ranks may be in another folder
-    return msgspec.convert(given | {"engine": engine}, ServiceConfig, strict=False)
+    data = {name: given.pop(name) for name in DataConfig.__struct_fields__ if name in given}
+    return msgspec.convert(given | {"engine": engine, "data": data}, ServiceConfig, strict=False)
 
 
 def _of_option(error: msgspec.ValidationError) -> str:
@@ -208,9 +210,9 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
 
 def _remedy(config: ServiceConfig) -> str:
     """What to do about a service whose coordinator is dead."""
-    if config.data_dir is None:
+    if config.data.data_dir is None:
         return "start the service again, and ingest again: nothing was kept"
-    return f"start the service again with --data-dir {config.data_dir}, where all is that was acknowledged"
+    return f"start the service again with --data-dir {config.data.data_dir}, where all is that was acknowledged"
 
 
 def _say_missing(actor: Any, waiting: Waiting) -> None:

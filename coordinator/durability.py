@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, cast
@@ -13,11 +14,14 @@ from coordinator.catalog.catalog import Catalog, read_only_catalog
 from coordinator.catalog.folder import DataFolder
 from coordinator.catalog.records import Kept
 from coordinator.journal.journal import Journal
-from longleaf.config import EngineConfig
+from coordinator.snapshots.policy import Policy
+from coordinator.snapshots.snapshots import Snapshots
+from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from longleaf.fingerprint import CONFIG, Fingerprint, read_fingerprint
+from longleaf.storage.store import Store
 
-JOURNAL, DTYPE = "journal", "dtype"
+JOURNAL, SNAPSHOTS, DTYPE = "journal", "snapshots", "dtype"
 log = logging.getLogger(__name__)
 
 
@@ -25,9 +29,19 @@ class Durability:
     """An open data folder, which no other service has at the same time."""
 
     def __init__(
-        self, folder: DataFolder, catalog: Catalog, kept: Kept, journal: Journal, changed: dict[str, str]
+        self,
+        folder: DataFolder,
+        catalog: Catalog,
+        kept: Kept,
+        journal: Journal,
+        changed: dict[str, str],
+        snapshots: Snapshots,
+        snapshot_url: str,
     ) -> None:
         self._folder = folder
+        self.snapshots = snapshots
+        self.snapshot_url = snapshot_url
+        """Where they lie."""
         self.catalog = catalog
         self.kept = kept
         """What was there at the start."""
@@ -36,24 +50,29 @@ class Durability:
         """Contexts that were kept for what lay in the model's folder before, and what differs since."""
 
     @classmethod
-    async def open(cls, data_dir: Path, config: EngineConfig) -> Self:
-        """Takes as long as reading what is kept. Raises CatalogError and ModelRefused."""
+    async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
+        """Takes as long as reading what is kept. Raises CatalogError, ModelRefused, and InvalidArgument for a wrong URL
+        of snapshots."""
+        assert data.data_dir is not None
         found = await asyncio.to_thread(read_fingerprint, Path(config.model))
         facts = _facts(config, found)
         digest = blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest()
-        folder = await asyncio.to_thread(DataFolder.open, data_dir, digest, config.model, facts)
+        folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), digest, config.model, facts)
         try:
             catalog = await Catalog.open(folder.database)
             kept = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, digest)
             changed = await asyncio.to_thread(_changed, folder, config.model, facts)
+            url = config.snapshot_url or str(folder.path / SNAPSHOTS)
+            store = await asyncio.to_thread(Store.open, url, is_tried=False)
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error
         except BaseException:
             folder.close()
             raise
-        return cls(folder, catalog, kept, journal, changed)
+        snapshots = Snapshots(store, catalog, kept, digest, Policy.of(data), time.time)
+        return cls(folder, catalog, kept, journal, changed, snapshots, url)
 
     async def tell_address(self, address: str) -> None:
         """Has others who want the folder be told who has it."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.use_cases import UseCases
@@ -24,8 +25,17 @@ from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
-from longleaf.config import DRAIN_SECONDS, LOOPBACK, EngineConfig, Launcher, check_model_name, check_waits, join_address
-from longleaf.errors import InvalidArgument, StartError, Unavailable
+from longleaf.config import (
+    DRAIN_SECONDS,
+    LOOPBACK,
+    DataConfig,
+    EngineConfig,
+    Launcher,
+    check_model_name,
+    check_waits,
+    join_address,
+)
+from longleaf.errors import StartError, Unavailable
 from longleaf.messages import Cluster, Draining, ModelInfo
 from longleaf.units import human_seconds
 
@@ -57,10 +67,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait for slots that the cluster does not have yet."""
     drain_seconds: float = DRAIN_SECONDS
     """Seconds that running calls may take to end once the service is told to."""
-    data_dir: str | None = None
-    """Where contexts are kept; None: in memory alone."""
-    warm: bool = False
-    """Have kept contexts come back at the start, those used last first, before anybody asks them."""
+    data: DataConfig = DataConfig()
+    """What outlives the service."""
     as_json: bool = False
     """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
 
@@ -74,8 +82,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument naming the first setting that is out of range."""
         self.engine.check()
         check_waits(self.wait_for_ranks, self.drain_seconds)
-        if self.warm and self.data_dir is None:
-            raise InvalidArgument("warm", "needs data_dir: without it nothing is kept")
+        self.data.check(self.engine.snapshot_url)
         if self.model_name is not None:
             check_model_name(self.model_name)
 
@@ -128,6 +135,8 @@ class Service:
         port = await self._server.start(self._config.host, self._config.port)
         tokenizer = await self._load_tokenizer(config)
         self._durability = await self._open_durability(config)
+        if self._durability is not None:
+            config = replace(config, snapshot_url=self._durability.snapshot_url)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
         self._control = Control(config, host, self._fleet.kill, self._fleet.where)
         # without a limit of its own the model is bounded by the pool alone
@@ -145,7 +154,7 @@ class Service:
         await self._use_cases.generation.take_up()
         if self._durability is not None:
             await self._durability.tell_address(join_address(self._config.host, port))
-            if self._config.warm:
+            if self._config.data.warm:
                 self._engine.warm()
         self._server.open(self._use_cases)
         return port
@@ -159,9 +168,7 @@ class Service:
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:
         """Raises CatalogError."""
-        if self._config.data_dir is None:
-            return None
-        return await Durability.open(Path(self._config.data_dir), config)
+        return None if self._config.data.data_dir is None else await Durability.open(self._config.data, config)
 
     @property
     def loading(self) -> Loading:

@@ -9,7 +9,7 @@ import msgspec
 
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.machine import num_processors
-from longleaf.units import human_number
+from longleaf.units import human_number, human_seconds
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
@@ -22,6 +22,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["compiled", "torch", "flash", "triton", "dense"]
 KernelsChoice = Literal["auto", KernelsName]
 GraphsChoice = Literal["auto", "off"]
+SnapshotsChoice = Literal["seal", "demand", "off"]
+"""When keys and values go to storage: once a document has been read, when somebody asks for it, or never."""
 WindowKeys = Literal["sharded", "replicated"]
 
 DEFAULT_PORT = 50051
@@ -107,7 +109,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_long: bool = False
     """Take what goes beyond the positions that the model was trained for: nobody knows what it answers there."""
     snapshot_url: str | None = None
-    """Where snapshots of contexts lie: any URL of fsspec; None: nowhere."""
+    """Where keys and values of contexts lie on storage: a folder, or any URL of fsspec; None: in the data folder."""
 
     @property
     def longest_wait(self) -> float:
@@ -148,6 +150,34 @@ def check_waits(wait_for_ranks: float, drain_seconds: float) -> None:
     for name, value in (("wait_for_ranks", wait_for_ranks), ("drain_seconds", drain_seconds)):
         if not 0 <= value <= MAX_SECONDS:
             raise InvalidArgument(name, f"{human_number(value)} is not between 0 and {human_number(MAX_SECONDS)}")
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What outlives a service, and where."""
+
+    data_dir: str | None = None
+    """Where contexts are kept; None: in memory alone."""
+    warm: bool = False
+    """Have kept contexts come back at the start, those used last first, before anybody asks them."""
+    snapshots: SnapshotsChoice = "seal"
+    """When keys and values go to storage."""
+    snapshot_quota: int | None = None
+    """Bytes that they may take there; of contexts used least recently they go first. None: no limit."""
+    snapshot_expiry: float | None = None
+    """Seconds without a use after which those of a context go; None: never."""
+
+    def check(self, snapshot_url: str | None) -> None:
+        """Raises InvalidArgument naming the first setting that makes no sense."""
+        if self.data_dir is None:
+            needs = {"warm": self.warm, "snapshot_url": snapshot_url, "snapshot_quota": self.snapshot_quota}
+            needs |= {"snapshot_expiry": self.snapshot_expiry}
+            for name in (name for name, value in needs.items() if value):
+                raise InvalidArgument(name, "needs data_dir: without it nothing is kept")
+        if self.snapshot_quota is not None and self.snapshot_quota < 1:
+            raise InvalidArgument("snapshot_quota", f"{self.snapshot_quota} is not a positive number of bytes")
+        if self.snapshot_expiry is not None and not 0 < self.snapshot_expiry <= MAX_SECONDS:
+            told = f"{human_seconds(self.snapshot_expiry)} is not above 0 and at most {human_seconds(MAX_SECONDS)}"
+            raise InvalidArgument("snapshot_expiry", told)
 
 
 def check_model_name(name: str) -> None:

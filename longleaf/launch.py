@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Self
 
-from longleaf.config import DRAIN_SECONDS, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.config import DRAIN_SECONDS, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 from longleaf.units import human_seconds
 
@@ -22,6 +22,7 @@ ERROR = "error: "
 BAD_INPUT = 2
 """Exit code of a service whose settings cannot work."""
 STOP_SECONDS = 60.0
+NOTHING_KEPT = DataConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
@@ -36,8 +37,7 @@ def coordinator_command(
     model_name: str | None = None,
     wait_for_ranks: float = 0.0,
     drain_seconds: float = DRAIN_SECONDS,
-    data_dir: str | None = None,
-    warm: bool = False,
+    data: DataConfig = NOTHING_KEPT,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
@@ -51,15 +51,14 @@ def coordinator_command(
         check_model_name(model_name)
     if ray_address is not None and launcher != "ray":
         raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
-    if warm and data_dir is None:
-        raise InvalidArgument("warm", "needs data_dir: without it nothing is kept")
+    data.check(config.snapshot_url)
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
     options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
-    options |= {"data-dir": data_dir, "warm": warm or None}
-    options |= {name.replace("_", "-"): getattr(config, name) for name in EngineConfig.__struct_fields__}
+    for struct in (data, config):
+        options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     return [sys.executable, "-P", "-m", "coordinator", *(f"--{name}={value}" for name, value in given.items())]

@@ -27,6 +27,7 @@ from longleaf.fingerprint import read_fingerprint
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
+from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import tiers
 from workers.decode.graphs import CudaGraphs, Graphs
@@ -41,7 +42,7 @@ from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
 from workers.snapshots.desk import ENDED, NOT_HELD, Desk
 from workers.snapshots.piece import form_of
-from workers.snapshots.store import OpenStore, nowhere
+from workers.snapshots.store import OpenStore
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 
 
@@ -57,7 +58,7 @@ class Rank:
     pool: Pool | QuantizedPool
     backend: Backend
 
-    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = nowhere) -> None:
+    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = Storage.open) -> None:
         """`open_snapshots` opens the storage of `snapshot_url`."""
         self._spec = spec
         self.config = spec.config

@@ -26,7 +26,6 @@ class FakeCatalog:
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
         self._outbox: dict[int, Outgoing] = {}
-        self._next_key = 0
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
         self._released.set()
@@ -83,11 +82,11 @@ class FakeCatalog:
         self.changes.append(change)
         for key in change.dropped_uploads:
             self._upload_ids.pop(key, None)
-        for outgoing in change.outgoing:
-            self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
-            self._outbox[self._next_key] = outgoing
-            self._next_key += 1
         self.kept, committed = changed(self.kept, change)
+        for outgoing in (*change.outgoing, *(Outgoing(name, None) for name in committed.manifests)):
+            self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
+            self._outbox[self.kept.next_outgoing] = outgoing
+            self.kept = replace(self.kept, next_outgoing=self.kept.next_outgoing + 1)
         return committed
 
     def _note_epoch(self, epoch: int) -> None:
@@ -113,7 +112,7 @@ def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
     snapshots |= {each.segment: each for each in change.snapshots}
     gone = segments.keys() - _reached(segments, {each.segment for each in contexts.values()})
     manifests = {each.manifest for each in (*before.values(), *change.snapshots)}
-    after = {key: each for key, each in snapshots.items() if key not in gone}
+    after = {key: each for key, each in snapshots.items() if key in segments.keys() - gone}
     after_kept = replace(
         kept,
         contexts=tuple(contexts[key] for key in sorted(contexts)),

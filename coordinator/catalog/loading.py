@@ -38,6 +38,7 @@ def load(path: Path, connection: Connection) -> Kept:
         snapshots=tuple(kept_snapshots),
         uploads=tuple(kept_uploads),
         next_segment=state["next_segment"],
+        next_outgoing=state["next_outgoing"],
         epoch=state["epoch"],
         service_id=state["service_id"],
         damaged=lost_segments,

@@ -114,7 +114,8 @@ class Committed(msgspec.Struct, frozen=True):
     segments: tuple[int, ...] = ()
     """Those that no context's path reaches any more, in ascending order."""
     manifests: tuple[str, ...] = ()
-    """Of snapshots that are kept no more, sorted: of these segments, and those that were dropped or put anew."""
+    """Of snapshots that are not kept, sorted: of these segments, those that were dropped or put anew, and those put for
+    segments that are not there. That they are to be deleted is outgoing."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +129,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     uploads: tuple[UploadRecord, ...] = ()
     next_segment: int = 0
     """Greater than the id of any segment that was ever kept."""
+    next_outgoing: int = 0
+    """How much was ever outgoing."""
     epoch: int = 0
     """The last one that was noted."""
     service_id: str

@@ -92,7 +92,7 @@ def outgoing_of(row: Found) -> tuple[int, Outgoing]:
 def piece_rows(table: Table, key: Row, token_ids: "array[int]", start: int = 0) -> Iterator[Row]:
     """The ids of a segment or an upload in pieces, the first of them at position `start`."""
     for first in range(0, len(token_ids), PIECE_IDS):
-        content = _little_endian(token_ids[first : first + PIECE_IDS]).tobytes()
+        content = little_endian(token_ids[first : first + PIECE_IDS]).tobytes()
         yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
@@ -104,13 +104,13 @@ def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]"
             raise ValueError(f"its token ids from {len(found):,} on are damaged")
         piece = array("I")
         piece.frombytes(row["content"])
-        found += _little_endian(piece)
+        found += little_endian(piece)
     if len(found) != num_tokens:
         raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
     return found
 
 
-def _little_endian(ids: "array[int]") -> "array[int]":
+def little_endian(ids: "array[int]") -> "array[int]":
     """From the machine's order of bytes, and back: `ids` must be the caller's own."""
     if sys.byteorder == "big":
         ids.byteswap()

@@ -7,7 +7,15 @@ from typing import Any
 from sqlalchemy import Connection, Table, delete, insert, select, tuple_, update
 
 from coordinator.catalog import rows
-from coordinator.catalog.records import Change, Committed, Outgoing, SegmentRecord, UploadKey, UploadRecord
+from coordinator.catalog.records import (
+    Change,
+    Committed,
+    Outgoing,
+    SegmentRecord,
+    SnapshotRecord,
+    UploadKey,
+    UploadRecord,
+)
 from coordinator.catalog.tables import contexts, outbox, segment_ids, segments, service, snapshots, upload_ids, uploads
 from longleaf.errors import DataLoss
 
@@ -26,12 +34,20 @@ def write_change(connection: Connection, change: Change) -> Committed:
     for segment in change.segments:
         _add_segment(connection, segment)
     _put(connection, contexts, [rows.context_row(record) for record in change.contexts])
-    _put(connection, snapshots, [rows.snapshot_row(record) for record in change.snapshots])
+    manifests |= _put_snapshots(connection, change.snapshots)
     gone, swept = _sweep(connection) if _may_leave_segments(change) else ((), set[str]())
-    _send(connection, change.outgoing)
     manifests |= swept
     manifests.difference_update(connection.execute(select(snapshots.c.manifest)).scalars() if manifests else ())
+    _send(connection, [*change.outgoing, *(Outgoing(name, None) for name in sorted(manifests))])
     return Committed(gone, tuple(sorted(manifests)))
+
+
+def _put_snapshots(connection: Connection, records: Sequence[SnapshotRecord]) -> set[str]:
+    """Writes them; the manifests of those whose segments are gone."""
+    wanted = segments.c.id.in_([record.segment for record in records])
+    known = set(connection.execute(select(segments.c.id).where(wanted)).scalars()) if records else set[int]()
+    _put(connection, snapshots, [rows.snapshot_row(record) for record in records if record.segment in known])
+    return {record.manifest for record in records if record.segment not in known}
 
 
 def _may_leave_segments(change: Change) -> bool:

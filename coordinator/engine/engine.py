@@ -13,6 +13,7 @@ from coordinator.engine.keeping import Keeping, Lasting
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
+from coordinator.engine.storing import Storing
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import view_cluster, view_context
 from coordinator.events import Document, Outcome, Prompt, Sealed
@@ -66,6 +67,8 @@ class Engine:
         self._observe = observe
         self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())
         self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
+        snapshots = durability.snapshots if durability else None
+        self._storing = Storing(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
@@ -116,6 +119,8 @@ class Engine:
             is_durable=self._keeping.is_durable,
         )
         await self._keeping.begin(self._scheduler, epoch.number)
+        if self._storing is not None:
+            self._storing.begin(self._scheduler, self._config.block_size)
         self._failure = None
         return readies
 
@@ -324,6 +329,8 @@ class Engine:
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)
         self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
+        if self._storing is not None:
+            self._storing.turn()
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Waits for something to do, at most until a request's deadline or a context's expiry."""
@@ -354,6 +361,8 @@ class Engine:
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await asyncio.wait([self._loop_task])
+        if self._storing is not None:
+            await self._storing.close()
         if self._scheduler is not None:
             await self._keeping.close()
         await self._ranks.close()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from coordinator.catalog.ports import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
@@ -14,6 +16,7 @@ from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.snapshots.snapshots import Snapshots
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError
 from longleaf.messages import ContextSettings
 
@@ -50,6 +53,11 @@ class Lasting(Protocol):
 
     @property
     def journal(self) -> Forgetful: ...
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """None: keys and values are kept nowhere."""
+        ...
 
 
 class Keeping:
@@ -152,14 +160,21 @@ class Keeping:
                 log.warning("when contexts were used last is not kept: %s", error)
 
     async def _commit(self, change: Change) -> None:
-        if self._lasting is not None:
-            await self._lasting.catalog.commit(change)
+        if (lasting := self._lasting) is None:
+            return
+        if lasting.snapshots is not None:
+            change = replace(change, outgoing=lasting.snapshots.outgoing(change))
+        committed = await lasting.catalog.commit(change)
+        if lasting.snapshots is not None:
+            lasting.snapshots.committed(change, committed)
 
     def num_bytes(self, context: NamedPath) -> int:
-        """Bytes kept of a context: of its token ids."""
-        return (
-            0 if self._lasting is None else ID_BYTES * sum(len(segment.token_ids) for segment in context.path.segments)
-        )
+        """Bytes kept of a context: of its token ids, and on storage."""
+        if self._lasting is None:
+            return 0
+        num_ids = sum(len(segment.token_ids) for segment in context.path.segments)
+        snapshots = self._lasting.snapshots
+        return ID_BYTES * num_ids + (snapshots.num_bytes(context.path.ids) if snapshots else 0)
 
     # --- changes ---
 

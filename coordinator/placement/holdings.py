@@ -32,6 +32,8 @@ class Holding:
         """References of contexts that rest: these need no keys until somebody asks them."""
         self.is_parked = False
         """Nothing of it is held, and nobody waits for it."""
+        self.version = 0
+        """Another one whenever it has been parked."""
         self.is_told = True
         """Ranks have heard of it, once it has tokens."""
         self.loss: Loss | None = None
@@ -158,6 +160,9 @@ class Holdings:
 
     def __getitem__(self, segment: Segment) -> Holding:
         return self._by_segment[segment]
+
+    def find(self, segment_id: int) -> Holding | None:
+        return next((one for one in self._by_segment.values() if one.segment.id == segment_id), None)
 
     def add(self, holding: Holding) -> None:
         self._by_segment[holding.segment] = holding

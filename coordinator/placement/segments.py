@@ -32,6 +32,8 @@ class Segments:
         self._prefixes = Prefixes(placer.block_size, self.holdings)
         self._kept: OrderedDict[int, Holding] = OrderedDict()
         self._next_id = 0
+        self._num_parked = 0
+        """How often something was."""
         self._forgotten: list[int] = []
         self.num_reclaimable = Blocks()
         """Blocks that `make_room` can free by itself."""
@@ -184,6 +186,8 @@ class Segments:
 
     def _begin_parking(self, holding: Holding) -> None:
         self.holdings.note_parked(holding, is_parked=True)
+        self._num_parked += 1
+        holding.version = self._num_parked
         self.hold(holding.segment.before, holding.segment.start)
 
     def _end_parking(self, holding: Holding) -> None:

@@ -44,6 +44,11 @@ class Recovery:
         return self._work is not None
 
     @property
+    def is_moving(self) -> bool:
+        """Runs may go from rank to rank."""
+        return not self._moving.is_over
+
+    @property
     def is_bare(self) -> bool:
         """There are ranks that must be told windows before they can take part in any step."""
         return bool(self._moving.bare)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from coordinator.placement.blocks import Placer
 from coordinator.placement.holdings import Holding
 from coordinator.placement.losses import Loss, Range
-from coordinator.placement.paths import Path
+from coordinator.placement.paths import Path, Segment
 from coordinator.placement.segments import Segments
 from longleaf.channel.step import Portion, Restore
 from longleaf.geometry import EVERY_RANK
@@ -78,7 +78,7 @@ class Restoring:
         self._returns: dict[int, _Return] = {}
         self._next_ticket = 0
         self._under_way: tuple[_Return, list[Part]] | None = None
-        self._wanted: list[int] = []
+        self._wanted: list[Segment] = []
         self._ordered: list[Part] = []
         self._discarded: list[int] = []
 
@@ -91,9 +91,13 @@ class Restoring:
         found = self._returns.get(holding.segment.id)
         return found is not None and not found.is_stale
 
+    def needs(self, segment: int) -> bool:
+        """Whether anything of a segment may be fetched yet."""
+        return segment in self._returns
+
     # --- who fetches ---
 
-    def take_wanted(self) -> list[int]:
+    def take_wanted(self) -> list[Segment]:
         """Segments of which must be told what storage has of them: `offer` or `refuse`. Each is given once."""
         wanted, self._wanted = self._wanted, []
         return wanted
@@ -165,7 +169,7 @@ class Restoring:
         if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or holding.window_runs):
             return None
         one = self._returns[segment.id] = _Return(holding, loss)
-        self._wanted.append(segment.id)
+        self._wanted.append(segment)
         return one
 
     def _order(self, one: _Return) -> None:
@@ -241,15 +245,15 @@ class Restoring:
     def _is_covered(self, one: _Return) -> bool:
         """Whether pieces have all that is lost of a segment, and windows all that is seen of it, for which there is
         room."""
+        loss, promise, end = one.loss, one.loss.promise, one.holding.segment.end
         assert one.left is not None
-        assert one.loss.promise is not None
-        loss, end = one.loss, one.holding.segment.end
+        assert promise is not None
         ranges = self._window_ranges(one)
         seen = _common(ranges, [(min(end, loss.windows_from), end)])
         num_blocks = sum(ceil_div(high - low, self._placer.block_size) for low, high in ranges)
         is_whole = sum(high - low for _, found in one.left for low, high in found) == loss.num_tokens
         is_seen = sum(high - low for low, high in seen) == end - min(end, loss.windows_from)
-        return is_whole and is_seen and num_blocks <= loss.promise.left.windows
+        return is_whole and is_seen and num_blocks <= promise.left.windows
 
     def commit(self) -> Holding | None:
         """What was under way is held. Gives the segment, if anybody still needs it."""

@@ -363,6 +363,11 @@ class Scheduler:
         return lay_out(self.segments)
 
     @property
+    def is_moving(self) -> bool:
+        """Runs may go from rank to rank."""
+        return self._recovery.is_moving
+
+    @property
     def restoring(self) -> Restoring:
         """What comes back from storage. Whoever tells it something schedules then."""
         return self._recovery.restoring

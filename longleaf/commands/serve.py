@@ -12,6 +12,7 @@ from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
     DRAIN_SECONDS,
+    DataConfig,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -22,6 +23,7 @@ from longleaf.config import (
     MergeChoice,
     PartialDtype,
     PrefillName,
+    SnapshotsChoice,
     WindowKeys,
     embedded_model,
 )
@@ -70,6 +72,30 @@ class ServeFlags:
             "--warm",
         ),
     ] = False
+    snapshots: Annotated[
+        SnapshotsChoice,
+        option(
+            KEEPING,
+            "When keys and values go to storage, so that they need not be computed again: seal, once a document has "
+            "been read; demand, when somebody asks for it; off, never.",
+        ),
+    ] = DataConfig().snapshots
+    snapshot_url: Annotated[
+        str | None,
+        option(
+            KEEPING,
+            "Where they lie: a folder that all machines share, or a URL such as s3://bucket/longleaf.",
+            default="in the data folder",
+        ),
+    ] = None
+    snapshot_quota: Annotated[
+        int | None,
+        option(KEEPING, "Bytes that they may take; of contexts used least recently they go first.", default="no limit"),
+    ] = None
+    snapshot_expiry: Annotated[
+        float | None,
+        option(KEEPING, "Seconds without a use after which those of a context go.", default="never"),
+    ] = None
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
     launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray"
     ray_address: Annotated[
@@ -163,7 +189,19 @@ class ServeFlags:
         """What ranks are told of it."""
         shared = {name: value for name, value in asdict(self).items() if name in EngineConfig.__struct_fields__}
         shared |= {"model": str(self.model or embedded_model()), "threads_per_rank": self.threads}
+        if self.snapshot_url is not None and "://" not in self.snapshot_url:
+            shared |= {"snapshot_url": os.path.abspath(self.snapshot_url)}
         return EngineConfig(**shared)
+
+    def data(self) -> DataConfig:
+        """What of it outlives the service."""
+        return DataConfig(
+            data_dir=None if self.data_dir is None else os.path.abspath(self.data_dir),
+            warm=self.warm,
+            snapshots=self.snapshots,
+            snapshot_quota=self.snapshot_quota,
+            snapshot_expiry=self.snapshot_expiry,
+        )
 
 
 @takes_flags(ServeFlags)
@@ -185,8 +223,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         model_name=flags.model_name,
         wait_for_ranks=flags.wait_for_ranks,
         drain_seconds=flags.drain_seconds,
-        data_dir=None if flags.data_dir is None else os.path.abspath(flags.data_dir),
-        warm=flags.warm,
+        data=flags.data(),
         as_json=as_json,
     )
     print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from longleaf.client import Client
-from longleaf.config import EngineConfig, Launcher, embedded_model
+from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
 from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
@@ -127,7 +127,9 @@ def run(settings: DemoSettings, show: Show) -> Report:
     show.say(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
     config = EngineConfig(model=str(settings.model or embedded_model()), world_size=settings.world_size)
     with tempfile.TemporaryDirectory(prefix="longleaf-demo-") as data_dir:
-        command = coordinator_command(config, host="127.0.0.1", port=0, launcher=settings.launcher, data_dir=data_dir)
+        command = coordinator_command(
+            config, host="127.0.0.1", port=0, launcher=settings.launcher, data=DataConfig(data_dir=data_dir)
+        )
         show.say(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
         with _serving(command, settings, show) as client:
             report = _examine(client, haystack, show)

@@ -49,18 +49,19 @@ class Store:
         self._calls = Bounded(timeout)
 
     @classmethod
-    def open(cls, url: str, timeout: float = TIMEOUT) -> "Store":
+    def open(cls, url: str, timeout: float = TIMEOUT, *, is_tried: bool = True) -> "Store":
         """The storage at `url`: a folder, as a path or file://, or any URL that fsspec has a driver for.
 
-        It is tried with a small object, but may be full: what it has can still be read. Raises InvalidArgument naming
-        `snapshot_url` where the URL is wrong, its driver is not installed, or nothing may be written there, and
-        StorageUnavailable where it cannot be reached now.
+        It is tried with a small object unless that is not wanted, but may be full: what it has can still be read.
+        Raises InvalidArgument naming `snapshot_url` where the URL is wrong, its driver is not installed, or nothing may
+        be written there, and StorageUnavailable where it cannot be reached now.
         """
         with _refusing():
             with _telling(shown(url), "opened"):
                 calls = Bounded(timeout)
                 store = cls(calls.end(calls.begin(partial(connect, url))), url, timeout)
-            store._try()
+            if is_tried:
+                store._try()
         return store
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> Written:

@@ -17,7 +17,7 @@ import psutil
 
 from longleaf.client import AsyncClient
 from longleaf.comm.leftovers import FOLDER, Maker
-from longleaf.config import EngineConfig
+from longleaf.config import DataConfig, EngineConfig
 from longleaf.launch import LISTENING, coordinator_command
 from longleaf.messages import Cluster
 from tests.chaos.load import answer, check
@@ -67,7 +67,7 @@ class Service:
         return self
 
     async def _begin(self) -> None:
-        where = {"host": "127.0.0.1", "port": self._port, "data_dir": str(self._folder / "data")}
+        where = {"host": "127.0.0.1", "port": self._port, "data": DataConfig(data_dir=str(self._folder / "data"))}
         command = coordinator_command(self.config, launcher="local", **where)  # type: ignore[arg-type]
         command = [sys.executable, "-m", "tests.chaos", str(self._folder), *command[4:]]
         line = await asyncio.to_thread(self._start, command)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from longleaf.client import Client
-from longleaf.config import EngineConfig, Launcher, embedded_model
+from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.errors import CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
@@ -48,8 +48,8 @@ def serving(
     launcher: Launcher = "local",
 ) -> Iterator[tuple[Service, Client]]:
     config = EngineConfig(model=str(model or embedded_model()), world_size=world_size)
-    where = {"host": "127.0.0.1", "port": port, "data_dir": str(data_dir)}
-    command = coordinator_command(config, launcher=launcher, warm=warm, **where)  # type: ignore[arg-type]
+    where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), warm=warm)}
+    command = coordinator_command(config, launcher=launcher, **where)  # type: ignore[arg-type]
     with Service(command) as service, Client(service.wait_ready(120)) as client:
         yield service, client
 

@@ -2,6 +2,7 @@
 
 from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.records import Kept
+from coordinator.snapshots.snapshots import Snapshots
 
 
 class NotedJournal:
@@ -21,6 +22,7 @@ class MemoryLasting:
         self.catalog = FakeCatalog()
         self.journal = NotedJournal()
         self.changed: dict[str, str] = {}
+        self.snapshots: Snapshots | None = None
 
     @property
     def kept(self) -> Kept:

@@ -1,4 +1,4 @@
-"""A machine whose contexts outlive everything, and some of them on storage: what is fetched comes in any order, or not."""
+"""A machine whose contexts outlive everything, with a storage that does: what is fetched comes in any order, or not."""
 
 from dataclasses import dataclass
 
@@ -86,10 +86,10 @@ class SnapshotMachine(DurableMachine):
     def _take_orders(self) -> None:
         restoring = self.scheduler.restoring
         for segment in restoring.take_wanted():
-            if (found := self.storage.get(segment)) is None:
-                restoring.refuse(segment)
+            if (found := self.storage.get(segment.id)) is None:
+                restoring.refuse(segment.id)
             else:
-                restoring.offer(segment, found.ranges, found.window_ranges)
+                restoring.offer(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
             self.scheduler._healing.go_on()
         self.fetching += restoring.take_ordered()

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from longleaf.errors import StorageUnavailable
-
 
 class Written(Protocol):
     """What became of the parts of an object."""
@@ -33,8 +31,3 @@ class Store(Protocol):
 
 OpenStore = Callable[[str], Store]
 """Opens the storage at a URL. Raises StorageUnavailable, and InvalidArgument for no such URL."""
-
-
-def nowhere(url: str) -> Store:
-    """An OpenStore where none can be opened."""
-    raise StorageUnavailable(f"{url}: nothing is kept here")

@@ -1,0 +1,156 @@
+"""What comes back from storage: manifests are read here, pieces by the ranks that take them in, beside the steps."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from coordinator.placement.paths import Segment
+from coordinator.ranks.ports import Ranks
+from coordinator.recovery.restoring import OF_WINDOWS, Part, Restoring
+from longleaf.channel.snapshots import Fetch
+from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.geometry import EVERY_RANK
+from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.units import human_seconds
+
+FETCH_SECONDS = 30.0
+"""After which a piece counts as one that cannot be fetched: reading tokens again takes no longer."""
+log = logging.getLogger(__name__)
+
+
+class Manifests(Protocol):
+    """What storage has of segments. Implemented by coordinator.snapshots."""
+
+    def is_usable(self, segment_id: int) -> bool:
+        """Whether it has one in a form that the ranks can take in."""
+        ...
+
+    async def manifest(self, segment: Segment) -> SegmentManifest:
+        """Of this very segment. Raises NotFound, DataLoss or StorageUnavailable."""
+        ...
+
+    async def forget(self, segment_id: int, reason: str) -> None:
+        """Never believes it again."""
+        ...
+
+
+class Fetching:
+    """Does what recovery orders. `members` gives the numbers of the ranks, and `on_change` is called when recovery can
+    go on."""
+
+    def __init__(
+        self, manifests: Manifests, ranks: Ranks, members: Callable[[], Sequence[int]], on_change: Callable[[], None]
+    ) -> None:
+        self._manifests = manifests
+        self._ranks = ranks
+        self._members = members
+        self._on_change = on_change
+        self._restoring: Restoring | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pieces: dict[int, SegmentManifest] = {}
+        """By segment, as long as something of it is fetched."""
+        self._sent: dict[int, tuple[int, ...]] = {}
+        """Members that were told to fetch something, by ticket."""
+        self._damaged: dict[int, str] = {}
+        """Segments of which something is, until they are forgotten, and that is when nobody fetches anything of
+        them."""
+        self._forgetting: set[int] = set()
+
+    def begin(self, restoring: Restoring) -> None:
+        restoring.is_kept = self._is_kept
+        self._restoring = restoring
+
+    def _is_kept(self, segment_id: int) -> bool:
+        return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
+
+    def turn(self) -> None:
+        """Takes the orders that there are."""
+        assert self._restoring is not None
+        restoring = self._restoring
+        for ticket in restoring.take_discarded():
+            for member in self._sent.pop(ticket, ()):
+                self._start(self._discard(member, ticket))
+        for segment in restoring.take_wanted():
+            self._start(self._offer(restoring, segment))
+        for part in restoring.take_ordered():
+            self._order(restoring, part)
+        for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
+            del self._pieces[segment_id]
+        for segment_id in [one for one in self._damaged if not (restoring.needs(one) or one in self._forgetting)]:
+            self._forgetting.add(segment_id)
+            self._start(self._forget(segment_id))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+    # --- manifests ---
+
+    async def _offer(self, restoring: Restoring, segment: Segment) -> None:
+        try:
+            manifest = await self._manifests.manifest(segment)
+        except (NotFound, DataLoss) as error:
+            self._damaged[segment.id] = str(error)
+            restoring.refuse(segment.id)
+        except LongleafError as error:
+            log.warning("segment %d is read again: %s", segment.id, error)
+            restoring.refuse(segment.id)
+        else:
+            self._pieces[segment.id] = manifest
+            windows = manifest.windows.runs if manifest.windows else ()
+            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+        self._on_change()
+
+    async def _forget(self, segment_id: int) -> None:
+        try:
+            await self._manifests.forget(segment_id, self._damaged[segment_id])
+        except LongleafError as error:  # it stays where it is, and is not believed
+            log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
+        else:
+            self._forgetting.discard(segment_id)
+            del self._damaged[segment_id]
+
+    # --- pieces ---
+
+    def _order(self, restoring: Restoring, part: Part) -> None:
+        found = self._pieces.get(part.segment)
+        piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
+        if piece is None:  # the epoch has ended since
+            restoring.tell(part.ticket, is_there=False)
+            return
+        members = tuple(self._members())
+        told = members if part.rank == EVERY_RANK else (members[part.rank],)
+        self._sent[part.ticket] = told
+        self._start(self._fetch(restoring, part, piece, told))
+
+    async def _fetch(self, restoring: Restoring, part: Part, piece: Piece, members: Sequence[int]) -> None:
+        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
+        except DataLoss as error:
+            self._damaged[part.segment] = str(error)
+            restoring.tell(part.ticket, is_there=False)
+        except (StorageUnavailable, TimeoutError) as error:
+            reason = str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"
+            log.warning("%s is not fetched, and its tokens are read again: %s", piece.name, reason)
+            restoring.tell(part.ticket, is_there=False)
+        except Unavailable:
+            return  # the epoch ends, or nobody needs it any more
+        else:
+            restoring.tell(part.ticket, is_there=True)
+        self._on_change()
+
+    async def _discard(self, member: int, ticket: int) -> None:
+        try:
+            await self._ranks.discard(member, [ticket])
+        except LongleafError as error:
+            log.debug("member %d still has what it fetched under %d: %s", member, ticket, error)
+
+    async def close(self) -> None:
+        """Orders nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

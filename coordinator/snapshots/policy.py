@@ -1,0 +1,24 @@
+"""What of contexts is saved, and how long it stays."""
+
+from dataclasses import dataclass
+
+from longleaf.config import DataConfig, SnapshotsChoice
+
+GRACE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """See the settings of the same names."""
+
+    mode: SnapshotsChoice = "seal"
+    quota: int | None = None
+    """Bytes."""
+    expiry: float | None = None
+    """Seconds without a use."""
+    grace: float = GRACE_SECONDS
+    """Seconds after which what nobody counts is swept: longer than anything takes to be saved."""
+
+    @classmethod
+    def of(cls, config: DataConfig) -> "Policy":
+        return cls(config.snapshots, config.snapshot_quota, config.snapshot_expiry)

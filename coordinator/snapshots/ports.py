@@ -1,0 +1,79 @@
+"""What snapshots are made of, as whoever makes them sees it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from coordinator.catalog.ports import ContextCatalog, Outbox
+from coordinator.placement.paths import Segment
+from longleaf.channel.snapshots import Save, Saved
+from longleaf.runs import Run
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+"""Of the types in which keys and values are kept."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sealed segment that is wholly held now. It was held all the time between two equal ones."""
+
+    segment: Segment
+    runs: tuple[Run, ...]
+    """In order of position."""
+    window_runs: tuple[Run, ...]
+    """Of EVERY_RANK, where every rank holds windows."""
+    members: tuple[int, ...]
+    """Their numbers, by rank."""
+    epoch: int
+    version: int
+    """Another one whenever it has been parked."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the ranks hold keys and values."""
+
+    text: str
+    """What another service must have the same of to take them in."""
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
+        parts = (part.split() for part in self.text.partition("|")[0].split("; ")[1:])
+        return sum(ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts)
+
+
+@dataclass(frozen=True)
+class ContextUse:
+    """When a context was used last, in seconds since the epoch, and the segments of its path."""
+
+    id: str
+    last_used: float
+    is_pinned: bool
+    segments: tuple[int, ...]
+
+
+class Holdings(Protocol):
+    """What ranks hold."""
+
+    def held(self, segment_id: int) -> Held | None:
+        """None: it is parked, or something of it is lost or moves, or nobody needs it."""
+        ...
+
+    def uses(self) -> Sequence[ContextUse]:
+        """Of all contexts."""
+        ...
+
+
+class Savers(Protocol):
+    """Ranks, as far as they save."""
+
+    async def save(self, member: int, order: Save) -> Saved:
+        """As `coordinator.ranks.ports.Ranks.save`."""
+        ...
+
+
+class SnapshotCatalog(ContextCatalog, Outbox, Protocol):
+    """Keeps which snapshots there are, and what is to be told to storage."""

@@ -1,0 +1,118 @@
+"""Saving one segment: ranks write pieces side by side, and the manifest comes last."""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Sequence
+from itertools import count
+from typing import Any
+
+from coordinator.catalog.rows import little_endian
+from coordinator.snapshots.pieces import cut_pieces
+from coordinator.snapshots.ports import Form, Held, Holdings, Savers
+from coordinator.snapshots.store import AsyncStore
+from longleaf.channel.snapshots import Save, Saved
+from longleaf.errors import NotFound, StorageUnavailable, Unavailable
+from longleaf.runs import Run
+from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
+
+MAX_ORDERS = 2
+"""That a member has at a time: as many as it has threads."""
+
+
+def segment_name(service: str, segment_id: int) -> str:
+    """What a segment is called on storage."""
+    return f"{service}-{segment_id}"
+
+
+class Saver:
+    """Saves segments of one service, with ranks of one form."""
+
+    def __init__(
+        self, store: AsyncStore, service: str, fingerprint: str, form: Form, holdings: Holdings, ranks: Savers
+    ) -> None:
+        self._store = store
+        self._service = service
+        self._fingerprint = fingerprint
+        self._form = form
+        self._holdings = holdings
+        self._ranks = ranks
+        self._tickets = count()
+
+    def attempt(self, segment_id: int) -> Attempt:
+        """Names that nobody has used."""
+        return Attempt(self._service, segment_name(self._service, segment_id), secrets.token_hex(8))
+
+    async def save(self, attempt: Attempt, held: Held) -> tuple[SegmentManifest, int]:
+        """The manifest, which is on storage, and the bytes of all.
+
+        Raises StorageUnavailable, WorkerLost, and Unavailable where something of it has moved meanwhile: then nothing
+        counts of what was written.
+        """
+        pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
+        limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
+        saves = [self._save(limits, held, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
+        if held.window_runs:
+            saves.append(self._save(limits, held, attempt.windows(0), held.window_runs, of_windows=True))
+        found = await _all(saves)
+        if self._holdings.held(held.segment.id) != held:
+            raise Unavailable(f"segment {held.segment.id} was moved or parked while it was saved")
+        await self._check_seen(held, pieces, found)
+        manifest = self._manifest(attempt, held, found)
+        content = encode_manifest(manifest)
+        await self._store.put(attempt.manifest, content, is_new=True)
+        return manifest, len(content) + sum(piece.num_bytes for piece in found)
+
+    async def _save(
+        self,
+        limits: Sequence[asyncio.Semaphore],
+        held: Held,
+        name: str,
+        runs: tuple[Run, ...],
+        of_windows: bool = False,
+    ) -> Piece:
+        rank = 0 if of_windows else runs[0].rank
+        async with limits[rank]:
+            order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
+            saved: Saved = await self._ranks.save(held.members[rank], order)
+        return Piece(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
+
+    async def _check_seen(self, held: Held, pieces: Sequence[tuple[Run, ...]], found: Sequence[Piece]) -> None:
+        """What ranks have written must be where this process reads: of each the last piece."""
+        last = {runs[0].rank: piece for runs, piece in zip(pieces, found, strict=False)}
+        for rank, piece in last.items():
+            try:
+                size = await self._store.size(piece.name)
+            except NotFound:
+                size = -1
+            if size != piece.num_bytes:
+                told = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
+                remedy = "--snapshot-url must name a storage that all machines share"
+                raise StorageUnavailable(f"{self._store.store.url}: {told}; {remedy}")
+
+    def _manifest(self, attempt: Attempt, held: Held, found: Sequence[Piece]) -> SegmentManifest:
+        segment, before = held.segment, held.segment.before.segments
+        num_pieces = len(found) - bool(held.window_runs)
+        return SegmentManifest(
+            service=attempt.service,
+            fingerprint=self._fingerprint,
+            form=self._form.text,
+            segment=attempt.segment,
+            parent=segment_name(self._service, before[-1].id) if before else None,
+            start=segment.start,
+            num_tokens=len(segment.token_ids),
+            rope=segment.rope,
+            pieces=tuple(found[:num_pieces]),
+            windows=found[-1] if held.window_runs else None,
+            token_ids=little_endian(segment.token_ids).tobytes(),
+        )
+
+
+async def _all(saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
+    """All of them; the first failure ends the others, and is raised."""
+    tasks = [asyncio.create_task(one) for one in saves]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,71 @@
+"""What is outgoing: notes, and deletions, sent to storage in the order in which they were kept."""
+
+import asyncio
+import logging
+
+from coordinator.catalog.ports import Outbox
+from coordinator.catalog.records import Outgoing
+from coordinator.snapshots.store import AsyncStore
+from coordinator.snapshots.trouble import Trouble
+from longleaf.errors import LongleafError, StorageUnavailable
+from longleaf.storage.names import attempt_of_manifest
+
+AT_ONCE = 32
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Sends until it is cancelled; what it has not sent stays outgoing."""
+
+    def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
+        self._store = store
+        self._outbox = outbox
+        self.trouble = Trouble("telling storage of contexts")
+        self._there_is_more = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something may be outgoing."""
+        self._there_is_more.set()
+
+    async def run(self) -> None:
+        while True:
+            self._there_is_more.clear()
+            try:
+                if not await self._send_some():
+                    self.trouble.end()
+                    await self._there_is_more.wait()
+            except StorageUnavailable as error:
+                self.trouble.begin(str(error))
+                await self.trouble.wait()
+            except LongleafError as error:  # of the catalog, which says so elsewhere, too
+                log.warning("what is outgoing cannot be read: %s", error)
+                await self._there_is_more.wait()
+
+    async def _send_some(self) -> bool:
+        """Whether there was something."""
+        found = await self._outbox.outgoing(AT_ONCE)
+        done = list[int]()
+        try:
+            for key, outgoing in found:
+                await self._send(outgoing)
+                done.append(key)
+        finally:
+            if done:
+                await self._outbox.done(done)
+        return bool(found)
+
+    async def _send(self, outgoing: Outgoing) -> None:
+        if outgoing.content is not None:
+            await self._store.put(outgoing.name, outgoing.content)
+        elif attempt_of_manifest(outgoing.name) is not None:
+            await delete_attempt(self._store, outgoing.name)
+        else:
+            await self._store.delete([outgoing.name])
+
+
+async def delete_attempt(store: AsyncStore, manifest: str) -> None:
+    """Deletes what an attempt wrote: the manifest first, for one without its pieces would be believed. Raises
+    StorageUnavailable."""
+    folder = manifest.rpartition("/")[0]
+    others = [entry.name for entry in await store.list(folder) if entry.name != manifest]
+    await store.delete([manifest, *others])

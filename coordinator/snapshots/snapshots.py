@@ -1,0 +1,347 @@
+"""Snapshots: the keys and values of a service's contexts on storage, from the catalog's first word to the sweep."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Set as AnySet
+from typing import Any
+
+from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SnapshotRecord
+from coordinator.catalog.rows import little_endian
+from coordinator.placement.paths import Segment
+from coordinator.snapshots.notes import Notes
+from coordinator.snapshots.policy import Policy
+from coordinator.snapshots.ports import Form, Held, Holdings, Savers, SnapshotCatalog
+from coordinator.snapshots.records import Records
+from coordinator.snapshots.saver import Saver, segment_name
+from coordinator.snapshots.sender import Sender, delete_attempt
+from coordinator.snapshots.store import AsyncStore
+from coordinator.snapshots.trouble import MOST_SECONDS, Trouble
+from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.storage.archive import read_manifest
+from longleaf.storage.manifest import SegmentManifest
+from longleaf.storage.names import Attempt, notes_folder, place_of_note, segments_folder
+from longleaf.storage.store import Store
+from longleaf.storage.sweep import sweep
+
+SWEEP_SECONDS = 3600.0
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """What a catalog has on storage. One event loop owns it; nothing that it does keeps a step waiting.
+
+    `fingerprint` is that of the checkpoint, and `wall_clock` counts seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        catalog: SnapshotCatalog,
+        kept: Kept,
+        fingerprint: str,
+        policy: Policy,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._store = AsyncStore(store)
+        self._catalog = catalog
+        self._kept = kept
+        self._fingerprint = fingerprint
+        self._policy = policy
+        self._wall_clock = wall_clock
+        self._records = Records(kept.snapshots, policy)
+        self._notes = Notes(kept)
+        self._sender = Sender(self._store, catalog)
+        self._trouble = Trouble("writing snapshots")
+        self._holdings: Holdings | None = None
+        self._saver: Saver | None = None
+        self._form = Form("", 1)
+        self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
+        """Segments that are to be saved, the first one first."""
+        self._asked: dict[int, list[asyncio.Future[None]]] = {}
+        """Those of them that somebody waits for."""
+        self._attempts = set[str]()
+        """Folders of attempts under way."""
+        self._may_save = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- the start and the end ---
+
+    def begin(self, holdings: Holdings, ranks: Savers, form: Form) -> None:
+        """Ranks of this form are there."""
+        self._holdings, self._form = holdings, form
+        self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
+        for work in (self._sender.run(), self._save_for_ever(), self._clean_for_ever()):
+            self._start(work)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Waits for nothing that a storage may delay."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for waiting in [future for futures in self._asked.values() for future in futures]:
+            waiting.cancel()
+        self._store.close()
+
+    # --- what is known ---
+
+    @property
+    def service_id(self) -> str:
+        return self._kept.service_id
+
+    @property
+    def form(self) -> str:
+        """Of what these ranks write; empty where they cannot."""
+        return self._form.text
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written to storage now, for people; empty where it can."""
+        return self._trouble.reason or self._sender.trouble.reason
+
+    def is_usable(self, segment_id: int) -> bool:
+        """Whether a segment is there in the form of these ranks."""
+        record = self._records.get(segment_id)
+        return record is not None and record.form == self._form.text
+
+    def num_bytes(self, segment_ids: Iterable[int]) -> int:
+        found = map(self._records.get, segment_ids)
+        return sum(record.num_bytes for record in found if record is not None)
+
+    async def manifest(self, segment: Segment) -> SegmentManifest:
+        """Of this segment. Raises NotFound, DataLoss where it is of another one, and StorageUnavailable."""
+        record = self._records.get(segment.id)
+        if record is None:
+            raise NotFound(f"the snapshot of segment {segment.id}")
+        found = await self._store.run(read_manifest, self._store.store, record.manifest)
+        told = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
+        ids = little_endian(segment.token_ids).tobytes()
+        if told != (self._fingerprint, record.form, segment.start, segment.rope, ids):
+            raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
+        return found
+
+    async def read(self, name: str, digest: str) -> bytes:
+        """A piece. Raises NotFound, DataLoss and StorageUnavailable."""
+        return await self._store.get(name, digest)
+
+    async def write(self, name: str, content: bytes) -> None:
+        """An object of an attempt. Raises StorageUnavailable."""
+        await self._store.put(name, content)
+
+    # --- changes ---
+
+    def outgoing(self, change: Change) -> tuple[Outgoing, ...]:
+        """What a change must be kept with."""
+        return self._notes.of(change)
+
+    def committed(self, change: Change, committed: Committed) -> None:
+        """A change is kept."""
+        self._notes.note(change)
+        self._records.forget(committed.segments)
+        for segment in committed.segments:
+            self._wanted.pop(segment, None)
+            self._answer(segment, NotFound(f"segment {segment}"))
+        for record in change.snapshots:
+            self._records.put(record)
+        if self._policy.mode == "seal":
+            self._wanted |= {one.id: None for one in change.segments if one.id not in self._records}
+        if change.outgoing or committed.manifests:
+            self._sender.wake()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something may be held that was not."""
+        self._may_save.set()
+
+    async def forget(self, segment_id: int, reason: str) -> None:
+        """What storage has of a segment is damaged: it goes, and is saved anew. Raises StorageUnavailable."""
+        log.warning("the snapshot of segment %d is damaged, and its tokens are read again: %s", segment_id, reason)
+        await self._drop([segment_id])
+        if self._policy.mode == "seal":
+            self._wanted[segment_id] = None
+
+    async def _drop(self, segment_ids: Sequence[int]) -> None:
+        committed = await self._catalog.commit(Change(dropped_snapshots=tuple(segment_ids)))
+        for segment in segment_ids:
+            self._records.drop(segment)
+        if committed.manifests:
+            self._sender.wake()
+
+    # --- saving ---
+
+    async def save(self, segment_ids: Sequence[int]) -> None:
+        """Returns when all of these are on storage. Raises InvalidArgument where nothing is to be written, NotFound for
+        what is deleted meanwhile, Unavailable for what nobody holds now, and StorageUnavailable."""
+        missing = [segment for segment in segment_ids if not self.is_usable(segment)]
+        if missing and self._policy.mode == "off":
+            raise InvalidArgument("snapshots", "this service writes none: it was started with --snapshots off")
+        waits = list[asyncio.Future[None]]()
+        for segment in missing:
+            waiting = asyncio.get_running_loop().create_future()
+            self._asked.setdefault(segment, []).append(waiting)
+            self._wanted.setdefault(segment)
+            waits.append(waiting)
+        self.wake()
+        await asyncio.gather(*waits)
+
+    def _answer(self, segment_id: int, error: LongleafError | None = None) -> None:
+        for waiting in self._asked.pop(segment_id, ()):
+            if waiting.done():
+                continue
+            if error is None:
+                waiting.set_result(None)
+            else:
+                waiting.set_exception(error)
+
+    async def _save_for_ever(self) -> None:
+        while True:
+            await self._may_save.wait()
+            self._may_save.clear()
+            try:
+                for segment_id in list(self._wanted):
+                    await self._save_one(segment_id)
+                    self._trouble.end()
+            except StorageUnavailable as error:
+                self._trouble.begin(str(error))
+                for segment_id in list(self._asked):
+                    self._answer(segment_id, error)
+                await self._trouble.wait()
+                self._may_save.set()
+
+    async def _save_one(self, segment_id: int) -> None:
+        """Raises StorageUnavailable; what cannot be saved for other reasons is tried again when something is held."""
+        assert self._holdings is not None
+        is_asked, uses = segment_id in self._asked, self._holdings.uses()
+        if self.is_usable(segment_id) or not (is_asked or self._records.may_be_saved(segment_id, uses)):
+            self._wanted.pop(segment_id, None)
+            self._answer(segment_id)
+            return
+        try:
+            if (held := self._holdings.held(segment_id)) is None:
+                raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
+            await self._save(held)
+        except StorageUnavailable:
+            raise
+        except Unavailable as error:
+            self._answer(segment_id, error)
+        except Exception as error:
+            log.error("segment %d is not saved", segment_id, exc_info=error)
+            self._wanted.pop(segment_id, None)
+            self._answer(segment_id, Unavailable(f"segment {segment_id} was not saved: {error!r}"))
+        else:
+            self._wanted.pop(segment_id, None)
+            self._answer(segment_id)
+
+    async def _save(self, held: Held) -> None:
+        assert self._saver is not None
+        attempt = self._saver.attempt(held.segment.id)
+        folder = attempt.manifest.rpartition("/")[0]
+        self._attempts.add(folder)
+        try:
+            manifest, num_bytes = await self._saver.save(attempt, held)
+            record = SnapshotRecord(
+                segment=held.segment.id, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes
+            )
+            change = Change(snapshots=(record,))
+            committed = await self._catalog.commit(change)
+        except BaseException:
+            self._start(self._abandon(attempt))
+            raise
+        finally:
+            self._attempts.discard(folder)
+        if record.manifest not in committed.manifests:  # else the segment has been deleted meanwhile
+            self._records.put(record)
+        self._sender.wake()
+        await self._trim()
+
+    async def _abandon(self, attempt: Attempt) -> None:
+        """The sweep does it, too, but later."""
+        try:
+            await delete_attempt(self._store, attempt.manifest)
+        except LongleafError as error:
+            log.debug("what is left of %s stays for the sweep: %s", attempt, error)
+
+    def new_attempt(self, segment_id: int) -> Attempt:
+        """Names for a segment that comes from elsewhere; they are not swept until `end_attempt`."""
+        assert self._saver is not None
+        attempt = self._saver.attempt(segment_id)
+        self._attempts.add(attempt.manifest.rpartition("/")[0])
+        return attempt
+
+    async def end_attempt(self, attempt: Attempt, *, is_kept: bool) -> None:
+        """It is kept in the catalog, or given up."""
+        self._attempts.discard(attempt.manifest.rpartition("/")[0])
+        if not is_kept:
+            await self._abandon(attempt)
+
+    # --- cleaning ---
+
+    async def _trim(self) -> None:
+        """Drops what is too much or too old."""
+        assert self._holdings is not None
+        surplus = self._records.surplus(self._holdings.uses(), self._wall_clock())
+        if surplus:
+            log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
+            await self._drop(surplus)
+
+    async def _clean_for_ever(self) -> None:
+        is_first = True
+        while True:
+            try:
+                if is_first:
+                    await self._compare()
+                    is_first = False
+                await self._trim()
+                await self._sweep()
+            except LongleafError as error:
+                log.warning("storage is not looked through: %s", error)
+            await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
+
+    async def _compare(self) -> None:
+        """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
+        another one than before."""
+        service = self._kept.service_id
+        entries = await self._store.list(notes_folder(service))
+        noted = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
+        outgoing = self._notes.again(context for context in self._kept.contexts if context.id not in noted)
+        names = {entry.name for entry in await self._store.list(segments_folder(service))}
+        kept = {record.segment: record.manifest for record in self._kept.snapshots}
+        lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
+        if lost:
+            log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
+            await self._drop(lost)
+        if outgoing:
+            await self._catalog.commit(Change(outgoing=outgoing))
+            self._sender.wake()
+
+    async def _sweep(self) -> None:
+        live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._attempts)
+        service, now = self._kept.service_id, self._wall_clock()
+        swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
+        if swept.num_objects:
+            log.info("%d objects that nobody needs were deleted from storage", swept.num_objects)
+
+    def segment_name(self, segment_id: int) -> str:
+        """What a segment is called on storage."""
+        return segment_name(self._kept.service_id, segment_id)
+
+
+class _Live(AnySet[str]):
+    """All names in some folders."""
+
+    def __init__(self, folders: set[str]) -> None:
+        self._folders = folders
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.rpartition("/")[0] in self._folders
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folders)
+
+    def __len__(self) -> int:
+        return len(self._folders)
