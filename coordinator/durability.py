@@ -1,23 +1,19 @@
 """What of a service outlives it: the catalog and the journal in its data folder."""
 
 import asyncio
-import json
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, cast
-
-from blake3 import blake3
+from typing import Self
 
 from coordinator.catalog.catalog import Catalog, read_only_catalog
-from coordinator.catalog.folder import DataFolder
+from coordinator.catalog.folder import JOURNAL, DataFolder
+from coordinator.catalog.identity import read_identity
 from coordinator.catalog.records import Kept
 from coordinator.journal.journal import Journal
 from longleaf.config import EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
-from longleaf.fingerprint import CONFIG, Fingerprint, read_fingerprint
 
-JOURNAL, DTYPE = "journal", "dtype"
 log = logging.getLogger(__name__)
 
 
@@ -38,15 +34,13 @@ class Durability:
     @classmethod
     async def open(cls, data_dir: Path, config: EngineConfig) -> Self:
         """Takes as long as reading what is kept. Raises CatalogError and ModelRefused."""
-        found = await asyncio.to_thread(read_fingerprint, Path(config.model))
-        facts = _facts(config, found)
-        digest = blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest()
-        folder = await asyncio.to_thread(DataFolder.open, data_dir, digest, config.model, facts)
+        model = await asyncio.to_thread(read_identity, Path(config.model), config.dtype)
+        folder = await asyncio.to_thread(DataFolder.open, data_dir, model.digest, config.model, model.facts)
         try:
             catalog = await Catalog.open(folder.database)
             kept = await catalog.load()
-            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, digest)
-            changed = await asyncio.to_thread(_changed, folder, config.model, facts)
+            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
+            changed = await asyncio.to_thread(_changed, folder, config.model, model.facts)
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error
@@ -97,17 +91,3 @@ def damages(kept: Kept) -> list[str]:
         except DataLoss as error:
             found.append(str(error))
     return [*found, *kept.other_damage]
-
-
-def _facts(config: EngineConfig, found: Fingerprint) -> dict[str, str]:
-    """What a model is told from others by. Raises ModelRefused."""
-    dtype = _own_dtype(Path(config.model)) if config.dtype == "auto" else config.dtype
-    return found.files | {DTYPE: dtype}
-
-
-def _own_dtype(folder: Path) -> str:
-    """The numeric type that a checkpoint names; empty where it names none."""
-    config = cast(dict[str, Any], json.loads((folder / CONFIG).read_bytes()))
-    texts = cast(dict[str, Any], config.get("text_config") or {})
-    found = (texts.get(name) or config.get(name) for name in ("dtype", "torch_dtype"))
-    return next((str(name) for name in found if name), "")

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, delete, insert, select, tuple_, update
 
 from coordinator.catalog import rows
-from coordinator.catalog.records import Change, Committed, Outgoing, SegmentRecord, UploadKey, UploadRecord
+from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SegmentRecord, UploadKey, UploadRecord
 from coordinator.catalog.tables import contexts, outbox, segment_ids, segments, service, snapshots, upload_ids, uploads
 from longleaf.errors import DataLoss
 
@@ -95,6 +95,13 @@ def _state(connection: Connection) -> rows.Row:
 
 def _set_state(connection: Connection, row: rows.Row) -> None:
     connection.execute(update(service), rows.signed(service, row))
+
+
+def write_rebuilt(connection: Connection, kept: Kept, next_outgoing: int) -> None:
+    """Writes all that a new database holds."""
+    write_change(connection, Change(segments=kept.segments, contexts=kept.contexts, snapshots=kept.snapshots))
+    counters = {"next_segment": kept.next_segment, "next_outgoing": next_outgoing, "epoch": kept.epoch}
+    _set_state(connection, {**_state(connection), "service_id": kept.service_id, **counters})
 
 
 def write_epoch(connection: Connection, epoch: int) -> None:

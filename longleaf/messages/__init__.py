@@ -49,10 +49,12 @@ from longleaf.messages.generation import (
     Timings,
     Usage,
 )
+from longleaf.messages.rebuilding import BroughtBack, LeftOut, Rebuild, RebuildReport
 
 __all__ = [
     "MAX_TIME",
     "UNCHANGED",
+    "BroughtBack",
     "ClaimOptions",
     "Claimed",
     "Cluster",
@@ -73,12 +75,15 @@ __all__ = [
     "IngestPhase",
     "IngestPiece",
     "IngestProgress",
+    "LeftOut",
     "Loss",
     "ModelInfo",
     "PositionInfo",
     "Precision",
     "Progress",
     "RankShare",
+    "Rebuild",
+    "RebuildReport",
     "Recovering",
     "Recovery",
     "Resume",
