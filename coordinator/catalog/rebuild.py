@@ -1,5 +1,5 @@
-"""Makes a catalog anew: `python -m coordinator.catalog.rebuild '{"url": URL, "data_dir": DIR, "model": DIR}'`, which is a
-Rebuild, prints a RebuildReport. `longleaf contexts rebuild` is this with a help page.
+"""Makes a catalog anew: `python -m coordinator.catalog.rebuild '{"url": URL, "data_dir": DIR, "model": DIR}'` reads a
+Rebuild, and prints a RebuildReport. `longleaf contexts rebuild` is this with a help page.
 
 Exit code 0: it is made; 2: what was asked for cannot be; 1: the storage cannot be reached now.
 """
@@ -26,6 +26,7 @@ from longleaf.storage.archive import read_manifests, read_notes
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import SERVICES
 from longleaf.storage.store import Store
+from longleaf.storage.urls import FIELD
 
 SIDES = ("", "-wal", "-shm")
 """How the names of a database's files end."""
@@ -44,8 +45,9 @@ def main(arguments: list[str]) -> int:
 
 def _told(error: LongleafError) -> str:
     """The error in the words of the command line."""
-    is_of_url = isinstance(error, InvalidArgument) and error.field == "snapshot_url"
-    return f"--from: {error.description}" if is_of_url else str(error)
+    if isinstance(error, InvalidArgument) and error.field == FIELD:
+        return f"--from: {error.description}"
+    return str(error)
 
 
 def run(asked: Rebuild) -> RebuildReport:

@@ -37,8 +37,9 @@ def rebuild(
     """Make a catalog anew that was lost or damaged, from what the service wrote to storage.
 
     The service must not run. Contexts are there as they were when they were last written to storage, and parked: keys
-    and values come from there when they are asked. What was deleted stays so; what is damaged or not there as a whole is
-    left out, and told. A catalog that is there is not written into, but moved aside, with the answers that were held.
+    and values come from there when they are asked. What was deleted stays so; what is damaged, or not there as a whole,
+    is left out, and told. A catalog that is there is not written into, but moved aside, with the answers that were
+    held.
 
     Example: longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf --model ./Qwen3-0.6B
     """
