@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Self
 
-from coordinator.catalog.catalog import Catalog, read_only_catalog
+from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.earlier import EarlierContext, read_earlier
 from coordinator.catalog.folder import JOURNAL, DataFolder
 from coordinator.catalog.identity import read_identity
 from coordinator.catalog.records import Kept
@@ -21,7 +23,13 @@ class Durability:
     """An open data folder, which no other service has at the same time."""
 
     def __init__(
-        self, folder: DataFolder, catalog: Catalog, kept: Kept, journal: Journal, changed: dict[str, str]
+        self,
+        folder: DataFolder,
+        catalog: Catalog,
+        kept: Kept,
+        journal: Journal,
+        changed: dict[str, str],
+        read_earlier: Callable[[], Mapping[str, EarlierContext]],
     ) -> None:
         self._folder = folder
         self.catalog = catalog
@@ -30,6 +38,8 @@ class Durability:
         self.journal = journal
         self.changed = changed
         """Contexts that were kept for what lay in the model's folder before, and what differs since."""
+        self.read_earlier = read_earlier
+        """These, as they are kept there now. Takes as long as reading them."""
 
     @classmethod
     async def open(cls, data_dir: Path, config: EngineConfig) -> Self:
@@ -40,14 +50,15 @@ class Durability:
             catalog = await Catalog.open(folder.database)
             kept = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
-            changed = await asyncio.to_thread(_changed, folder, config.model, model.facts)
+            earlier = partial(read_earlier, folder, config.model, model.facts)
+            changed = {name: each.changes for name, each in (await asyncio.to_thread(earlier)).items()}
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error
         except BaseException:
             folder.close()
             raise
-        return cls(folder, catalog, kept, journal, changed)
+        return cls(folder, catalog, kept, journal, changed, earlier)
 
     async def tell_address(self, address: str) -> None:
         """Has others who want the folder be told who has it."""
@@ -68,18 +79,6 @@ class Durability:
         """Ends when all is written."""
         await self.catalog.close()
         self._folder.close()
-
-
-def _changed(folder: DataFolder, model: str, facts: dict[str, str]) -> dict[str, str]:
-    """The contexts that other folders keep for what this model's folder held before, and what differs since."""
-    found = dict[str, str]()
-    for path, told in folder.siblings():
-        if told.model == model:
-            with suppress(CatalogError):  # that folder is no business of this service
-                differing = sorted(name for name in {*facts, *told.facts} if facts.get(name) != told.facts.get(name))
-                why = f"{', '.join(differing)} in {model} changed since; serve that again, or ingest the text anew"
-                found |= {context.id: why for context in read_only_catalog(path).contexts}
-    return found
 
 
 def damages(kept: Kept) -> list[str]:

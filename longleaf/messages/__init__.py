@@ -28,9 +28,11 @@ from longleaf.messages.contexts import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
+    LeftOut,
     PositionInfo,
     Precision,
     RankShare,
+    Reread,
     Tokenized,
     expired,
 )
@@ -49,7 +51,7 @@ from longleaf.messages.generation import (
     Timings,
     Usage,
 )
-from longleaf.messages.rebuilding import BroughtBack, LeftOut, Rebuild, RebuildReport
+from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
     "MAX_TIME",
@@ -86,6 +88,7 @@ __all__ = [
     "RebuildReport",
     "Recovering",
     "Recovery",
+    "Reread",
     "Resume",
     "SamplingOptions",
     "SlotState",

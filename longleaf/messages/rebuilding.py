@@ -3,6 +3,7 @@
 import msgspec
 
 from longleaf.config import DtypeName
+from longleaf.messages.contexts import LeftOut
 
 
 class Rebuild(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,13 +26,6 @@ class BroughtBack(msgspec.Struct, frozen=True):
 
     name: str
     tokens: int
-
-
-class LeftOut(msgspec.Struct, frozen=True):
-    """A context that could not be brought back."""
-
-    name: str
-    reason: str
 
 
 class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,7 +150,7 @@ async def _take(engine: Engine, is_fork: bool) -> None:
 
 def _is_taken(engine: Engine) -> bool:
     try:
-        engine._keeping._check_free("book")
+        engine._keeping.check_free("book")
     except AlreadyExists:
         return True
     return False
