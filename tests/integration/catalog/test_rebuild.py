@@ -10,11 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.catalog.catalog import Catalog, read_only_catalog
+from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.folder import DataFolder
 from coordinator.catalog.identity import Identity, read_identity
 from coordinator.catalog.rebuild import run
 from coordinator.catalog.records import Change, Kept, Outgoing, SnapshotRecord
-from longleaf.config import embedded_model
+from coordinator.engine.engine import Engine
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import CatalogError, InvalidArgument
 from longleaf.geometry import Rope
 from longleaf.messages import Rebuild
@@ -23,6 +26,8 @@ from longleaf.storage.note import ContextNote
 from longleaf.storage.store import Store
 from tests.support.catalog import context, document, segment
 from tests.support.command_line import CLI
+from tests.support.lasting import MemoryLasting
+from tests.support.running import running
 from tests.support.stored_contexts import deletion, manifest_of, note_of, put_manifest, put_note
 
 MODEL = embedded_model()
@@ -124,6 +129,18 @@ def test_a_lost_catalog_is_what_it_was(service: Service) -> None:
     assert found.next_segment == 4
     assert {path.name for path in service.folder.iterdir()} <= {"catalog.db", "lock", "holder.json", "model.json"}
     assert (service.folder / "catalog.db").stat().st_mode & 0o777 == 0o600
+
+
+async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> None:
+    service.lose()
+    await asyncio.to_thread(run, service.asked())
+    lasting = MemoryLasting()
+    lasting.catalog = FakeCatalog(await service.load())
+    config = EngineConfig(model="none", world_size=2, block_size=4)
+    async with running(Engine(FakeRanks(2, 400), config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:
+        listed = {each.id: (each.tokens, each.state, each.display_name) for each in found.engine.list_contexts()}
+        assert listed == {"book": (340, "parked", "a book"), "twig": (270, "parked", "")}
+        found.engine.audit()
 
 
 def test_what_is_written_next_is_numbered_on(service: Service) -> None:
