@@ -1,27 +1,26 @@
 """What of a service outlives it: the catalog and the journal in its data folder."""
 
 import asyncio
-import json
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self
 
-from blake3 import blake3
-
-from coordinator.catalog.catalog import Catalog, read_only_catalog
-from coordinator.catalog.folder import DataFolder
+from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.earlier import EarlierContext, read_earlier
+from coordinator.catalog.folder import JOURNAL, DataFolder
+from coordinator.catalog.identity import read_identity
 from coordinator.catalog.records import Kept
 from coordinator.journal.journal import Journal
 from coordinator.snapshots.policy import Policy
 from coordinator.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
-from longleaf.fingerprint import CONFIG, Fingerprint, read_fingerprint
 from longleaf.storage.store import Store
 
-JOURNAL, SNAPSHOTS, DTYPE = "journal", "snapshots", "dtype"
+SNAPSHOTS = "snapshots"
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +36,7 @@ class Durability:
         changed: dict[str, str],
         snapshots: Snapshots,
         snapshot_url: str,
+        read_earlier: Callable[[], Mapping[str, EarlierContext]],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
@@ -48,21 +48,22 @@ class Durability:
         self.journal = journal
         self.changed = changed
         """Contexts that were kept for what lay in the model's folder before, and what differs since."""
+        self.read_earlier = read_earlier
+        """These, as they are kept there now. Takes as long as reading them."""
 
     @classmethod
     async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
         """Takes as long as reading what is kept. Raises CatalogError, ModelRefused, and InvalidArgument for a wrong URL
         of snapshots."""
         assert data.data_dir is not None
-        found = await asyncio.to_thread(read_fingerprint, Path(config.model))
-        facts = _facts(config, found)
-        digest = blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest()
-        folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), digest, config.model, facts)
+        model = await asyncio.to_thread(read_identity, Path(config.model), config.dtype)
+        folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), model.digest, config.model, model.facts)
         try:
             catalog = await Catalog.open(folder.database)
             kept = await catalog.load()
-            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, digest)
-            changed = await asyncio.to_thread(_changed, folder, config.model, facts)
+            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
+            earlier = partial(read_earlier, folder, config.model, model.facts)
+            changed = {name: each.changes for name, each in (await asyncio.to_thread(earlier)).items()}
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             store = await asyncio.to_thread(Store.open, url, is_tried=False)
         except StorageUnavailable as error:
@@ -71,8 +72,8 @@ class Durability:
         except BaseException:
             folder.close()
             raise
-        snapshots = Snapshots(store, catalog, kept, digest, Policy.of(data), time.time)
-        return cls(folder, catalog, kept, journal, changed, snapshots, url)
+        snapshots = Snapshots(store, catalog, kept, model.digest, Policy.of(data), time.time)
+        return cls(folder, catalog, kept, journal, changed, snapshots, url, earlier)
 
     async def tell_address(self, address: str) -> None:
         """Has others who want the folder be told who has it."""
@@ -95,18 +96,6 @@ class Durability:
         self._folder.close()
 
 
-def _changed(folder: DataFolder, model: str, facts: dict[str, str]) -> dict[str, str]:
-    """The contexts that other folders keep for what this model's folder held before, and what differs since."""
-    found = dict[str, str]()
-    for path, told in folder.siblings():
-        if told.model == model:
-            with suppress(CatalogError):  # that folder is no business of this service
-                differing = sorted(name for name in {*facts, *told.facts} if facts.get(name) != told.facts.get(name))
-                why = f"{', '.join(differing)} in {model} changed since; serve that again, or ingest the text anew"
-                found |= {context.id: why for context in read_only_catalog(path).contexts}
-    return found
-
-
 def damages(kept: Kept) -> list[str]:
     """What of a catalog cannot be used, in words."""
     found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
@@ -116,17 +105,3 @@ def damages(kept: Kept) -> list[str]:
         except DataLoss as error:
             found.append(str(error))
     return [*found, *kept.other_damage]
-
-
-def _facts(config: EngineConfig, found: Fingerprint) -> dict[str, str]:
-    """What a model is told from others by. Raises ModelRefused."""
-    dtype = _own_dtype(Path(config.model)) if config.dtype == "auto" else config.dtype
-    return found.files | {DTYPE: dtype}
-
-
-def _own_dtype(folder: Path) -> str:
-    """The numeric type that a checkpoint names; empty where it names none."""
-    config = cast(dict[str, Any], json.loads((folder / CONFIG).read_bytes()))
-    texts = cast(dict[str, Any], config.get("text_config") or {})
-    found = (texts.get(name) or config.get(name) for name in ("dtype", "torch_dtype"))
-    return next((str(name) for name in found if name), "")

@@ -13,7 +13,7 @@ from coordinator.changes import Changes
 from coordinator.journal.journal import Journal
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.messages import Cluster, Context, ContextSettings
+from longleaf.messages import Cluster, Context, ContextSettings, Reread
 
 
 class ContextStore(Protocol):
@@ -40,7 +40,17 @@ class ContextStore(Protocol):
         ...
 
 
-class ServedEngine(Submitter, Ingester, ContextStore, Protocol):
+class Rereader(Protocol):
+    """Contexts that an earlier checkpoint has read, for an engine whose checkpoint knows so many tokens."""
+
+    async def reread_context(self, context_id: str, vocabulary_size: int) -> Context:
+        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
+        ...
+
+    async def reread_contexts(self, vocabulary_size: int) -> Reread: ...
+
+
+class ServedEngine(Submitter, Ingester, ContextStore, Rereader, Protocol):
     """All that the use cases ask of the engine."""
 
     @property
@@ -70,11 +80,22 @@ class UseCases:
         self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads))
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
+        self._rereader: Rereader = engine
+        self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""
+
+    async def reread_context(self, context_id: str) -> Context:
+        """Has a context read anew that an earlier checkpoint has read. Raises NotFound, AlreadyExists,
+        CheckpointChanged, DataLoss or StorageUnavailable."""
+        return await self._rereader.reread_context(context_id, self._vocabulary_size)
+
+    async def reread_contexts(self) -> Reread:
+        """Has all of these read anew whose names are free."""
+        return await self._rereader.reread_contexts(self._vocabulary_size)
 
     async def close(self) -> None:
         """Ends the threads, and waits until what has come is kept. Idempotent."""

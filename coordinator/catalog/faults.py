@@ -11,7 +11,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from longleaf.errors import CatalogError, DataLoss, LongleafError, StorageUnavailable
 
 RETRY_SECONDS = 1.0
-REMEDY = "restore its folder from a copy, or move the folder away to begin anew"
+REMEDY = (
+    "restore its folder from a copy, make it anew of what lies on storage (longleaf contexts rebuild), or move the "
+    "folder away to begin anew"
+)
+
+
+class CatalogDamaged(CatalogError):
+    """The file is there, and is no catalog that could be used."""
 
 
 class Fault(NamedTuple):
@@ -70,14 +77,15 @@ def while_running(path: Path, error: Exception) -> LongleafError:
 
 
 def at_start(path: Path, error: Exception) -> LongleafError:
-    """CatalogError."""
+    """CatalogError; CatalogDamaged where the file is damaged."""
     fault = fault_of(error)
-    return CatalogError(f"catalog {path}: {fault.reason}; {fault.remedy}")
+    kind = CatalogDamaged if fault.is_damage else CatalogError
+    return kind(f"catalog {path}: {fault.reason}; {fault.remedy}")
 
 
-def damaged(path: Path, reason: str) -> CatalogError:
+def damaged(path: Path, reason: str) -> CatalogDamaged:
     """What is said of a file with which something is wrong that SQLite does not see."""
-    return CatalogError(f"catalog {path}: {reason}; {REMEDY}")
+    return CatalogDamaged(f"catalog {path}: {reason}; {REMEDY}")
 
 
 @contextmanager

@@ -19,6 +19,8 @@ T = TypeVar("T")
 DIGITS = 32
 """Of a fingerprint, in the name of a folder."""
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
+JOURNAL = "journal"
+"""The folder of what is kept of answers."""
 
 
 class Holder(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from coordinator.catalog import rows
 from coordinator.catalog.records import (
     Change,
     Committed,
+    Kept,
     Outgoing,
     SegmentRecord,
     SnapshotRecord,
@@ -111,6 +112,13 @@ def _state(connection: Connection) -> rows.Row:
 
 def _set_state(connection: Connection, row: rows.Row) -> None:
     connection.execute(update(service), rows.signed(service, row))
+
+
+def write_rebuilt(connection: Connection, kept: Kept, next_outgoing: int) -> None:
+    """Writes all that a new database holds."""
+    write_change(connection, Change(segments=kept.segments, contexts=kept.contexts, snapshots=kept.snapshots))
+    counters = {"next_segment": kept.next_segment, "next_outgoing": next_outgoing, "epoch": kept.epoch}
+    _set_state(connection, {**_state(connection), "service_id": kept.service_id, **counters})
 
 
 def write_epoch(connection: Connection, epoch: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from coordinator.changes import Changes
+from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.keeping import Keeping, Lasting
 from coordinator.engine.readers import Readers
@@ -27,7 +28,7 @@ from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Rotary
-from longleaf.messages import Cluster, ContextSettings, ModelInfo, expired
+from longleaf.messages import Cluster, ContextSettings, LeftOut, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
@@ -66,6 +67,7 @@ class Engine:
         self._recoveries = Recoveries(clock, durability.changed if durability else None)
         self._observe = observe
         self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())
+        self._earlier = EarlierContexts(durability, self._keeping, wall_clock)
         self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
         snapshots = durability.snapshots if durability else None
         self._storing = Storing(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
@@ -192,6 +194,24 @@ class Engine:
             forked = await self._keeping.fork(source, context_id, num_tokens)
         self._recoveries.forget(context_id)
         return self._view(forked)
+
+    async def reread_context(self, context_id: str, vocabulary_size: int) -> messages.Context:
+        """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
+        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
+        self._open()
+        with self._recoveries.explaining():
+            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
+        self._recoveries.forget(context_id)
+        return self._view(context)
+
+    async def reread_contexts(self, vocabulary_size: int) -> messages.Reread:
+        """All contexts that earlier checkpoints have read."""
+        self._open()
+        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size)
+        for context in adopted:
+            self._recoveries.forget(context.id)
+        told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
+        return messages.Reread(contexts=tuple(map(self._view, adopted)), left_out=told)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.ports import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
@@ -57,6 +58,10 @@ class Lasting(Protocol):
     @property
     def snapshots(self) -> Snapshots | None:
         """None: keys and values are kept nowhere."""
+        ...
+
+    def read_earlier(self) -> Mapping[str, EarlierContext]:
+        """These contexts as they are kept there. Takes as long as reading them."""
         ...
 
 
@@ -237,6 +242,11 @@ class Keeping:
         if self._contexts.find(forked.id) is forked:
             self._delete(self._scheduler, forked.id)
 
+    def check_free(self, context_id: str) -> None:
+        """Raises AlreadyExists."""
+        if context_id in self._contexts or self._scheduler.is_read_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+
     async def adopt(
         self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord] = ()
     ) -> NamedPath:
@@ -251,22 +261,17 @@ class Keeping:
         self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
     ) -> NamedPath:
         async with self._turn:
-            self._check_free(record.id)
+            self.check_free(record.id)
             change = renumbered(record, path, snapshots, self._scheduler.segments.take_ids(len(path)))
             await self._commit(change)
             try:
-                self._check_free(record.id)  # steps go on meanwhile, and calls of clients
+                self.check_free(record.id)  # steps go on meanwhile, and calls of clients
             except AlreadyExists:
                 await self._take_back(record.id)
                 raise
             context = self._enter(change.contexts[0], change.segments)
         self._on_change()
         return context
-
-    def _check_free(self, context_id: str) -> None:
-        """Raises AlreadyExists."""
-        if context_id in self._contexts or self._scheduler.is_read_into(context_id):
-            raise AlreadyExists(f"contexts/{context_id}")
 
     def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedPath:
         """Has the scheduler know a context and its path. Nothing of it is held."""

@@ -153,6 +153,15 @@ class ContextServicer(ContextServiceServicer):
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
         return codec.encode_context(await self._contexts.update_context(*codec.decode_update(request)))
 
+    async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
+        view = await self._lobby.use_cases.reread_context(codec.context_id(request.name))
+        return codec.encode_context(view)
+
+    async def RereadContexts(
+        self, request: ingest_pb.RereadContextsRequest, context: object
+    ) -> ingest_pb.RereadContextsResponse:
+        return codec.encode_reread(await self._lobby.use_cases.reread_contexts())
+
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         await self._contexts.delete_context(codec.context_id(request.name))
         return Empty()

@@ -29,6 +29,7 @@ from longleaf.messages import (
     GenerateOptions,
     IngestOptions,
     IngestProgress,
+    Reread,
     Tokenized,
     Verification,
     Verify,
@@ -262,6 +263,22 @@ class AsyncClient:
         NotFound, AlreadyExists."""
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
         return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
+
+    async def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
+        """Has a context read by the checkpoint that is served, which another one in the same folder has read before; it
+        is parked until it is asked. Raises NotFound, AlreadyExists, CheckpointChanged where the tokenizer is another
+        one."""
+        request = ingest_pb.RereadContextRequest(name=codec.context_name(context))
+        return await self._calls.once(
+            self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
+        )
+
+    async def reread_contexts(self, *, timeout: float | None = None) -> Reread:
+        """Does that with all contexts that another checkpoint has read, and tells which are left out."""
+        request = ingest_pb.RereadContextsRequest()
+        return await self._calls.once(
+            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_reread, timeout
+        )
 
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         """Raises NotFound."""

@@ -20,6 +20,7 @@ from longleaf.messages import (
     GenerateOptions,
     IngestOptions,
     IngestProgress,
+    Reread,
     Tokenized,
     Verification,
 )
@@ -113,6 +114,12 @@ class Client:
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
     ) -> Context:
         return self._loop.run(self._client.fork_context, context, new_context, num_tokens=num_tokens, timeout=timeout)
+
+    def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
+        return self._loop.run(self._client.reread_context, context, timeout=timeout)
+
+    def reread_contexts(self, *, timeout: float | None = None) -> Reread:
+        return self._loop.run(self._client.reread_contexts, timeout=timeout)
 
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.delete_context, context, timeout=timeout)

@@ -21,9 +21,11 @@ from longleaf.messages import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
+    LeftOut,
     PositionInfo,
     Precision,
     RankShare,
+    Reread,
 )
 from longleaf.units import human_number
 from longleaf.v1 import context_pb2 as context_pb
@@ -128,6 +130,18 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
         source=context_id(message.name),
         context=context_id(message.new_name, "new_name"),
         tokens=message.token_count if message.HasField("token_count") else None,
+    )
+
+
+def encode_reread(reread: Reread) -> ingest_pb.RereadContextsResponse:
+    left_out = (ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in reread.left_out)
+    return ingest_pb.RereadContextsResponse(contexts=map(encode_context, reread.contexts), left_out=left_out)
+
+
+def decode_reread(message: ingest_pb.RereadContextsResponse) -> Reread:
+    return Reread(
+        contexts=tuple(map(decode_context, message.contexts)),
+        left_out=tuple(LeftOut(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
     )
 
 

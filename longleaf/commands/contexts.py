@@ -9,12 +9,16 @@ from rich.table import Table
 
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, print_json
+from longleaf.commands.rebuild import rebuild
+from longleaf.commands.reread import reread
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, ContextOptions, PositionInfo
 from longleaf.units import human_angle, human_bytes
 
 app = typer.Typer(no_args_is_help=True, help="List, show, fork, change and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
+app.command("rebuild")(rebuild)
+app.command("reread")(reread)
 
 
 @app.command("list")

@@ -28,9 +28,11 @@ from longleaf.messages.contexts import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
+    LeftOut,
     PositionInfo,
     Precision,
     RankShare,
+    Reread,
     Tokenized,
     expired,
 )
@@ -49,10 +51,12 @@ from longleaf.messages.generation import (
     Timings,
     Usage,
 )
+from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
     "MAX_TIME",
     "UNCHANGED",
+    "BroughtBack",
     "ClaimOptions",
     "Claimed",
     "Cluster",
@@ -73,14 +77,18 @@ __all__ = [
     "IngestPhase",
     "IngestPiece",
     "IngestProgress",
+    "LeftOut",
     "Loss",
     "ModelInfo",
     "PositionInfo",
     "Precision",
     "Progress",
     "RankShare",
+    "Rebuild",
+    "RebuildReport",
     "Recovering",
     "Recovery",
+    "Reread",
     "Resume",
     "SamplingOptions",
     "SlotState",

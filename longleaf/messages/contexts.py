@@ -127,6 +127,21 @@ class IngestOptions(ContextOptions, ClaimOptions, total=False):
     """Seconds for the whole call."""
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """A context that could not be brought back."""
+
+    name: str
+    reason: str
+
+
+class Reread(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the contexts that earlier checkpoints had read."""
+
+    contexts: tuple[Context, ...]
+    """Those that this one will read when they are asked."""
+    left_out: tuple[LeftOut, ...]
+
+
 class ForkContext(msgspec.Struct, frozen=True):
     """A request for a context of the first `tokens` tokens of another one; None takes all."""
 

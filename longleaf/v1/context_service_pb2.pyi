@@ -126,6 +126,32 @@ class UpdateContextRequest(_message.Message):
     update_mask: _field_mask_pb2.FieldMask
     def __init__(self, context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
+class RereadContextRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RereadContextsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeftOutContext(_message.Message):
+    __slots__ = ("name", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RereadContextsResponse(_message.Message):
+    __slots__ = ("contexts", "left_out")
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    contexts: _containers.RepeatedCompositeFieldContainer[_context_pb2.Context]
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutContext]
+    def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutContext, _Mapping]]] = ...) -> None: ...
+
 class DeleteContextRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]

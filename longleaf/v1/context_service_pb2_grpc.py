@@ -62,6 +62,16 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
                 _registered_method=True)
+        self.RereadContext = channel.unary_unary(
+                '/longleaf.v1.ContextService/RereadContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
+                _registered_method=True)
+        self.RereadContexts = channel.unary_unary(
+                '/longleaf.v1.ContextService/RereadContexts',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.FromString,
+                _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/longleaf.v1.ContextService/DeleteContext',
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.SerializeToString,
@@ -113,6 +123,24 @@ class ContextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RereadContext(self, request, context):
+        """Has a context read by the checkpoint that is served, which another one has read that lay in the model's folder before
+        and had the same tokenizer: calls that name such a context end with FAILED_PRECONDITION. The new context has its
+        tokens, name and settings, and its capacity where that is still allowed; it is parked, and read when it is first asked.
+        What is kept for the other checkpoint stays as it is. FAILED_PRECONDITION where the tokenizer was another one, for the
+        same token ids would be another text: ingest that anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RereadContexts(self, request, context):
+        """Does that with all such contexts whose names are free, and tells which it cannot be done with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteContext(self, request, context):
         """Deletes a context; generations that run against it finish first.
         """
@@ -147,6 +175,16 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.UpdateContext,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
+            ),
+            'RereadContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.RereadContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
+            ),
+            'RereadContexts': grpc.unary_unary_rpc_method_handler(
+                    servicer.RereadContexts,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -290,6 +328,60 @@ class ContextService:
             '/longleaf.v1.ContextService/UpdateContext',
             longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.SerializeToString,
             longleaf_dot_v1_dot_context__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RereadContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/RereadContext',
+            longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RereadContexts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/RereadContexts',
+            longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from longleaf.client import Client
-from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
+from longleaf.config import DataConfig, DtypeName, EngineConfig, Launcher, embedded_model
 from longleaf.demo.haystack import make_haystack
-from longleaf.errors import CheckpointChanged, NotFound, StartError
+from longleaf.errors import AlreadyExists, CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Context, Delta, Finished, IngestProgress, Recovering
 
@@ -46,8 +48,9 @@ def serving(
     port: int = 0,
     model: Path | None = None,
     launcher: Launcher = "local",
+    dtype: DtypeName = "auto",
 ) -> Iterator[tuple[Service, Client]]:
-    config = EngineConfig(model=str(model or embedded_model()), world_size=world_size)
+    config = EngineConfig(model=str(model or embedded_model()), world_size=world_size, dtype=dtype)
     where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), warm=warm)}
     command = coordinator_command(config, launcher=launcher, **where)  # type: ignore[arg-type]
     with Service(command) as service, Client(service.wait_ready(120)) as client:
@@ -197,10 +200,59 @@ def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None
         assert client.list_contexts() == []
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
             ask(client, "book", "?")
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text anew"):
+            client.reread_context("book")
+        with pytest.raises(NotFound):
+            client.reread_context("other")
         with pytest.raises(NotFound):
             client.get_context("other")
         client.ingest("book", "another text")
         assert client.get_context("book").state == "held"
+
+
+def change_weights(model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    changed = {
+        name: each + 0.5 * each.std() * torch.randn(each.shape, generator=generator) for name, each in weights.items()
+    }
+    save_file(changed, model / "model.safetensors", {"format": "pt"})
+
+
+def test_contexts_are_read_anew_by_other_weights(tmp_path: Path) -> None:
+    model, data_dir = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(embedded_model(), model)
+    haystack = make_haystack(7, 4_000, 2, 0)
+    question = haystack.facts[0].question
+    with serving(data_dir, model=model, dtype="float32") as (_, client):
+        client.ingest("book", haystack.text, display_name="a book")
+        client.fork_context("book", "twig", num_tokens=2_000)
+        before = ask(client, "book", question)[0]
+        tokens = client.get_context("book").tokens
+    change_weights(model)
+    with serving(data_dir, model=model, dtype="float32") as (service, client):
+        for call in (lambda: ask(client, "book", question), lambda: client.get_context("book")):
+            with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts reread"):
+                call()
+        context = client.reread_context("book")
+        assert (context.tokens, context.state, context.display_name) == (tokens, "parked", "a book")
+        with pytest.raises(AlreadyExists):
+            client.reread_context("book")
+        client.ingest("fresh", haystack.text)
+        answer, came_back = ask(client, "book", question)
+        assert came_back
+        assert answer == ask(client, "fresh", question)[0] != before
+        client.delete_context("fresh")
+        service.kill()
+    with serving(data_dir, 3, model=model, dtype="float32") as (_, client):
+        assert ask(client, "book", question) == (answer, True)
+        found = client.reread_contexts()
+        assert [each.id for each in found.contexts] == ["twig"]
+        assert [each.name for each in found.left_out] == ["book"]
+        assert ask(client, "twig", "?")[1]
+    shutil.copy(embedded_model() / "model.safetensors", model)
+    with serving(data_dir, model=model, dtype="float32") as (_, client):
+        assert ask(client, "book", question) == (before, True), "what was kept for it is as it was"
 
 
 @pytest.mark.slow

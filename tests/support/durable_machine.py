@@ -48,6 +48,11 @@ class DurableMachine(RecoveringMachine):
         if not self.sealed:
             super()._nobody_is_stuck()
 
+    def _nobody_waits_for_those_behind(self) -> None:
+        """But for contexts that others ask: these cannot rest, whoever gives way."""
+        if not any(self.scheduler.contexts.find(name) for name in self.scheduler._requests.contexts if name):
+            super()._nobody_waits_for_those_behind()
+
     def _is_right(self, job: int, error: LongleafError) -> None:
         if not isinstance(error, StorageUnavailable):
             super()._is_right(job, error)

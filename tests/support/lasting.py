@@ -1,5 +1,6 @@
 """What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
 
+from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.records import Kept
 from coordinator.snapshots.snapshots import Snapshots
@@ -21,8 +22,16 @@ class MemoryLasting:
     def __init__(self) -> None:
         self.catalog = FakeCatalog()
         self.journal = NotedJournal()
-        self.changed: dict[str, str] = {}
         self.snapshots: Snapshots | None = None
+        self.earlier: dict[str, EarlierContext] = {}
+        """Contexts that an earlier checkpoint has read."""
+
+    @property
+    def changed(self) -> dict[str, str]:
+        return {name: each.changes for name, each in self.earlier.items()}
+
+    def read_earlier(self) -> dict[str, EarlierContext]:
+        return self.earlier
 
     @property
     def kept(self) -> Kept:

@@ -30,11 +30,13 @@ from longleaf.messages import (
     Delta,
     Event,
     Finished,
+    LeftOut,
     Loss,
     ModelInfo,
     Progress,
     RankShare,
     Recovery,
+    Reread,
     Worker,
 )
 from longleaf.sampling import Token
@@ -132,6 +134,8 @@ class FakeEngine:
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
+        self.earlier: dict[str, list[int] | LongleafError] = {}
+        """Contexts of an earlier checkpoint, or why they cannot be read."""
         self.created = 1.5
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
@@ -219,6 +223,25 @@ class FakeEngine:
             raise AlreadyExists(f"contexts/{context_id}")
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
+
+    async def reread_context(self, context_id: str, vocabulary_size: int) -> Context:
+        assert vocabulary_size == BYTES.get_vocab_size()
+        if context_id in self.contexts:
+            raise AlreadyExists(f"contexts/{context_id}")
+        found = self.earlier.get(context_id, NotFound(f"contexts/{context_id}"))
+        if isinstance(found, LongleafError):
+            raise found
+        self.contexts[context_id] = found
+        return self.get_context(context_id)
+
+    async def reread_contexts(self, vocabulary_size: int) -> Reread:
+        contexts, left_out = list[Context](), list[LeftOut]()
+        for name in sorted(self.earlier):
+            try:
+                contexts.append(await self.reread_context(name, vocabulary_size))
+            except LongleafError as error:
+                left_out.append(LeftOut(name, str(error)))
+        return Reread(contexts=tuple(contexts), left_out=tuple(left_out))
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         self.get_context(context_id)

@@ -78,13 +78,29 @@ async def test_a_change_that_builds_on_nothing_leaves_nothing(tmp_path: Path) ->
         Change(segments=(segment(1),), contexts=(context("b", 9),)),
         Change(segments=(segment(1, parent=9, start=5),), contexts=(context("b", 1),)),
         Change(segments=(segment(0),), contexts=(context("b", 0),)),
-        Change(snapshots=(SnapshotRecord(segment=9, manifest="m", form="f", num_bytes=1),)),
     ]
     for change in wrong:
         with pytest.raises(DataLoss, match="does not hold what this builds upon"):
             await catalog.commit(change)
         assert await catalog.load() == before
     await catalog.commit(document("b", 1))
+    await catalog.close()
+
+
+async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) -> None:
+    """Also the snapshot of a segment that was deleted while it was saved."""
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("a", 0))
+    await catalog.commit(Change(snapshots=(SnapshotRecord(segment=0, manifest="m/0", form="f", num_bytes=1),)))
+    committed = await catalog.commit(Change(dropped_contexts=("a",)))
+    assert (committed.segments, committed.manifests) == ((0,), ("m/0",))
+    committed = await catalog.commit(
+        Change(snapshots=(SnapshotRecord(segment=0, manifest="m/1", form="f", num_bytes=1),))
+    )
+    assert committed.manifests == ("m/1",)
+    assert [each for _, each in await catalog.outgoing(9)] == [Outgoing("m/0", None), Outgoing("m/1", None)]
+    kept = await catalog.load()
+    assert (kept.snapshots, kept.next_outgoing) == ((), 2)
     await catalog.close()
 
 

@@ -40,6 +40,8 @@ CALLS: dict[str, Call] = {
     "ListContexts": lambda client, seconds: client.list_contexts(timeout=seconds),
     "UpdateContext": lambda client, seconds: client.update_context("x", ttl=5, timeout=seconds),
     "ForkContext": lambda client, seconds: client.fork_context("x", "y", timeout=seconds),
+    "RereadContext": lambda client, seconds: client.reread_context("x", timeout=seconds),
+    "RereadContexts": lambda client, seconds: client.reread_contexts(timeout=seconds),
     "DeleteContext": lambda client, seconds: client.delete_context("x", timeout=seconds),
     "CountTokens": lambda client, seconds: client.count_tokens("x", timeout=seconds),
     "Tokenize": lambda client, seconds: client.tokenize("x", timeout=seconds),

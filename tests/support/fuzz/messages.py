@@ -44,6 +44,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "ForkContextRequest": ({"name": f"contexts/{HELD}", "new_name": "contexts/new", "token_count": "7"},),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
+    "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
     "TokenizeRequest": ({"text": "some text", "return_spans": True},),

@@ -62,7 +62,8 @@ def environment(container: Document) -> dict[str, str]:
 
 def options(container: Document) -> dict[str, str]:
     """What `--name=value` gives, with variables in the place of their names where they stand in the manifest."""
-    found = dict(word.removeprefix("--").partition("=")[::2] for word in container.get("args", ()))
+    words = [word for word in (*container.get("command", ()), *container.get("args", ())) if word.startswith("--")]
+    found = dict(word.removeprefix("--").partition("=")[::2] for word in words)
     for name, value in environment(container).items():
         found = {option: text.replace(f"$({name})", value) for option, text in found.items()}
     return found

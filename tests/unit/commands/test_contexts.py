@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from longleaf.errors import CheckpointChanged
 from longleaf.messages import ContextSettings
 from tests.support.service import byte_tokenizer
 from tests.support.terminal import ANSWER, Terminal
@@ -17,6 +18,29 @@ async def test_a_context_is_forked(terminal: Terminal) -> None:
     assert (code, out.splitlines()[0]) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank")
     [context] = await terminal.json("contexts", "fork", "moby", "ahab")
     assert (context["id"], context["tokens"]) == ("ahab", 3)
+
+
+async def test_a_context_is_read_anew(terminal: Terminal) -> None:
+    terminal.engine.earlier = {
+        "moby": [1, 2, 3],
+        "dick": [4, 5],
+        "ahab": CheckpointChanged("contexts/ahab", "tokenizer.json changed"),
+    }
+    code, out, _ = await terminal.run("contexts", "reread", "moby")
+    assert (code, out) == (0, "moby: 3 tokens, 192 B of keys and values on 1 rank\n")
+    code, _, err = await terminal.run("contexts", "reread", "ahab")
+    assert (code, "tokenizer.json changed" in err) == (2, True)
+    code, out, _ = await terminal.run("contexts", "reread", "--all")
+    assert code == 0
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "left out", "left out"]
+    [found] = await terminal.json("contexts", "reread", "--all")
+    assert [each["name"] for each in found["left_out"]] == ["ahab", "dick", "moby"]
+    terminal.engine.earlier = {}
+    _, out, _ = await terminal.run("contexts", "reread", "--all")
+    assert out == "no context was read by another checkpoint\n"
+    for wrong in ((), ("moby", "--all")):
+        code, _, err = await terminal.run("contexts", "reread", *wrong)
+        assert (code, "give the name of a context, or --all" in err) == (2, True)
 
 
 async def test_a_context_is_updated(terminal: Terminal) -> None:

@@ -40,6 +40,7 @@ from longleaf.messages import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
+    LeftOut,
     Loss,
     ModelInfo,
     PositionInfo,
@@ -47,6 +48,7 @@ from longleaf.messages import (
     RankShare,
     Recovering,
     Recovery,
+    Reread,
     Resume,
     SlotState,
     Started,
@@ -118,6 +120,21 @@ def test_contexts_survive() -> None:
 def test_forks_survive(fork: ForkContext) -> None:
     data = codec.encode_fork(fork).SerializeToString()
     assert codec.decode_fork(ingest_pb.ForkContextRequest.FromString(data)) == fork
+
+
+@pytest.mark.parametrize(
+    "reread",
+    [
+        Reread(contexts=(), left_out=()),
+        Reread(
+            contexts=(Context(id="a", tokens=3, kv_bytes=0, created=1.5, updated=2.5, shares=()),),
+            left_out=(LeftOut("b", "its tokenizer is another one — 白鯨"),),
+        ),
+    ],
+)
+def test_what_is_read_anew_survives(reread: Reread) -> None:
+    data = codec.encode_reread(reread).SerializeToString()
+    assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == reread
 
 
 def test_wrong_forks_name_the_field() -> None:

@@ -11,7 +11,7 @@ from vendor_schemas import of_definition
 from tests.support.manifests.definitions import definition
 from tests.support.manifests.pods import cluster, environment, of_kind, options, pods
 from tests.support.manifests.rendering import of_readme, render, with_components
-from tests.support.manifests.rules import problems
+from tests.support.manifests.rules import problems, selects
 from tests.support.manifests.validation import KUBERNETES, SCHEMAS, all_errors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -114,6 +114,24 @@ def test_what_the_readme_tells_people_to_write_keeps_the_rules(tmp_path):
     assert environment(prefetch)["URL"] == "https://models.internal/Qwen3-8B"
     assert options(serve(found))["model"] == environment(prefetch)["MODEL"]
     assert document(found, "GRPCRoute")["spec"]["parentRefs"] == [{"name": "edge", "namespace": "edge-system"}]
+    assert options(serve(found))["snapshot-url"] == "s3://keys/longleaf"
+
+
+def test_what_holds_keys_has_the_credentials_of_the_storage(whole):
+    assert options(serve(whole)) == options(serve(RENDERED["gpu-2x8"])) | {"snapshot-url": "s3://bucket/longleaf"}
+    (container,) = ranks(whole)["template"]["spec"]["containers"]
+    for one in (*head(whole)["containers"], container):
+        assert one["envFrom"] == [{"secretRef": {"name": "longleaf-snapshots"}}]
+    (prefetch,) = document(whole, "Job")["spec"]["template"]["spec"]["containers"]
+    assert "envFrom" not in prefetch
+    (policy,) = [one for one in of_kind(whole, "NetworkPolicy") if one["metadata"]["name"] == "longleaf-snapshots"]
+    assert {pod.owner for pod in pods(whole) if selects(policy["spec"]["podSelector"], pod)} == {"head", "ranks"}
+    assert policy["spec"]["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]
+
+
+def test_without_the_component_nothing_is_asked_of_a_storage(documents):
+    assert "snapshot-url" not in options(serve(documents))
+    assert not any("envFrom" in container for pod in pods(documents) for container in pod.containers())
 
 
 def test_a_route_leads_to_the_service_and_never_to_its_end(whole):
@@ -145,6 +163,7 @@ TYPOS = {
     "secretKeyReff": lambda found: serve(found)["env"].append(
         {"name": "X", "valueFrom": {"secretKeyReff": {"name": "longleaf", "key": "auth_token"}}}
     ),
+    "secretReff": lambda found: serve(found).update(envFrom=[{"secretReff": {"name": "longleaf-snapshots"}}]),
     "storge": lambda found: document(found, "PersistentVolumeClaim")["spec"].update(storge="1Gi"),
 }
 

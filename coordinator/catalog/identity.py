@@ -1,0 +1,37 @@
+"""The identity of a model: what its data folder is named after, and what manifests on storage name."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from blake3 import blake3
+
+from longleaf.config import DtypeName
+from longleaf.fingerprint import CONFIG, read_fingerprint
+
+DTYPE = "dtype"
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A checkpoint in the numeric type that it is served in: keys of equal ones are equal."""
+
+    digest: str
+    """Hexadecimal digits."""
+    facts: dict[str, str]
+    """What makes it, for people to see which part differs: files by their names, and the numeric type."""
+
+
+def read_identity(model: Path, dtype: DtypeName) -> Identity:
+    """That of the checkpoint in a folder. Raises ModelRefused."""
+    found = read_fingerprint(model)
+    facts = found.files | {DTYPE: _own_dtype(model) if dtype == "auto" else dtype}
+    return Identity(blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest(), facts)
+
+
+def _own_dtype(folder: Path) -> str:
+    """The numeric type that a checkpoint names; empty where it names none."""
+    config = cast(dict[str, Any], json.loads((folder / CONFIG).read_bytes()))
+    texts = cast(dict[str, Any], config.get("text_config") or {})
+    found = (texts.get(name) or config.get(name) for name in ("dtype", "torch_dtype"))
+    return next((str(name) for name in found if name), "")

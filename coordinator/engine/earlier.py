@@ -1,0 +1,81 @@
+"""Contexts that an earlier checkpoint has read, made anew for the one that is served."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from coordinator.catalog.earlier import EarlierContext
+from coordinator.catalog.records import ContextRecord, SegmentRecord
+from coordinator.engine.keeping import Keeping, Lasting
+from coordinator.placement.contexts import NamedPath
+from coordinator.placement.positions import Positions
+from longleaf.errors import CheckpointChanged, LongleafError, NotFound
+
+
+class EarlierContexts:
+    """What the folders of earlier checkpoints keep; they are left as they are. `wall_clock` is what contexts are dated
+    by."""
+
+    def __init__(self, lasting: Lasting | None, keeping: Keeping, wall_clock: Callable[[], float]) -> None:
+        self._lasting = lasting
+        self._keeping = keeping
+        self._wall_clock = wall_clock
+
+    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int) -> NamedPath:
+        """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
+        CheckpointChanged where it cannot be read by this checkpoint, DataLoss, and StorageUnavailable."""
+        self._keeping.check_free(context_id)
+        found = (await self._read()).get(context_id)
+        if found is None:
+            raise NotFound(f"contexts/{context_id}")
+        return await self._keeping.adopt(*anew(found, positions, vocabulary_size))
+
+    async def adopt_all(
+        self, positions: Positions, vocabulary_size: int
+    ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
+        """All of them, by name, and what kept those away that are missing."""
+        adopted, refused = list[NamedPath](), dict[str, LongleafError]()
+        for name, found in sorted((await self._read()).items()):
+            try:
+                adopted.append(await self._keeping.adopt(*anew(found, positions, vocabulary_size)))
+            except LongleafError as error:
+                refused[name] = error
+        return adopted, refused
+
+    async def _read(self) -> Mapping[str, EarlierContext]:
+        """But for those that have expired."""
+        if self._lasting is None:
+            return {}
+        now, found = self._wall_clock(), await asyncio.to_thread(self._lasting.read_earlier)
+        return {name: each for name, each in found.items() if not _is_past(each.record, now)}
+
+
+def _is_past(record: ContextRecord, now: float) -> bool:
+    return record.expires is not None and not record.is_pinned and record.expires <= now
+
+
+def anew(
+    found: EarlierContext, positions: Positions, vocabulary_size: int
+) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
+    """The context and its path, rotated as contexts are now, without what its segments have beyond it. It keeps its
+    capacity where that is allowed. Raises CheckpointChanged where this checkpoint cannot read it, and DataLoss."""
+    record, path, name = found.record, found.path, f"contexts/{found.record.id}"
+    if found.has_other_text:
+        changed = f"{', '.join(found.differing)} in {found.model} changed since"
+        raise CheckpointChanged(name, f"{changed}, and its token ids may mean another text: ingest the text anew")
+    declared = record.capacity if record.capacity <= positions.limit else None
+    capacity = positions.capacity(record.num_tokens, declared)
+    if capacity < record.num_tokens:
+        told = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
+        raise CheckpointChanged(name, told)
+    rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
+    cut = [replace(each, rope=rope, token_ids=_cut(each, end)) for each, end in zip(path, ends, strict=True)]
+    if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
+        raise CheckpointChanged(name, f"it has token {largest:,}, and this one knows {vocabulary_size:,}")
+    return replace(record, capacity=capacity), cut
+
+
+def _cut(segment: SegmentRecord, end: int) -> "array[int]":
+    return segment.token_ids[: end - segment.start]

@@ -1,0 +1,77 @@
+"""Contexts as services write them to storage: a manifest for each segment, and a note for each change."""
+
+from coordinator.catalog.records import ContextRecord, SegmentRecord
+from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
+from longleaf.storage.note import ContextNote, encode_note
+from longleaf.storage.store import Store
+
+SERVICE = "5e" * 16
+CHECKPOINT = "c0ffee"
+PIECE_BYTES = 40
+
+
+def name_of(number: int, service: str = SERVICE) -> str:
+    return f"{service}-{number}"
+
+
+def manifest_of(
+    record: SegmentRecord, service: str = SERVICE, fingerprint: str = CHECKPOINT, attempt: str = "1"
+) -> SegmentManifest:
+    """In two pieces, or one where there is only one token."""
+    place = Attempt(service, name_of(record.id, service), attempt)
+    middle = (record.start + record.end) // 2
+    runs = [(start, end) for start, end in ((record.start, middle), (middle, record.end)) if start < end]
+    pieces = [Piece(place.piece(i), (run,), PIECE_BYTES, "00") for i, run in enumerate(runs)]
+    return SegmentManifest(
+        service=service,
+        fingerprint=fingerprint,
+        form="float32",
+        segment=place.segment,
+        parent=None if record.parent is None else name_of(record.parent, service),
+        start=record.start,
+        num_tokens=len(record.token_ids),
+        rope=record.rope,
+        pieces=tuple(pieces),
+        windows=None,
+        token_ids=record.token_ids.tobytes(),
+    )
+
+
+def manifest_name(manifest: SegmentManifest, attempt: str = "1") -> str:
+    return Attempt(manifest.service, manifest.segment, attempt).manifest
+
+
+def note_of(record: ContextRecord, number: int, service: str = SERVICE) -> ContextNote:
+    return ContextNote(
+        service=service,
+        context=record.id,
+        number=number,
+        segment=name_of(record.segment, service),
+        num_tokens=record.num_tokens,
+        ends=record.ends,
+        capacity=record.capacity,
+        created=record.created,
+        updated=record.updated,
+        display_name=record.display_name,
+        is_pinned=record.is_pinned,
+        expires=record.expires,
+    )
+
+
+def deletion(context: str, number: int, service: str = SERVICE) -> ContextNote:
+    return ContextNote(service=service, context=context, number=number, is_deleted=True)
+
+
+def put_manifest(store: Store, manifest: SegmentManifest, attempt: str = "1") -> str:
+    """Puts pieces and manifest; its name."""
+    for piece in manifest.pieces:
+        store.put(piece.name, [bytes(piece.num_bytes)])
+    name = manifest_name(manifest, attempt)
+    store.put(name, [encode_manifest(manifest)])
+    return name
+
+
+def put_note(store: Store, note: ContextNote) -> str:
+    store.put(note.place.name, [encode_note(note)])
+    return note.place.name

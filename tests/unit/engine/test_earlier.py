@@ -1,0 +1,111 @@
+"""Contexts that an earlier checkpoint has read, made anew for the one that is served."""
+
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.catalog.earlier import EarlierContext
+from coordinator.catalog.records import Kept, SegmentRecord
+from coordinator.engine.earlier import anew
+from coordinator.placement.positions import Positions
+from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound
+from longleaf.geometry import Rope, Rotary
+from tests.support.catalog import context
+from tests.support.lasting import MemoryLasting
+from tests.unit.engine.test_adopting import ask, ingest, running
+
+VOCABULARY = 200
+SEGMENTS = (
+    SegmentRecord(id=7, token_ids=array("I", range(30))),
+    SegmentRecord(id=9, parent=7, start=20, token_ids=array("I", range(100, 125))),
+)
+BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", capacity=2_000)
+TWIG = context("twig", 7, 12)
+KEPT = Kept(service_id="0" * 32, segments=SEGMENTS, contexts=(BOOK, TWIG))
+POSITIONS = Positions(Rotary(), 3_000)
+
+
+def earlier(record=BOOK, *differing: str, kept: Kept = KEPT) -> EarlierContext:
+    return EarlierContext(record=record, kept=kept, model="/model", differing=differing or ("model.safetensors",))
+
+
+def of(*found: EarlierContext) -> MemoryLasting:
+    lasting = MemoryLasting()
+    lasting.earlier = {each.record.id: each for each in found}
+    return lasting
+
+
+async def test_its_tokens_and_settings_are_there_and_are_read_when_it_is_asked() -> None:
+    lasting = of(earlier())
+    async with running(lasting) as engine:
+        with pytest.raises(CheckpointChanged, match=r"model.safetensors in /model changed .*longleaf contexts reread"):
+            await ask(engine, "book")
+        view = await engine.reread_context("book", VOCABULARY)
+        assert (view.id, view.tokens, view.state, view.display_name) == ("book", 40, "parked", "a book")
+        assert view.positions.capacity == 2_000
+        await ingest(engine, "same", [*range(20), *range(100, 120)])
+        assert await ask(engine, "book") == await ask(engine, "same")
+        with pytest.raises(AlreadyExists):
+            await engine.reread_context("book", VOCABULARY)
+        await engine.delete_context("book")
+        with pytest.raises(NotFound):
+            engine.get_context("book")
+        engine.audit()
+    assert [len(each.token_ids) for change in lasting.catalog.changes[:3] for each in change.segments][:2] == [20, 20]
+
+
+async def test_all_are_made_anew_but_those_that_cannot_be() -> None:
+    lost = context("lost", 8, 5)
+    lasting = of(earlier(), earlier(TWIG), earlier(lost), earlier(context("other", 7, 9), "tokenizer.json"))
+    lasting.earlier["taken"] = earlier(context("taken", 7, 9))
+    async with running(lasting) as engine:
+        await ingest(engine, "taken", [1, 2])
+        found = await engine.reread_contexts(VOCABULARY)
+        assert [(each.id, each.tokens) for each in found.contexts] == [("book", 40), ("twig", 12)]
+        told = {each.name: each.reason for each in found.left_out}
+        assert list(told) == ["lost", "other", "taken"]
+        assert "segment 8 is missing" in told["lost"]
+        assert "ingest the text anew" in told["other"]
+        assert "already exists" in told["taken"]
+        engine.audit()
+    async with running(lasting) as engine:
+        assert [each.id for each in engine.list_contexts()] == ["book", "taken", "twig"]
+
+
+async def test_what_is_not_there_or_has_expired_is_not_found() -> None:
+    lasting = of(earlier(replace(BOOK, expires=11.0)), earlier(replace(TWIG, expires=11.0, is_pinned=True)))
+    async with running(lasting) as engine:
+        for name in ("book", "other"):
+            with pytest.raises((NotFound, CheckpointChanged)):
+                await engine.reread_context(name, VOCABULARY)
+        found = await engine.reread_contexts(VOCABULARY)
+        assert [each.id for each in found.contexts] == ["twig"]
+    async with running(None) as engine:
+        with pytest.raises(NotFound):
+            await engine.reread_context("book", VOCABULARY)
+        assert not (await engine.reread_contexts(VOCABULARY)).contexts
+
+
+def test_positions_are_those_of_contexts_that_are_made_now() -> None:
+    graded = Positions(Rotary(kind="yarn", trained=3_000, scaled_from=1_000, is_graded=True), 3_000)
+    record, path = anew(earlier(), graded, VOCABULARY)
+    assert record.capacity == 2_000
+    assert {segment.rope for segment in path} == {Rope(scaled_for=2_000)}
+    record, path = anew(earlier(), Positions(Rotary(), 1_500), VOCABULARY)
+    assert record.capacity == 1_500, "what it had is not allowed any more"
+    assert replace(record, capacity=2_000) == BOOK
+    assert [(segment.start, len(segment.token_ids)) for segment in path] == [(0, 20), (20, 20)]
+
+
+def test_what_this_checkpoint_cannot_read_is_refused() -> None:
+    with pytest.raises(CheckpointChanged, match=r"has 40 tokens, and this one takes 39, those that it was trained for"):
+        anew(earlier(), Positions(Rotary(), 39), VOCABULARY)
+    with pytest.raises(CheckpointChanged, match="has token 119, and this one knows 119"):
+        anew(earlier(), POSITIONS, 119)
+    assert anew(earlier(), POSITIONS, 120)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text anew"):
+            anew(earlier(BOOK, "config.json", name), POSITIONS, VOCABULARY)
+    with pytest.raises(DataLoss):
+        anew(earlier(context("lost", 8, 5)), POSITIONS, VOCABULARY)
