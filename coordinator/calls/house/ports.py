@@ -64,7 +64,7 @@ class Arriving(Protocol):
         that of the segment's objects, as for segments that were read here. Only where there is a form."""
         ...
 
-    async def put(self, name: str, content: bytes) -> None:
+    async def put(self, name: str, content: bytes | bytearray) -> None:
         """Has an object on storage when it returns. Each name is put once, and a name that failed is put again. Raises
         StorageUnavailable."""
         ...
@@ -78,8 +78,9 @@ class Arriving(Protocol):
         parent; none is shared with another context. `snapshots` are of those whose manifests have been put; what is in
         none is read again from its ids. Manifests tell the same as the segments.
 
-        Raises AlreadyExists where the name was taken meanwhile, StorageUnavailable where it cannot be kept, and
-        Unavailable while the service stops; then nothing has changed, and it may be called again, or dropped.
+        Raises InvalidArgument naming `rope` where this service would not rotate contexts of that capacity so,
+        AlreadyExists where the name was taken meanwhile, StorageUnavailable where it cannot be kept, and Unavailable
+        while the service stops; then nothing has changed, and it may be called again, or dropped.
         """
         ...
 
