@@ -16,6 +16,7 @@ from longleaf.messages.cluster import (
     Worker,
 )
 from longleaf.messages.contexts import (
+    CONTEXT_ID,
     MAX_TIME,
     UNCHANGED,
     Context,
@@ -49,8 +50,17 @@ from longleaf.messages.generation import (
     Timings,
     Usage,
 )
+from longleaf.messages.parcels import (
+    ExportContext,
+    ExportProgress,
+    ImportHeader,
+    ImportProgress,
+    Parcel,
+    ParcelPiece,
+)
 
 __all__ = [
+    "CONTEXT_ID",
     "MAX_TIME",
     "UNCHANGED",
     "ClaimOptions",
@@ -63,11 +73,15 @@ __all__ = [
     "Delta",
     "Draining",
     "Event",
+    "ExportContext",
+    "ExportProgress",
     "FinishReason",
     "Finished",
     "ForkContext",
     "Generate",
     "GenerateOptions",
+    "ImportHeader",
+    "ImportProgress",
     "IngestHeader",
     "IngestOptions",
     "IngestPhase",
@@ -75,6 +89,8 @@ __all__ = [
     "IngestProgress",
     "Loss",
     "ModelInfo",
+    "Parcel",
+    "ParcelPiece",
     "PositionInfo",
     "Precision",
     "Progress",
