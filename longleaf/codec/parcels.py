@@ -93,5 +93,5 @@ def decode_import_progress(message: context_pb.ImportContextResponse) -> ImportP
     return ImportProgress(
         received_bytes=message.received_size_bytes,
         context=decode_context(message.context) if message.HasField("context") else None,
-        key_tokens=message.key_token_count,
+        key_tokens=message.key_token_count if message.HasField("key_token_count") else None,
     )

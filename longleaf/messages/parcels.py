@@ -46,8 +46,9 @@ class ImportProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     received_bytes: int
     context: Context | None = None
-    key_tokens: int = 0
-    """Tokens whose keys and values came along; the others are read again when the context is first asked."""
+    key_tokens: int | None = None
+    """Tokens whose keys and values came along; the others are read again when the context is first asked. None while
+    that is not known, and where an earlier call made the context."""
 
 
 class ExportProgress(msgspec.Struct, frozen=True):

@@ -75,7 +75,7 @@ class Packing:
         told = encode(SegmentHead(num_used=num_used, num_tokens=num_tokens, rope=segment.rope, keys=keys))
         self._add_record(Frame.of("segment", told), memoryview(told))
         for first in range(0, num_tokens, IDS_PER_RECORD):
-            ids = _little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_tokens))
+            ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_tokens))
             self._add_record(Frame.of("ids", ids), ids)
         if manifest is not None and has_keys:
             for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
@@ -102,8 +102,8 @@ def _part_of(piece: Piece) -> Part:
     return Part(piece.runs, piece.num_bytes, piece.digest)
 
 
-def _little_endian(token_ids: "array[int]", start: int, end: int) -> memoryview:
-    """The bytes of some ids; not copied where the machine has them so."""
+def little_endian(token_ids: "array[int]", start: int = 0, end: int | None = None) -> memoryview:
+    """The bytes of ids from `start` to `end`; not copied where the machine has them so."""
     if sys.byteorder == "little":
         return memoryview(token_ids)[start:end].cast("B")
     swapped = token_ids[start:end]

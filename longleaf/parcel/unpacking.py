@@ -42,6 +42,7 @@ class Unpacking:
         self.num_bytes = 0
         """All that were taken."""
         self.is_complete = False
+        self._error: InvalidArgument | None = None
         self._all = blake3(PREAMBLE)
         self._content = bytearray()
         """Of what comes now: PREAMBLE, a frame, or the content of a record."""
@@ -58,7 +59,9 @@ class Unpacking:
 
     def take(self, data: memoryview) -> tuple[int, Told | None]:
         """Takes bytes up to the end of what comes now: how many, and what it tells, if it does. Raises InvalidArgument
-        where they are not those of a parcel; nothing may be taken afterwards."""
+        where they are not those of a parcel, and from then on."""
+        if self._error is not None:
+            raise self._error
         if self.is_complete:
             raise self._wrong("there are bytes after its end")
         count = min(len(data), self._num_wanted - len(self._content))
@@ -160,7 +163,8 @@ class Unpacking:
         self.is_complete = True
 
     def _wrong(self, told: str) -> InvalidArgument:
-        return InvalidArgument(FIELD, f"{told} (after {self.num_bytes:,} bytes)")
+        self._error = InvalidArgument(FIELD, f"{told} (after {self.num_bytes:,} bytes)")
+        return self._error
 
 
 def _ids_of(content: bytearray) -> Ids:

@@ -26,7 +26,7 @@ class Leaving(Protocol):
     @property
     def segments(self) -> Sequence[SegmentRecord]:
         """Its path, the first one first, each one whole: it is used up to the `start` of the next one, and the last one
-        up to `num_tokens` of the context."""
+        up to `num_tokens` of the context. None of them changes any more."""
         ...
 
     @property
