@@ -47,6 +47,8 @@ class FakeHouse:
         self.is_answering = asyncio.Event()
         """Calls of the storage wait until it is set."""
         self.is_answering.set()
+        self.is_asked = asyncio.Event()
+        """Whether the storage ever was."""
         self._next_segment = 1000
 
     def get_context(self, context_id: str) -> Context:
@@ -91,6 +93,7 @@ class FakeHouse:
 
     async def answer(self) -> None:
         """The storage answers. Raises StorageUnavailable when it is told to."""
+        self.is_asked.set()
         await self.is_answering.wait()
         if self.failures:
             raise self.failures.pop(0)

@@ -105,7 +105,7 @@ class Imports:
         self._vocabulary_size = vocabulary_size
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
-        self._all: set[Import] = set()
+        self._all: list[Import] = []
         self._by_key: dict[Key, Import] = {}
         self._drops: set[asyncio.Task[None]] = set()
         self._timer: Timer | None = None
@@ -119,10 +119,10 @@ class Imports:
         header = await self._next(pieces)
         if not isinstance(header, ImportHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
-        async with self._owned(self._find(header) or self._add(header)) as found:
-            async with aclosing(self._take(found, found.owner, pieces)) as reports:
-                async for report in reports:
-                    yield report
+        found = self._find(header) or self._add(header)
+        async with self._owned(found) as owner, aclosing(self._take(found, owner, pieces)) as reports:
+            async for report in reports:
+                yield report
 
     async def _take(
         self, found: Import, owner: object, pieces: AsyncIterator[ImportHeader | ParcelPiece]
@@ -183,19 +183,19 @@ class Imports:
                 raise ResourceExhausted("imports", told, RETRY_SECONDS)
             self._forget(oldest)
         found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock))
-        self._all.add(found)
+        self._all.append(found)
         if header.upload_id:
             self._by_key[found.key] = found
         return found
 
     @asynccontextmanager
-    async def _owned(self, found: Import) -> AsyncGenerator[Import, None]:
-        """A stream goes on with an import in here. With it ends what cannot be resumed."""
+    async def _owned(self, found: Import) -> AsyncGenerator[object, None]:
+        """A stream, its owner, goes on with an import in here. With it ends what cannot be resumed."""
         owner = found.owner = object()
         found.idle_since = None
         can_go_on = bool(found.header.upload_id)
         try:
-            yield found
+            yield owner
         except LongleafError as error:
             can_go_on = can_go_on and isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded)
             raise
@@ -208,7 +208,8 @@ class Imports:
 
     def _forget(self, found: Import) -> None:
         """Nothing of it can be resumed any more."""
-        self._all.discard(found)
+        if found in self._all:
+            self._all.remove(found)
         if self._by_key.get(found.key) is found:
             del self._by_key[found.key]
         drop = asyncio.create_task(found.drop())
