@@ -74,6 +74,8 @@ def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:
     if len(config.upload_id) > MAX_UPLOAD_ID:
         told = f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
         raise InvalidArgument("config.upload_id", told)
+    if config.total_size_bytes < 0:
+        raise InvalidArgument("config.total_size_bytes", f"{config.total_size_bytes} is negative")
     return ImportHeader(
         context=context_id(config.name, "config.name") if config.name else None,
         upload_id=config.upload_id,

@@ -15,6 +15,7 @@ from longleaf.commands.ingest import PATIENT
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, ExportProgress, ImportProgress
+from longleaf.parcel.frames import FIELD as PARCEL
 from longleaf.units import human_bytes
 
 STANDARD = "-"
@@ -78,7 +79,11 @@ def import_context(
     """
     source = sys.stdin.buffer if file == STANDARD else Path(file)
     total, reports = size_of(source), list[ImportProgress]()
-    with connect(server, retries=PATIENT) as client, bytes_bar("importing", is_shown=not as_json) as show:
+    with (
+        _file_named(file),
+        connect(server, retries=PATIENT) as client,
+        bytes_bar("importing", is_shown=not as_json) as show,
+    ):
 
         def on_progress(progress: ImportProgress) -> None:
             reports[:] = [progress]
@@ -89,6 +94,17 @@ def import_context(
         print_json({"context": context, "key_tokens": reports[-1].key_tokens})
     else:
         print(told(context, reports[-1].key_tokens))
+
+
+@contextmanager
+def _file_named(file: str) -> Generator[None, None, None]:
+    """What is wrong with the parcel is said of the file."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field == PARCEL:
+            raise InvalidArgument("standard input" if file == STANDARD else file, error.description) from None
+        raise
 
 
 def told(context: Context, num_keys: int | None) -> str:
@@ -109,7 +125,8 @@ def told(context: Context, num_keys: int | None) -> str:
 def bytes_bar(description: str, is_shown: bool) -> Generator[OnBytes, None, None]:
     """A bar on stderr that follows bytes."""
     columns = ("{task.description:<12}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), disable=not is_shown)
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, disable=not is_shown, redirect_stdout=False)
     task = progress.add_task(description, total=None)
 
     def show(num_bytes: int, total: int | None) -> None:

@@ -53,12 +53,13 @@ def packable(
     piece_bytes: int = 40,
     has_windows: bool = True,
     seed: int = 1,
+    vocabulary: int = 1 << 17,
 ) -> Packable:
     """A context of segments with so many tokens, of which so many are used; those that are `keyed` have pieces of
     `piece_tokens` positions each."""
     rng, path, start = random.Random(seed), list[SegmentRecord](), 0
     for number, (num_tokens, num_used) in enumerate(sizes):
-        ids = array("I", [rng.randrange(1 << 17) for _ in range(num_tokens)])
+        ids = array("I", [rng.randrange(vocabulary) for _ in range(num_tokens)])
         parent = path[-1].id if path else None
         rope = Rope(scaled_for=number, is_double=bool(number))
         path.append(SegmentRecord(id=7 + 3 * number, parent=parent, start=start, rope=rope, token_ids=ids))
