@@ -140,14 +140,16 @@ async def export(
             async with aclosing(stream):
                 async for news in stream:
                     if isinstance(news, Parcel):
-                        parcel = news
+                        parcel = _checked(news, parcel, calls.server)
                         await target.begin(news)
-                    elif parcel is not None:
+                    elif parcel is not None and news:
+                        if target.num_bytes + len(news) > parcel.num_bytes:
+                            raise LongleafError(f"{calls.server} sends more than it said")
                         await target.write(news)
                         attempts.renew()
                         yield ExportProgress(target.num_bytes, parcel)
             if parcel is None or target.num_bytes != parcel.num_bytes:
-                raise Unavailable("the service ended the export before its end")
+                raise Unavailable(f"{calls.server} ended the export before its end")
             await target.finish()
             return
         except LongleafError as error:
@@ -156,6 +158,12 @@ async def export(
             if not (parcel is not None and may_go_on(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
+
+
+def _checked(news: Parcel, before: Parcel | None, server: str) -> Parcel:
+    if before not in (None, news):
+        raise LongleafError(f"{server} goes on with another parcel than it began with")
+    return news
 
 
 def _was_slow(error: LongleafError) -> bool:

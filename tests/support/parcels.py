@@ -54,6 +54,7 @@ def packable(
     has_windows: bool = True,
     seed: int = 1,
     vocabulary: int = 1 << 17,
+    name: str = "moby",
 ) -> Packable:
     """A context of segments with so many tokens, of which so many are used; those that are `keyed` have pieces of
     `piece_tokens` positions each."""
@@ -67,7 +68,7 @@ def packable(
     head = Head(
         fingerprint=FINGERPRINT,
         model="fake",
-        context="moby",
+        context=name,
         num_tokens=start,
         ends=(1, start),
         capacity=4096,
