@@ -57,6 +57,11 @@ class Unpacking:
         self._parts: Iterator[Part] = iter(())
         self._part: Part | None = None
 
+    @property
+    def num_held_bytes(self) -> int:
+        """Of the record that comes now."""
+        return len(self._content)
+
     def take(self, data: memoryview) -> tuple[int, Told | None]:
         """Takes bytes up to the end of what comes now: how many, and what it tells, if it does. Raises InvalidArgument
         where they are not those of a parcel, and from then on."""

@@ -1,5 +1,6 @@
 """A context on its way in, whatever streams bring it: a parcel's bytes become segments here and objects on storage."""
 
+import asyncio
 from array import array
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from longleaf.fingerprint import TEXTS, Fingerprint
 from longleaf.messages import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 from longleaf.parcel.frames import FIELD
 from longleaf.parcel.packing import little_endian
-from longleaf.parcel.records import Head, Keys, Part, SegmentHead
+from longleaf.parcel.records import ID_BYTES, Head, Keys, Part, SegmentHead
 from longleaf.parcel.unpacking import Ids, Told, Unpacking
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
@@ -55,6 +56,14 @@ class Arrival:
         """Bytes of the parcel that have come."""
         return self._unpacking.num_bytes
 
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of memory, about."""
+        untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
+        coming = [self._coming.token_ids] if self._coming is not None else []
+        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
+        return self._unpacking.num_held_bytes + untaken + ID_BYTES * num_ids
+
     async def settle(self) -> None:
         """Does what an earlier call could not. Raises what `take` raises."""
         if self._untaken is not None:
@@ -80,7 +89,7 @@ class Arrival:
         assert self._context is not None and self._arriving is not None
         for number, (attempt, manifest) in self._manifests.items():
             if number not in self._snapshots:
-                await self._arriving.put(attempt.manifest, encode_manifest(manifest))
+                await self._arriving.put(attempt.manifest, await asyncio.to_thread(encode_manifest, manifest))
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)

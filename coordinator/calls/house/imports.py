@@ -30,6 +30,8 @@ MAX_IMPORTS = 4
 """Those under way and those kept: each holds a piece of some ten megabytes, and all token ids."""
 LEAVE_SECONDS = 5.0
 """How long is waited at the end for what is given up; the next start sweeps what is left."""
+MAX_BYTES = 1 << 30
+"""Memory of all of them."""
 REPORT_BYTES = 1 << 20
 RETRY_SECONDS = 5.0
 Key = tuple[str | None, str]
@@ -100,11 +102,13 @@ class Imports:
         idle_seconds: float = IDLE_SECONDS,
         keep_seconds: float = KEEP_SECONDS,
         max_imports: int = MAX_IMPORTS,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._house = house
         self._vocabulary_size = vocabulary_size
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
+        self._max_bytes = max_bytes
         self._all: list[Import] = []
         self._by_key: dict[Key, Import] = {}
         self._drops: set[asyncio.Task[None]] = set()
@@ -134,6 +138,7 @@ class Imports:
             yield ImportProgress(received_bytes=told)
         while arrival.made is None and (piece := await self._next(pieces)) is not None:
             await found.work(owner, partial(_take, found, piece))
+            self._check_room()
             if arrival.num_bytes - told >= REPORT_BYTES:
                 told = arrival.num_bytes
                 yield ImportProgress(received_bytes=told)
@@ -176,17 +181,28 @@ class Imports:
 
     def _add(self, header: ImportHeader) -> Import:
         """Raises ResourceExhausted when there are too many."""
-        while len(self._all) >= self._max_imports:
-            oldest = min((one for one in self._all if one.idle_since is not None), key=_idle_since, default=None)
-            if oldest is None:
-                told = f"{len(self._all)} are under way, and there may be no more"
-                raise ResourceExhausted("imports", told, RETRY_SECONDS)
-            self._forget(oldest)
+        while len(self._all) >= self._max_imports and not self._forget_oldest():
+            told = f"{len(self._all)} are under way, and there may be no more"
+            raise ResourceExhausted("imports", told, RETRY_SECONDS)
         found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock))
         self._all.append(found)
         if header.upload_id:
             self._by_key[found.key] = found
         return found
+
+    def _check_room(self) -> None:
+        """Raises ResourceExhausted when all of them hold too much."""
+        while (held := sum(found.arrival.num_held_bytes for found in self._all)) > self._max_bytes:
+            if not self._forget_oldest():
+                told = f"all hold {held:,} bytes, at most {self._max_bytes:,} may be held"
+                raise ResourceExhausted("imports", told, RETRY_SECONDS)
+
+    def _forget_oldest(self) -> bool:
+        """Makes room, where something is kept that nobody listens to; says whether it was."""
+        idle = [found for found in self._all if found.idle_since is not None]
+        if idle:
+            self._forget(min(idle, key=_idle_since))
+        return bool(idle)
 
     @asynccontextmanager
     async def _owned(self, found: Import) -> AsyncGenerator[object, None]:

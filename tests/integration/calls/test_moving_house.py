@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.calls.house.fakes import FakeHouse
+from coordinator.calls.house.imports import Imports
 from longleaf import codec
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import decode_error
@@ -192,6 +193,27 @@ async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeHouse, str
             assert proxy.num_dropped == 2
         assert keys_of(new[0], context.id) == list(MOBY.objects.values())
         assert sorted(seen) == seen, "what has come is not sent again"
+
+
+async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_again(
+    new: tuple[FakeHouse, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moby").write_bytes(WHOLE)
+    monkeypatch.setattr(Imports, "_find", lambda *_: None)
+    calls, answer = iter(range(1000)), new[0].answer
+
+    async def failing() -> None:
+        if next(calls) == 4:
+            raise StorageUnavailable("away")
+        await answer()
+
+    monkeypatch.setattr(new[0], "answer", failing)
+    async with AsyncClient(new[1], retries=QUICK) as client:
+        await client.import_context(tmp_path / "moby", "file")
+        calls = iter(range(1000))
+        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+            await client.import_context(io.BytesIO(WHOLE), "pipe")
+    assert keys_of(new[0], "file") == list(MOBY.objects.values())
 
 
 async def test_an_import_outlives_a_storage_that_is_away(new: tuple[FakeHouse, str]) -> None:

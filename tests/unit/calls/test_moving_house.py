@@ -479,6 +479,18 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
         await stream.aclose()
 
 
+async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
+    given = packable(piece_bytes=3000)
+    whole, house = given.packed(), empty_house()
+    imports = into(house, max_bytes=4000)
+    await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
+    assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # it gives way
+    imports = into(house, max_bytes=2000)
+    with pytest.raises(ResourceExhausted, match="imports: all hold 2,0.. bytes, at most 2,000"):
+        await arrive(imports, whole, ImportHeader(context="c"))
+    assert await breaking(into(house), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
+
+
 async def test_manifests_come_last(into: Into) -> None:
     house = empty_house()
     names, answer = list[str](), house.objects
