@@ -49,6 +49,8 @@ class FakeHouse:
         self.is_answering.set()
         self.is_asked = asyncio.Event()
         """Whether the storage ever was."""
+        self.num_cancelled = 0
+        """Calls of the storage that were broken off."""
         self._next_segment = 1000
 
     def get_context(self, context_id: str) -> Context:
@@ -94,7 +96,11 @@ class FakeHouse:
     async def answer(self) -> None:
         """The storage answers. Raises StorageUnavailable when it is told to."""
         self.is_asked.set()
-        await self.is_answering.wait()
+        try:
+            await self.is_answering.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
         if self.failures:
             raise self.failures.pop(0)
 

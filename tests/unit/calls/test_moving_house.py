@@ -407,6 +407,24 @@ async def test_a_client_that_vanishes_while_a_piece_is_written_can_go_on(into: I
     await asyncio.sleep(0)
     house.is_answering.set()
     assert (await second)[0].received_bytes > 0
+    assert house.num_cancelled == 0
+    check_moved(MOBY, house)
+
+
+async def test_a_client_that_vanishes_while_its_context_is_kept_finds_it(into: Into) -> None:
+    house, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(house)
+    await breaking(imports, WHOLE, header, len(WHOLE))
+    house.is_asked.clear()
+    house.is_answering.clear()
+    first = asyncio.create_task(arrive(imports, b"", header))
+    await house.is_asked.wait()
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    house.is_answering.set()
+    assert (await arrive(imports, b"", header))[-1].context is not None
+    assert house.num_cancelled == 0
     check_moved(MOBY, house)
 
 
