@@ -32,7 +32,7 @@ from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.houses import empty_house, house_of
 from tests.support.network.proxy import breaking
 from tests.support.parcels import packable
-from tests.support.service import FakeEngine, Served, serving
+from tests.support.service import FakeEngine, serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -267,11 +267,12 @@ async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeHouse, st
     assert seen == [0]
 
 
-async def test_a_service_that_moves_nothing_says_so(service: Served) -> None:
-    with pytest.raises(FailedPrecondition, match="stay where they are"):
-        await service.client.export_context("moby", io.BytesIO())
-    with pytest.raises(FailedPrecondition, match="stay where they are"):
-        await service.client.import_context(io.BytesIO(WHOLE))
+async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path / "model") as (_, address), AsyncClient(address) as client:
+        with pytest.raises(FailedPrecondition, match="stay where they are"):
+            await client.export_context("moby", io.BytesIO())
+        with pytest.raises(FailedPrecondition, match="stay where they are"):
+            await client.import_context(io.BytesIO(WHOLE))
 
 
 @pytest.mark.parametrize(
