@@ -161,10 +161,10 @@ class Service:
 
     def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
         if (durability := self._durability) is None:
-            return UseCases(engine, tokenizer, describe)
+            return UseCases(engine, tokenizer, describe, house=engine.house)
         uploads = KeptUploads(durability.catalog, durability.kept.uploads)
         uploads.drop_old()
-        return UseCases(engine, tokenizer, describe, durability.journal, uploads)
+        return UseCases(engine, tokenizer, describe, durability.journal, uploads, engine.house)
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:
         """Raises CatalogError."""

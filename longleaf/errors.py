@@ -12,6 +12,7 @@
     ├── ContextLost          a context was given up after a loss of ranks; says why
     ├── DataLoss             what was kept is damaged; names it and says what to do
     ├── CheckpointChanged    a kept context was read by another checkpoint; names both and says what differs
+    ├── FailedPrecondition   something else must change before this can be done; says what
     ├── Unavailable          the service cannot answer
     │   ├── WorkerLost       a rank died, raised or hung; names the rank
     │   ├── EpochBroken      the ranks could not go on together, and all of them live
@@ -116,6 +117,16 @@ class CheckpointChanged(LongleafError):
         super().__init__(f"{name} was read by another checkpoint: {changes}")
         self.name = name
         self.changes = changes
+
+
+class FailedPrecondition(LongleafError):
+    """The state of things forbids it, and no wait helps: `description` says what must change first. `subject` is what
+    it is about, such as `contexts/moby`."""
+
+    def __init__(self, subject: str, description: str) -> None:
+        super().__init__(f"{subject}: {description}")
+        self.subject = subject
+        self.description = description
 
 
 class Unavailable(LongleafError):

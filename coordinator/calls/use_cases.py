@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from coordinator.calls.generation import Generation, Submitter
+from coordinator.calls.house.exports import Exports
+from coordinator.calls.house.imports import Imports
+from coordinator.calls.house.ports import House
 from coordinator.calls.ingest import Ingest, Ingester
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.tokens import Tokenization
@@ -13,6 +16,7 @@ from coordinator.changes import Changes
 from coordinator.journal.journal import Journal
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import FailedPrecondition
 from longleaf.messages import Cluster, Context, ContextSettings, Reread
 
 
@@ -63,7 +67,7 @@ class UseCases:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
     `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
-    documents that may be into `kept_uploads`.
+    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class UseCases:
         cluster: Callable[[], Cluster],
         journal: Journal | None = None,
         kept_uploads: KeptUploads | None = None,
+        house: House | None = None,
     ) -> None:
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
@@ -84,6 +89,8 @@ class UseCases:
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
+        self._exports = Exports(house, self.threads, cluster) if house is not None else None
+        self._imports = Imports(house, tokenizer.vocabulary_size) if house is not None else None
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""
@@ -97,8 +104,28 @@ class UseCases:
         """Has all of these read anew whose names are free."""
         return await self._rereader.reread_contexts(self._vocabulary_size)
 
+    @property
+    def exports(self) -> Exports:
+        """Raises FailedPrecondition."""
+        if self._exports is None:
+            raise _immobile()
+        return self._exports
+
+    @property
+    def imports(self) -> Imports:
+        """Raises FailedPrecondition."""
+        if self._imports is None:
+            raise _immobile()
+        return self._imports
+
     async def close(self) -> None:
         """Ends the threads, and waits until what has come is kept. Idempotent."""
+        if self._imports is not None:
+            await self._imports.close()
         await self.threads.close()
         if self._kept_uploads is not None:
             await self._kept_uploads.close()
+
+
+def _immobile() -> FailedPrecondition:
+    return FailedPrecondition("contexts", "those of this service stay where they are")

@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from coordinator.changes import Changes
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
+from coordinator.engine.house import EngineHouse
 from coordinator.engine.keeping import Keeping, Lasting
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
@@ -71,6 +73,8 @@ class Engine:
         self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
         snapshots = durability.snapshots if durability else None
         self._storing = Storing(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
+        self.house = EngineHouse(self, self._keeping, snapshots, Path(config.model))
+        """Where contexts move from and to."""
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = Readers(clock)
@@ -166,19 +170,25 @@ class Engine:
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
-        return self._named(context_id).num_tokens
+        return self.named(context_id).num_tokens
 
     def made_by(self, context_id: str) -> str:
         """What its client called the ingest that made the last document of a context. Raises NotFound."""
-        return self._named(context_id).upload_id
+        return self.named(context_id).upload_id
 
-    def _named(self, context_id: str) -> NamedPath:
+    def named(self, context_id: str) -> NamedPath:
+        """Raises NotFound, ContextLost or CheckpointChanged."""
         with self._recoveries.explaining():
             return self._open().contexts.get(context_id)
 
     def get_context(self, context_id: str) -> messages.Context:
         """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
-        return self._view(self._named(context_id))
+        return self._view(self.named(context_id))
+
+    def welcome(self, context: NamedPath) -> messages.Context:
+        """There is another context now."""
+        self._recoveries.forget(context.id)
+        return self._view(context)
 
     def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
         """Sorted by id: those that come after `after`, at most `limit`."""
@@ -192,8 +202,7 @@ class Engine:
         self._open()
         with self._recoveries.explaining():
             forked = await self._keeping.fork(source, context_id, num_tokens)
-        self._recoveries.forget(context_id)
-        return self._view(forked)
+        return self.welcome(forked)
 
     async def reread_context(self, context_id: str, vocabulary_size: int) -> messages.Context:
         """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
@@ -201,17 +210,14 @@ class Engine:
         self._open()
         with self._recoveries.explaining():
             context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
-        self._recoveries.forget(context_id)
-        return self._view(context)
+        return self.welcome(context)
 
     async def reread_contexts(self, vocabulary_size: int) -> messages.Reread:
         """All contexts that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size)
-        for context in adopted:
-            self._recoveries.forget(context.id)
         told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
-        return messages.Reread(contexts=tuple(map(self._view, adopted)), left_out=told)
+        return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""

@@ -255,21 +255,27 @@ class Keeping:
 
         Raises AlreadyExists, and StorageUnavailable when it cannot be kept.
         """
-        return await asyncio.shield(self._start(self._adopt(record, path, snapshots)))
+        return await self.adopt_as(renumbered(record, path, snapshots, self.take_ids(len(path))))
 
-    async def _adopt(
-        self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
-    ) -> NamedPath:
+    def take_ids(self, count: int) -> int:
+        """The first of so many ids of segments, which nobody else gets."""
+        return self._scheduler.segments.take_ids(count)
+
+    async def adopt_as(self, change: Change) -> NamedPath:
+        """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""
+        return await asyncio.shield(self._start(self._adopt(change)))
+
+    async def _adopt(self, change: Change) -> NamedPath:
+        (record,) = change.contexts
         async with self._turn:
             self.check_free(record.id)
-            change = renumbered(record, path, snapshots, self._scheduler.segments.take_ids(len(path)))
             await self._commit(change)
             try:
                 self.check_free(record.id)  # steps go on meanwhile, and calls of clients
             except AlreadyExists:
                 await self._take_back(record.id)
                 raise
-            context = self._enter(change.contexts[0], change.segments)
+            context = self._enter(record, change.segments)
         self._on_change()
         return context
 

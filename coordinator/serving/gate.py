@@ -16,8 +16,8 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.units import human_seconds
 
 MAX_PIECE_BYTES = 1 << 20
-"""Bytes of a piece of an ingest, whose streams may all send one at the same time: ids take nine times as much until
-they are counted."""
+"""Bytes of a piece of an ingest or import, whose streams may all send one at the same time: ids take nine times as much
+until they are counted."""
 MAX_SMALL_BYTES = 64 << 10
 """Bytes of a request of all other methods; and what is parsed without being looked through."""
 MAX_FIELDS = 4096
@@ -37,7 +37,7 @@ LOSSY_LIBRARY = "grpc-python-asyncio/"
 """Takes INTERNAL for the status of a call that ends while it sends (issue 36066 of gRPC)."""
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES),
-    **dict.fromkeys(("IngestContext", "VerifyCluster"), MAX_PIECE_BYTES),
+    **dict.fromkeys(("IngestContext", "ImportContext", "VerifyCluster"), MAX_PIECE_BYTES),
 }
 """Bytes of a request, by the methods that take long texts or token ids."""
 

@@ -110,7 +110,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 
 class ContextServicer(ContextServiceServicer):
-    """Creates, reads, changes, forks and deletes contexts."""
+    """Creates, reads, changes, forks and deletes contexts, and has them move."""
 
     def __init__(self, lobby: Lobby) -> None:
         self._lobby = lobby
@@ -165,6 +165,21 @@ class ContextServicer(ContextServiceServicer):
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         await self._contexts.delete_context(codec.context_id(request.name))
         return Empty()
+
+    async def ExportContext(
+        self, request: ingest_pb.ExportContextRequest, context: object
+    ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
+        async with aclosing(self._lobby.use_cases.exports.run(codec.decode_export(request))) as parcel:
+            async for news in parcel:
+                yield codec.encode_exported(news)
+
+    async def ImportContext(
+        self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
+    ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
+        pieces = (codec.decode_import_piece(request) async for request in request_iterator)
+        async with aclosing(self._lobby.use_cases.imports.run(pieces)) as reports:
+            async for report in reports:
+                yield codec.encode_import_progress(report)
 
 
 async def _pieces(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 
 from coordinator.catalog.ports import Outbox
 from coordinator.catalog.records import Outgoing
@@ -10,7 +11,7 @@ from coordinator.snapshots.trouble import Trouble
 from longleaf.errors import LongleafError, StorageUnavailable
 from longleaf.storage.names import attempt_of_manifest
 
-AT_ONCE = 32
+AT_ONCE = 256
 log = logging.getLogger(__name__)
 
 
@@ -22,6 +23,8 @@ class Sender:
         self._outbox = outbox
         self.trouble = Trouble("telling storage of contexts")
         self._there_is_more = asyncio.Event()
+        self.held = Counter[str]()
+        """Manifests that are not deleted yet, and how often they are held."""
 
     def wake(self) -> None:
         """Something may be outgoing."""
@@ -47,12 +50,13 @@ class Sender:
         done = list[int]()
         try:
             for key, outgoing in found:
-                await self._send(outgoing)
-                done.append(key)
+                if outgoing.content is not None or not self.held[outgoing.name]:
+                    await self._send(outgoing)
+                    done.append(key)
         finally:
             if done:
                 await self._outbox.done(done)
-        return bool(found)
+        return bool(done)
 
     async def _send(self, outgoing: Outgoing) -> None:
         if outgoing.content is not None:

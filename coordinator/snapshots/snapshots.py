@@ -95,6 +95,16 @@ class Snapshots:
         return self._kept.service_id
 
     @property
+    def fingerprint(self) -> str:
+        """Of what reads the contexts, as manifests tell it."""
+        return self._fingerprint
+
+    @property
+    def may_write(self) -> bool:
+        """Whether anything new goes to storage."""
+        return self._policy.mode != "off" and bool(self._form.text)
+
+    @property
     def form(self) -> str:
         """Of what these ranks write; empty where they cannot."""
         return self._form.text
@@ -129,7 +139,18 @@ class Snapshots:
         """A piece. Raises NotFound, DataLoss and StorageUnavailable."""
         return await self._store.get(name, digest)
 
-    async def write(self, name: str, content: bytes) -> None:
+    def hold(self, segment_id: int) -> str:
+        """Has the snapshot of a segment stay on storage, whatever becomes of it, until its name is released."""
+        name = self._records[segment_id].manifest
+        self._sender.held[name] += 1
+        return name
+
+    def release(self, name: str) -> None:
+        """Takes a hold back."""
+        self._sender.held[name] -= 1
+        self._sender.wake()
+
+    async def write(self, name: str, content: bytes | bytearray) -> None:
         """An object of an attempt. Raises StorageUnavailable."""
         await self._store.put(name, content)
 

@@ -25,7 +25,7 @@ class AsyncStore:
         """Calls something that blocks."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args, **kwargs))
 
-    async def put(self, name: str, content: bytes, *, is_new: bool = False) -> None:
+    async def put(self, name: str, content: bytes | bytearray, *, is_new: bool = False) -> None:
         await self.run(self.store.put, name, [content], is_new=is_new)
 
     async def get(self, name: str, digest: str | None = None) -> bytes:

@@ -10,33 +10,29 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 
 from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
-from longleaf.client.calls import Calls, Ending
+from longleaf.client.calls import Calls, nothing
+from longleaf.client.contexts import ContextCalls
 from longleaf.client.documents import Document, Source
 from longleaf.client.reception import Reception, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
-from longleaf.client.upload import Sending, header_of, reach_of
+from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
     Cluster,
     Context,
-    ContextOptions,
-    ContextSettings,
     Draining,
     Event,
-    ForkContext,
     GenerateOptions,
     IngestOptions,
     IngestProgress,
-    Reread,
     Tokenized,
     Verification,
     Verify,
 )
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc as cluster_grpc
-from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1 import context_service_pb2_grpc as context_grpc
 from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
@@ -46,7 +42,7 @@ FAREWELL_SECONDS = 1.0
 """Longest wait to tell the service that a generation is not wanted any more."""
 
 
-class AsyncClient:
+class AsyncClient(ContextCalls):
     """Talks to one service. Every call raises the errors of `longleaf.errors`.
 
     A call may be given a `timeout`: seconds for all of it, streaming and retries included; None sets no limit. What
@@ -71,11 +67,11 @@ class AsyncClient:
         each wait."""
         self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
-        self._calls = Calls(self.server, chosen, on_retry)
-        channel = self._calls.channel
+        calls = Calls(self.server, chosen, on_retry)
+        channel = calls.channel
+        super().__init__(calls, context_grpc.ContextServiceStub(channel))
         # The generated stubs carry no types.
         self._generations: Any = generation_grpc.GenerationServiceStub(channel)
-        self._contexts: Any = context_grpc.ContextServiceStub(channel)
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
@@ -147,7 +143,7 @@ class AsyncClient:
     async def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
         """Ends a resumable generation, whoever reads it or will come back to it. Raises NotFound."""
         request = codec.encode_cancel(request_id)
-        await self._calls.once(self._generations.CancelGeneration, "CancelGeneration", request, _nothing, timeout)
+        await self._calls.once(self._generations.CancelGeneration, "CancelGeneration", request, nothing, timeout)
 
     def ask(
         self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
@@ -192,9 +188,10 @@ class AsyncClient:
         attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
         async with aclosing(Source(document)) as source:
             while True:
-                sending = Sending(header, source)
+                sending, ingest = ingest_of(header, source), self._contexts.IngestContext
+                steps = upload(self._calls, ingest, sending, codec.decode_ingest_progress, attempts.time_left())
                 try:
-                    async with aclosing(self._ingest_once(sending, attempts.time_left())) as steps:
+                    async with aclosing(steps):
                         async for progress in steps:
                             if (reached := reach_of(progress)) > furthest or progress.recovering is not None:
                                 furthest = max(furthest, reached)
@@ -206,84 +203,6 @@ class AsyncClient:
                     if source.error or (furthest >= 0 and not is_kept):
                         raise
                     await attempts.wait(error, is_repeatable=True)
-
-    async def _ingest_once(self, sending: Sending, timeout: float | None) -> AsyncGenerator[IngestProgress, None]:
-        """One stream of an ingest, sending from where the service wants it."""
-        with self._calls.typed():
-            call = self._contexts.IngestContext(sending.requests(), timeout=timeout)
-        try:
-            with self._calls.typed(Ending(call)):
-                async for response in call:
-                    progress = self._calls.decoded(codec.decode_ingest_progress, response)
-                    sending.take(progress)
-                    yield progress
-        except LongleafError:
-            if sending.error is not None:  # the call only knows that its upward half broke
-                raise sending.error from None
-            raise
-        finally:
-            sending.stop()
-            call.cancel()
-
-    async def get_context(self, context: str, *, timeout: float | None = None) -> Context:
-        """Raises NotFound."""
-        request = ingest_pb.GetContextRequest(name=codec.context_name(context))
-        return await self._calls.read(self._contexts.GetContext, "GetContext", request, codec.decode_context, timeout)
-
-    async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
-        """All contexts, by id."""
-        contexts: list[Context] = []
-        attempts = self._calls.attempts("ListContexts", timeout)
-        request = ingest_pb.ListContextsRequest()
-        while True:
-            page, token = await self._calls.unary(
-                self._contexts.ListContexts, request, attempts, codec.decode_contexts, is_repeatable=True
-            )
-            contexts += page
-            if not token:
-                return contexts
-            if token == request.page_token:
-                raise LongleafError(f"{self.server} lists the same page again")
-            request.page_token = token
-
-    async def update_context(
-        self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
-    ) -> Context:
-        """Changes the name for people, the pin or the expiry, and nothing else: `ttl` seconds from now, or `expires`
-        in seconds since the epoch, None for never. Raises NotFound."""
-        request = codec.encode_update(context, ContextSettings(**settings))
-        return await self._calls.once(
-            self._contexts.UpdateContext, "UpdateContext", request, codec.decode_context, timeout
-        )
-
-    async def fork_context(
-        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
-    ) -> Context:
-        """Makes a new context of the first `num_tokens` tokens of another one, or of all. Nothing is copied. Raises
-        NotFound, AlreadyExists."""
-        request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
-        return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
-
-    async def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
-        """Has a context read by the checkpoint that is served, which another one in the same folder has read before; it
-        is parked until it is asked. Raises NotFound, AlreadyExists, CheckpointChanged where the tokenizer is another
-        one."""
-        request = ingest_pb.RereadContextRequest(name=codec.context_name(context))
-        return await self._calls.once(
-            self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
-        )
-
-    async def reread_contexts(self, *, timeout: float | None = None) -> Reread:
-        """Does that with all contexts that another checkpoint has read, and tells which are left out."""
-        request = ingest_pb.RereadContextsRequest()
-        return await self._calls.once(
-            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_reread, timeout
-        )
-
-    async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
-        """Raises NotFound."""
-        request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
-        await self._calls.once(self._contexts.DeleteContext, "DeleteContext", request, _nothing, timeout)
 
     async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
@@ -366,7 +285,3 @@ class AsyncClient:
         request = health_pb2.HealthCheckRequest(service=service)
         status = await self._calls.read(self._health.Check, "Check", request, attrgetter("status"), timeout)
         return status == health_pb2.HealthCheckResponse.SERVING
-
-
-def _nothing(_: object) -> None:
-    """Reads a response that says nothing."""

@@ -153,3 +153,7 @@ def is_cancelled() -> bool:
     """Whether somebody cancels the task that asks."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def nothing(_: object) -> None:
+    """Reads a response that says nothing."""

@@ -1,14 +1,16 @@
 """The client for code without an event loop: a thin face of AsyncClient."""
 
 import atexit
-from collections.abc import AsyncGenerator, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from longleaf.client.aio import AsyncClient
 from longleaf.client.callbacks import Callback, OnProgress
-from longleaf.client.documents import Document, off_the_loop
+from longleaf.client.documents import Document, Readable, off_the_loop
 from longleaf.client.loop import LoopThread
+from longleaf.client.parcels import Writable
 from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, Retry, log_retry
 from longleaf.codec import BytesLike
 from longleaf.messages import (
@@ -17,9 +19,12 @@ from longleaf.messages import (
     ContextOptions,
     Draining,
     Event,
+    ExportProgress,
     GenerateOptions,
+    ImportProgress,
     IngestOptions,
     IngestProgress,
+    Parcel,
     Reread,
     Tokenized,
     Verification,
@@ -123,6 +128,34 @@ class Client:
 
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.delete_context, context, timeout=timeout)
+
+    def export_context(
+        self,
+        context: str,
+        file: Path | Writable,
+        *,
+        with_keys: bool = True,
+        resume: bool = False,
+        on_progress: Callable[[ExportProgress], None] | None = None,
+        timeout: float | None = None,
+    ) -> Parcel:
+        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        options: dict[str, Any] = {"with_keys": with_keys, "resume": resume, "timeout": timeout}
+        return self._loop.run(self._client.export_context, context, file, on_progress=tell, **options)
+
+    def import_context(
+        self,
+        file: Path | Readable,
+        name: str | None = None,
+        *,
+        upload_id: str = "",
+        on_progress: Callable[[ImportProgress], None] | None = None,
+        timeout: float | None = None,
+    ) -> Context:
+        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        return self._loop.run(
+            self._client.import_context, file, name, upload_id=upload_id, on_progress=tell, timeout=timeout
+        )
 
     def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         return self._loop.run(self._client.count_tokens, text, timeout=timeout)

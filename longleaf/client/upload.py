@@ -1,12 +1,13 @@
-"""The upward half of an ingest's stream."""
+"""Streams that carry a document up, and what the service says of it down."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import cast
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 from longleaf import codec
+from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source, size_of
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import (
     ContextOptions,
     ContextSettings,
@@ -15,7 +16,8 @@ from longleaf.messages import (
     IngestPiece,
     IngestProgress,
 )
-from longleaf.v1 import context_service_pb2 as ingest_pb
+
+Told = TypeVar("Told")
 
 
 def header_of(context: str, document: Document, options: IngestOptions) -> IngestHeader:
@@ -33,57 +35,98 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
     )
 
 
+def ingest_of(header: IngestHeader, source: Source) -> "Sending[IngestProgress]":
+    """Raises InvalidArgument when a setting does not fit its field."""
+    return Sending(codec.encode_ingest_piece(header), source, _ingest_piece, _place_of)
+
+
+def _ingest_piece(piece: IngestPiece, offset: int) -> object:
+    del offset  # the service counts
+    return codec.encode_ingest_piece(piece)
+
+
+def _place_of(progress: IngestProgress) -> tuple[int, bool]:
+    offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
+    return offset, progress.phase in ("receiving", "unspecified")
+
+
 def reach_of(progress: IngestProgress) -> int:
     """A number that grows with what the service has done."""
     return progress.received_bytes + progress.received_tokens + progress.processed
 
 
-class Sending:
-    """The header, and once the service answered it, the document from where the service wants it."""
+class Sending(Generic[Told]):
+    """The first request, and once the service answered it, the document from where the service wants it."""
 
-    def __init__(self, header: IngestHeader, source: Source) -> None:
-        """Raises InvalidArgument when a setting does not fit its field."""
-        self._header = codec.encode_ingest_piece(header)
+    def __init__(
+        self,
+        first: object,
+        source: Source,
+        encode: Callable[[IngestPiece, int], object],
+        place_of: Callable[[Told], tuple[int, bool]],
+    ) -> None:
+        """`encode` makes a request of a piece at an offset; `place_of` tells up to where the service has the document,
+        and whether it takes more of it."""
+        self._first = first
         self._source = source
+        self._encode = encode
+        self._place_of = place_of
         self._offset: int | None = None
         self._is_welcome = asyncio.Event()
         self._is_over = False
-
-    @property
-    def has_begun(self) -> bool:
-        """The service has asked for the document."""
-        return self._offset is not None
 
     @property
     def error(self) -> Exception | None:
         """What went wrong in the document's source."""
         return self._source.error
 
-    def take(self, progress: IngestProgress) -> None:
+    def take(self, told: Told) -> None:
         """The service's answer; what it has already need not be kept."""
-        offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
+        place, takes_more = self._place_of(told)
         if self._offset is None:
-            self._offset = offset
-            self._is_over = progress.phase not in ("receiving", "unspecified")
+            self._offset, self._is_over = place, not takes_more
             self._is_welcome.set()
-        self._source.acknowledge(offset)
+        self._source.acknowledge(place)
 
     def stop(self) -> None:
         """The call has ended: what waits to send must not wait on."""
         self._is_over = True
         self._is_welcome.set()
 
-    async def requests(self) -> AsyncIterator[ingest_pb.IngestContextRequest]:
-        yield self._header
+    async def requests(self) -> AsyncIterator[object]:
+        yield self._first
         await self._is_welcome.wait()  # a refused name or size costs no upload
         if self._is_over:
             return
-        async for piece in self._source.pieces_from(self._offset or 0):
-            yield self._encoded(piece)
+        offset = self._offset or 0
+        async for piece in self._source.pieces_from(offset):
+            yield self._encoded(piece, offset)
+            offset += len(cast(Sequence[int] | bytes, piece))
 
-    def _encoded(self, piece: IngestPiece) -> ingest_pb.IngestContextRequest:
+    def _encoded(self, piece: IngestPiece, offset: int) -> object:
         try:
-            return codec.encode_ingest_piece(piece)
+            return self._encode(piece, offset)
         except InvalidArgument as error:
             self._source.error = error
             raise
+
+
+async def upload(
+    calls: Calls, method: Any, sending: Sending[Told], decode: Callable[[Any], Told], timeout: float | None
+) -> AsyncGenerator[Told, None]:
+    """One stream to `method`, sending from where the service wants it; what it says."""
+    with calls.typed():
+        call = method(sending.requests(), timeout=timeout)
+    try:
+        with calls.typed(Ending(call)):
+            async for response in call:
+                told = calls.decoded(decode, response)
+                sending.take(told)
+                yield told
+    except LongleafError:
+        if sending.error is not None:  # the call only knows that its upward half broke
+            raise sending.error from None
+        raise
+    finally:
+        sending.stop()
+        call.cancel()

@@ -51,6 +51,16 @@ from longleaf.codec.names import (
     encode_ids,
     is_series,
 )
+from longleaf.codec.parcels import (
+    decode_export,
+    decode_exported,
+    decode_import_piece,
+    decode_import_progress,
+    encode_export,
+    encode_exported,
+    encode_import_piece,
+    encode_import_progress,
+)
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized
 
@@ -66,9 +76,13 @@ __all__ = [
     "decode_contexts",
     "decode_draining",
     "decode_event",
+    "decode_export",
+    "decode_exported",
     "decode_fork",
     "decode_generate",
     "decode_ids",
+    "decode_import_piece",
+    "decode_import_progress",
     "decode_ingest_piece",
     "decode_ingest_progress",
     "decode_reread",
@@ -84,9 +98,13 @@ __all__ = [
     "encode_context",
     "encode_draining",
     "encode_event",
+    "encode_export",
+    "encode_exported",
     "encode_fork",
     "encode_generate",
     "encode_ids",
+    "encode_import_piece",
+    "encode_import_progress",
     "encode_ingest_piece",
     "encode_ingest_progress",
     "encode_reread",

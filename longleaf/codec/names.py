@@ -8,6 +8,7 @@ from collections.abc import Set as AnySet
 from typing import TypeVar, cast
 
 from longleaf.errors import InvalidArgument
+from longleaf.messages import CONTEXT_ID
 from longleaf.units import human_number
 from longleaf.v1 import generation_pb2 as generation_pb
 
@@ -18,7 +19,7 @@ BytesLike = bytes | bytearray | memoryview
 MAX_TOKEN_ID = 2**31 - 1
 STEP_IDS = 1 << 16
 """Token ids that are converted at once."""
-_CONTEXT_NAME = re.compile(r"contexts/([a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?)")
+_CONTEXT_NAME = re.compile(rf"contexts/({CONTEXT_ID.pattern})")
 
 
 def context_name(context: str) -> str:

@@ -25,6 +25,7 @@ from longleaf.errors import (
     DataLoss,
     DeadlineExceeded,
     EpochBroken,
+    FailedPrecondition,
     InvalidArgument,
     LongleafError,
     ModelRefused,
@@ -193,6 +194,13 @@ def _checkpoint_changed(status: status_pb2.Status) -> CheckpointChanged | None:
     return CheckpointChanged(info.metadata["name"], info.metadata["changes"]) if is_one else None
 
 
+def _failed_precondition(status: status_pb2.Status) -> FailedPrecondition | None:
+    info = _info_of(status)
+    if info.reason != "FAILED_PRECONDITION":
+        return None
+    return FailedPrecondition(info.metadata["subject"], info.metadata["description"])
+
+
 def _storage_unavailable(error: StorageUnavailable) -> list[Message]:
     """With RetryInfo when waiting helps."""
     return [*_info("STORAGE_UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
@@ -286,6 +294,12 @@ KINDS = (
         StatusCode.FAILED_PRECONDITION,
         _info("CHECKPOINT_CHANGED", "name", "changes"),
         _checkpoint_changed,
+    ),
+    ErrorKind(
+        FailedPrecondition,
+        StatusCode.FAILED_PRECONDITION,
+        _info("FAILED_PRECONDITION", "subject", "description"),
+        _failed_precondition,
     ),
     ErrorKind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
     ErrorKind(EpochBroken, StatusCode.UNAVAILABLE, _info("EPOCH_BROKEN"), _of_reason(EpochBroken, "EPOCH_BROKEN")),

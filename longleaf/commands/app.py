@@ -83,6 +83,7 @@ OPTIONS = {
     "config.ttl": "--ttl",
     "config.upload_id": "--upload-id",
     "config.capacity_token_count": "--capacity",
+    "resume": "--resume",
     "min_interval_duration": "--interval",
     "threads_per_rank": "--threads",
     "model_name": "--model-name",

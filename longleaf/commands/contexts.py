@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longleaf.commands import moving
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.rebuild import rebuild
@@ -15,7 +16,7 @@ from longleaf.errors import InvalidArgument
 from longleaf.messages import Context, ContextOptions, PositionInfo
 from longleaf.units import human_angle, human_bytes
 
-app = typer.Typer(no_args_is_help=True, help="List, show, fork, change and delete contexts.")
+app = typer.Typer(no_args_is_help=True, help="List, show, fork, change, move and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 app.command("rebuild")(rebuild)
 app.command("reread")(reread)
@@ -166,6 +167,10 @@ def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
         print_json({"deleted": name})
     else:
         print(f"{name} is deleted")
+
+
+app.command("export")(moving.export_context)
+app.command("import")(moving.import_context)
 
 
 def shares_table(context: Context) -> Table:

@@ -16,6 +16,7 @@ from longleaf.messages.cluster import (
     Worker,
 )
 from longleaf.messages.contexts import (
+    CONTEXT_ID,
     MAX_TIME,
     UNCHANGED,
     Context,
@@ -51,9 +52,18 @@ from longleaf.messages.generation import (
     Timings,
     Usage,
 )
+from longleaf.messages.parcels import (
+    ExportContext,
+    ExportProgress,
+    ImportHeader,
+    ImportProgress,
+    Parcel,
+    ParcelPiece,
+)
 from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
+    "CONTEXT_ID",
     "MAX_TIME",
     "UNCHANGED",
     "BroughtBack",
@@ -67,11 +77,15 @@ __all__ = [
     "Delta",
     "Draining",
     "Event",
+    "ExportContext",
+    "ExportProgress",
     "FinishReason",
     "Finished",
     "ForkContext",
     "Generate",
     "GenerateOptions",
+    "ImportHeader",
+    "ImportProgress",
     "IngestHeader",
     "IngestOptions",
     "IngestPhase",
@@ -80,6 +94,8 @@ __all__ = [
     "LeftOut",
     "Loss",
     "ModelInfo",
+    "Parcel",
+    "ParcelPiece",
     "PositionInfo",
     "Precision",
     "Progress",

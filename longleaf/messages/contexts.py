@@ -1,5 +1,6 @@
 """Contexts, what makes and changes them, and the tokens of a text."""
 
+import re
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
@@ -12,6 +13,7 @@ from longleaf.messages.generation import Recovering
 from longleaf.units import human_seconds
 
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready", "recovering"]
+CONTEXT_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
 Precision = Literal["unspecified", "float32", "float64"]

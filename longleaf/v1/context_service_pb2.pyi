@@ -157,3 +157,67 @@ class DeleteContextRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ExportContextRequest(_message.Message):
+    __slots__ = ("name", "offset", "digest", "without_keys")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    digest: str
+    without_keys: bool
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., digest: _Optional[str] = ..., without_keys: _Optional[bool] = ...) -> None: ...
+
+class ExportContextResponse(_message.Message):
+    __slots__ = ("parcel", "data")
+    PARCEL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    parcel: Parcel
+    data: bytes
+    def __init__(self, parcel: _Optional[_Union[Parcel, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Parcel(_message.Message):
+    __slots__ = ("total_size_bytes", "digest")
+    TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    total_size_bytes: int
+    digest: str
+    def __init__(self, total_size_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class ImportConfig(_message.Message):
+    __slots__ = ("name", "upload_id", "total_size_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    upload_id: str
+    total_size_bytes: int
+    def __init__(self, name: _Optional[str] = ..., upload_id: _Optional[str] = ..., total_size_bytes: _Optional[int] = ...) -> None: ...
+
+class ParcelPiece(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ImportContextRequest(_message.Message):
+    __slots__ = ("config", "piece")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    config: ImportConfig
+    piece: ParcelPiece
+    def __init__(self, config: _Optional[_Union[ImportConfig, _Mapping]] = ..., piece: _Optional[_Union[ParcelPiece, _Mapping]] = ...) -> None: ...
+
+class ImportContextResponse(_message.Message):
+    __slots__ = ("received_size_bytes", "context", "key_token_count")
+    RECEIVED_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    KEY_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    received_size_bytes: int
+    context: _context_pb2.Context
+    key_token_count: int
+    def __init__(self, received_size_bytes: _Optional[int] = ..., context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., key_token_count: _Optional[int] = ...) -> None: ...

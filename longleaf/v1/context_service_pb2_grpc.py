@@ -77,6 +77,16 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.SerializeToString,
                 response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
                 _registered_method=True)
+        self.ExportContext = channel.unary_stream(
+                '/longleaf.v1.ContextService/ExportContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.ExportContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.ExportContextResponse.FromString,
+                _registered_method=True)
+        self.ImportContext = channel.stream_stream(
+                '/longleaf.v1.ContextService/ImportContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.ImportContextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.ImportContextResponse.FromString,
+                _registered_method=True)
 
 
 class ContextServiceServicer:
@@ -148,6 +158,24 @@ class ContextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportContext(self, request, context):
+        """Sends a context as a parcel: bytes that ImportContext of any service with the same model takes in, whatever its
+        ranks. The context stays as it is. While nothing of it changes its parcel has the same bytes, so that a stream that
+        broke can go on at any of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportContext(self, request_iterator, context):
+        """Takes in a parcel as a new context: its bytes up, progress down. The first request carries `config`, all others a
+        piece; the last response carries the context, which is kept for good by then, and parked. A stream broken before
+        leaves nothing behind, unless the config names an upload_id: then it can be resumed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ContextServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -190,6 +218,16 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.DeleteContext,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.FromString,
                     response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
+            'ExportContext': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ExportContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.ExportContextResponse.SerializeToString,
+            ),
+            'ImportContext': grpc.stream_stream_rpc_method_handler(
+                    servicer.ImportContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.ImportContextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.ImportContextResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -409,6 +447,60 @@ class ContextService:
             '/longleaf.v1.ContextService/DeleteContext',
             longleaf_dot_v1_dot_context__service__pb2.DeleteContextRequest.SerializeToString,
             google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/longleaf.v1.ContextService/ExportContext',
+            longleaf_dot_v1_dot_context__service__pb2.ExportContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__service__pb2.ExportContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportContext(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/longleaf.v1.ContextService/ImportContext',
+            longleaf_dot_v1_dot_context__service__pb2.ImportContextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__service__pb2.ImportContextResponse.FromString,
             options,
             channel_credentials,
             insecure,

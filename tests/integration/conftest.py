@@ -7,13 +7,15 @@ import grpc
 import pytest
 
 from longleaf.client import AsyncClient
+from tests.support.houses import empty_house
 from tests.support.service import FakeEngine, Served, serving
 
 
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Served]:
     engine = FakeEngine()
-    async with serving(engine, tmp_path / "model") as (server, address), AsyncClient(address) as client:
+    serving_it = serving(engine, tmp_path / "model", house=empty_house())
+    async with serving_it as (server, address), AsyncClient(address) as client:
         yield Served(engine, server, address, client)
 
 

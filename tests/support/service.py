@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
+from coordinator.calls.house.ports import House
 from coordinator.calls.use_cases import UseCases
 from coordinator.changes import Changes
 from coordinator.placement.positions import Positions
@@ -296,10 +297,10 @@ class FakeEngine:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, folder: Path, host: str = "127.0.0.1"
+    engine: FakeEngine, folder: Path, host: str = "127.0.0.1", house: House | None = None
 ) -> AsyncGenerator[tuple[Server, str], None]:
     """The service on a port of its own; gives the server and its address."""
-    use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe, house=house)
     server = Server(use_cases)
     port = await server.start(host, 0)
     try:

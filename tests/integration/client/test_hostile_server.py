@@ -1,6 +1,7 @@
 """A server that answers anything at all: the client raises typed errors, within its time, and leaves nothing behind."""
 
 import asyncio
+import io
 import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -43,6 +44,8 @@ CALLS: dict[str, Call] = {
     "RereadContext": lambda client, seconds: client.reread_context("x", timeout=seconds),
     "RereadContexts": lambda client, seconds: client.reread_contexts(timeout=seconds),
     "DeleteContext": lambda client, seconds: client.delete_context("x", timeout=seconds),
+    "ExportContext": lambda client, seconds: client.export_context("x", io.BytesIO(), timeout=seconds),
+    "ImportContext": lambda client, seconds: client.import_context(io.BytesIO(b"x"), timeout=seconds),
     "CountTokens": lambda client, seconds: client.count_tokens("x", timeout=seconds),
     "Tokenize": lambda client, seconds: client.tokenize("x", timeout=seconds),
     "Detokenize": lambda client, seconds: client.detokenize([1], timeout=seconds),
@@ -52,6 +55,7 @@ CALLS: dict[str, Call] = {
     "RefillSlots": lambda client, seconds: client.refill(timeout=seconds),
     "VerifyCluster": lambda client, seconds: client.verify(timeout=seconds),
 }
+UPLOADS = ("IngestContext", "ImportContext")
 OTHERS = {"Health": lambda client, seconds: client.is_healthy(timeout=seconds)}
 TYPES: dict[str, Descriptor] = {method.name: method.output_type for method in methods()}
 
@@ -62,6 +66,7 @@ class Hostile(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.answer: Answer
         self.is_streaming: set[str] = {method.full_name for method in methods() if method.server_streaming}
+        self.is_sent_to: set[str] = {method.full_name for method in methods() if method.client_streaming}
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
         name = handler_call_details.method.strip("/").replace("/", ".")
@@ -75,7 +80,7 @@ class Hostile(grpc.GenericRpcHandler):
                 return message
             return b""
 
-        if name.endswith("IngestContext"):
+        if name in self.is_sent_to:
             return grpc.stream_stream_rpc_method_handler(stream)
         return (
             grpc.unary_stream_rpc_method_handler(stream)
@@ -182,7 +187,7 @@ async def test_pages_without_end_last_no_longer_than_the_time_limit(served: Serv
 
 async def test_a_message_that_is_too_large_is_a_typed_error(served: Served) -> None:
     huge = saying(b"\x0a" + b"\xff\xff\xff\x7f" + bytes((1 << 26) + 1))
-    for name in ("GetCluster", "Generate", "IngestContext"):
+    for name in ("GetCluster", "Generate", "ExportContext", *UPLOADS):
         error = await served.outcome(CALLS[name], huge)
         assert error is not None
         assert "67108864" in str(error)
@@ -223,7 +228,9 @@ def odd_details() -> list[bytes | None]:
     ]
 
 
-@pytest.mark.parametrize("name", ["GetCluster", "CancelGeneration", "Generate", "IngestContext"])
+@pytest.mark.parametrize(
+    "name", ["GetCluster", "CancelGeneration", "Generate", "IngestContext", "ExportContext", "ImportContext"]
+)
 async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
     codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
     for code, details in [*((code, None) for code in codes), *((codes[0], details) for details in odd_details())]:

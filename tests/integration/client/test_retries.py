@@ -290,7 +290,7 @@ def test_waits_grow_from_what_the_service_names() -> None:
 
 def test_both_clients_have_the_same_methods() -> None:
     def signatures(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
-        methods = {name: method for name, method in vars(kind).items() if inspect.isfunction(method) and name[0] != "_"}
+        methods = {name: one for name, one in inspect.getmembers(kind, inspect.isfunction) if name[0] != "_"}
         return {
             name: [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
             for name, method in methods.items()

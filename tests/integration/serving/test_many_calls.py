@@ -22,7 +22,7 @@ from tests.support.service import Served
 
 MANY = 2500
 """Calls; the library's own limit of those that nobody has looked at is 1000."""
-TEXTS = {"Generate", "IngestContext", "CountTokens", "Tokenize", "Detokenize", "VerifyCluster"}
+TEXTS = {"Generate", "IngestContext", "ImportContext", "CountTokens", "Tokenize", "Detokenize", "VerifyCluster"}
 
 
 async def test_every_call_that_is_refused_says_when_to_come_back(service: Served, channel: grpc.aio.Channel) -> None:

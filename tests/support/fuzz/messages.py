@@ -2,6 +2,7 @@
 
 import math
 import pkgutil
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -14,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 import longleaf.v1
+from tests.support.parcels import packable
 
 Path = tuple[FieldDescriptor, ...]
 """A field, and before it the fields that lead to it, all of them single messages."""
@@ -22,6 +24,7 @@ HELD = "held"
 """Id of the context that exists whenever a request is made."""
 ID = "one"
 """Names a generation, an upload or whatever a request may name."""
+PARCEL = packable(vocabulary=200).packed()
 BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "GenerateRequest": (
         {"text": "who?", "sampling": {"max_token_count": 5}},
@@ -43,6 +46,12 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
         {"context": {"name": f"contexts/{HELD}", "pinned": True}, "update_mask": "pinned,expireTime"},
     ),
     "ForkContextRequest": ({"name": f"contexts/{HELD}", "new_name": "contexts/new", "token_count": "7"},),
+    "ExportContextRequest": ({"name": f"contexts/{HELD}"},),
+    "ImportContextRequest": (
+        {"config": {"name": "contexts/new"}},
+        {"piece": {"data": b64encode(PARCEL[:500]).decode()}},
+        {"piece": {"offset": 500, "data": b64encode(PARCEL[500:]).decode()}},
+    ),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
     "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),

@@ -30,6 +30,8 @@ from longleaf.config import EngineConfig
 from longleaf.messages import Draining, ModelInfo
 from longleaf.sampling import Sampling
 from tests.support.fuzz.messages import HELD
+from tests.support.houses import house_of
+from tests.support.parcels import packable
 from tests.support.running import running
 from tests.support.service import byte_tokenizer, write_model
 from workers.__main__ import main as worker_main
@@ -226,7 +228,8 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"))
+        house = house_of(packable(vocabulary=vocabulary, name=HELD))
+        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=house)
         server = Server(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))

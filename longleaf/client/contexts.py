@@ -1,0 +1,150 @@
+"""Calls about contexts that are there, and those that move."""
+
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Unpack
+
+from longleaf import codec
+from longleaf.client.callbacks import Callback, tell
+from longleaf.client.calls import Calls, nothing
+from longleaf.client.documents import Readable, Source
+from longleaf.client.parcels import FileTarget, Target, Writable, export, header_of, import_parcel
+from longleaf.errors import LongleafError, Unavailable
+from longleaf.messages import (
+    Context,
+    ContextOptions,
+    ContextSettings,
+    ExportContext,
+    ExportProgress,
+    ForkContext,
+    ImportProgress,
+    Parcel,
+    Reread,
+)
+from longleaf.v1 import context_service_pb2 as ingest_pb
+
+
+class ContextCalls:
+    """The part of a client that is about contexts, but for the making of them."""
+
+    def __init__(self, calls: Calls, contexts: Any) -> None:
+        """`contexts` is the stub of the service; the generated ones carry no types."""
+        self._calls = calls
+        self._contexts = contexts
+
+    async def get_context(self, context: str, *, timeout: float | None = None) -> Context:
+        """Raises NotFound."""
+        request = ingest_pb.GetContextRequest(name=codec.context_name(context))
+        return await self._calls.read(self._contexts.GetContext, "GetContext", request, codec.decode_context, timeout)
+
+    async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
+        """All contexts, by id."""
+        contexts: list[Context] = []
+        attempts = self._calls.attempts("ListContexts", timeout)
+        request = ingest_pb.ListContextsRequest()
+        while True:
+            page, token = await self._calls.unary(
+                self._contexts.ListContexts, request, attempts, codec.decode_contexts, is_repeatable=True
+            )
+            contexts += page
+            if not token:
+                return contexts
+            if token == request.page_token:
+                raise LongleafError(f"{self._calls.server} lists the same page again")
+            request.page_token = token
+
+    async def update_context(
+        self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
+    ) -> Context:
+        """Changes the name for people, the pin or the expiry, and nothing else: `ttl` seconds from now, or `expires`
+        in seconds since the epoch, None for never. Raises NotFound."""
+        request = codec.encode_update(context, ContextSettings(**settings))
+        return await self._calls.once(
+            self._contexts.UpdateContext, "UpdateContext", request, codec.decode_context, timeout
+        )
+
+    async def fork_context(
+        self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
+    ) -> Context:
+        """Makes a new context of the first `num_tokens` tokens of another one, or of all. Nothing is copied. Raises
+        NotFound, AlreadyExists."""
+        request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
+        return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
+
+    async def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
+        """Has a context read by the checkpoint that is served, which another one in the same folder has read before; it
+        is parked until it is asked. Raises NotFound, AlreadyExists, CheckpointChanged where the tokenizer is another
+        one."""
+        request = ingest_pb.RereadContextRequest(name=codec.context_name(context))
+        return await self._calls.once(
+            self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
+        )
+
+    async def reread_contexts(self, *, timeout: float | None = None) -> Reread:
+        """Does that with all contexts that another checkpoint has read, and tells which are left out."""
+        request = ingest_pb.RereadContextsRequest()
+        return await self._calls.once(
+            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_reread, timeout
+        )
+
+    async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
+        """Raises NotFound."""
+        request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
+        await self._calls.once(self._contexts.DeleteContext, "DeleteContext", request, nothing, timeout)
+
+    async def export_context(
+        self,
+        context: str,
+        file: Path | Writable,
+        *,
+        with_keys: bool = True,
+        resume: bool = False,
+        on_progress: Callback[ExportProgress] | None = None,
+        timeout: float | None = None,
+    ) -> Parcel:
+        """Writes a context as a parcel, which `import_context` takes into any service with the same model. Without keys
+        it is small, and read again where it arrives.
+
+        A path is written as PATH.part and renamed at the end. With `resume` what an earlier call left there is gone on
+        with, unless the context has changed since: that raises FailedPrecondition. When the connection breaks the
+        export goes on where it was. Raises NotFound, and InvalidArgument where the file is there already.
+        """
+        target = await FileTarget.open(file, resume=resume) if isinstance(file, Path) else Target(file)
+        wanted = ExportContext(context=context, with_keys=with_keys)
+        try:
+            steps = export(self._calls, self._contexts.ExportContext, wanted, target, timeout)
+            async with aclosing(steps):
+                async for progress in steps:
+                    if on_progress is not None:
+                        await tell(on_progress, progress)
+        finally:
+            await target.close()
+        return Parcel(target.num_bytes, target.digest)
+
+    async def import_context(
+        self,
+        file: Path | Readable,
+        name: str | None = None,
+        *,
+        upload_id: str = "",
+        on_progress: Callback[ImportProgress] | None = None,
+        timeout: float | None = None,
+    ) -> Context:
+        """Takes in a parcel as a new context called `name`, or as it was called before. It is parked then, and comes
+        back to the ranks when it is asked. Returns once it is kept for good.
+
+        When the connection breaks the import goes on where it was; so does a later call with the same file, name and
+        `upload_id`, while the service lives, for some minutes. Raises AlreadyExists, CheckpointChanged where another
+        model is served, and InvalidArgument where the file is damaged or none.
+        """
+        header, result = header_of(file, name, upload_id), None
+        async with aclosing(Source(file)) as source:
+            steps = import_parcel(self._calls, self._contexts.ImportContext, header, source, timeout)
+            async with aclosing(steps):
+                async for progress in steps:
+                    if on_progress is not None:
+                        await tell(on_progress, progress)
+                    result = progress.context or result
+        if result is None:
+            raise Unavailable(f"{self._calls.server} ended the import before its context was there")
+        return result

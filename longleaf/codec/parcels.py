@@ -1,0 +1,99 @@
+"""Contexts that move house."""
+
+from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
+from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.errors import InvalidArgument
+from longleaf.messages import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.v1 import context_service_pb2 as context_pb
+
+MAX_DIGEST = 128
+"""Characters."""
+
+
+def encode_export(wanted: ExportContext) -> context_pb.ExportContextRequest:
+    return context_pb.ExportContextRequest(
+        name=context_name(wanted.context),
+        offset=wanted.offset,
+        digest=wanted.digest,
+        without_keys=not wanted.with_keys,
+    )
+
+
+def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
+    """Raises InvalidArgument naming the field."""
+    if message.offset < 0:
+        raise InvalidArgument("offset", f"{message.offset} is negative")
+    if len(message.digest) > MAX_DIGEST or (message.offset and not message.digest):
+        raise InvalidArgument("digest", "is not that of a parcel, which is needed to go on at an offset")
+    return ExportContext(
+        context=context_id(message.name),
+        offset=message.offset,
+        digest=message.digest,
+        with_keys=not message.without_keys,
+    )
+
+
+def encode_exported(news: Parcel | bytes) -> context_pb.ExportContextResponse:
+    if isinstance(news, bytes):
+        return context_pb.ExportContextResponse(data=news)
+    told = context_pb.Parcel(total_size_bytes=news.num_bytes, digest=news.digest)
+    return context_pb.ExportContextResponse(parcel=told)
+
+
+def decode_exported(message: context_pb.ExportContextResponse) -> Parcel | bytes:
+    """What comes, or bytes of it; no bytes where only a later version knows what is told."""
+    if message.HasField("parcel"):
+        return Parcel(message.parcel.total_size_bytes, message.parcel.digest)
+    return message.data
+
+
+def encode_import_piece(piece: ImportHeader | ParcelPiece) -> context_pb.ImportContextRequest:
+    if isinstance(piece, ParcelPiece):
+        told = context_pb.ParcelPiece(offset=piece.offset, data=piece.data)
+        return context_pb.ImportContextRequest(piece=told)
+    config = context_pb.ImportConfig(
+        name="" if piece.context is None else context_name(piece.context),
+        upload_id=encodable(piece.upload_id, "upload_id"),
+        total_size_bytes=piece.total_bytes,
+    )
+    return context_pb.ImportContextRequest(config=config)
+
+
+def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeader | ParcelPiece:
+    """Raises InvalidArgument naming the field."""
+    match message.WhichOneof("payload"):
+        case "config":
+            return _decode_header(message.config)
+        case "piece":
+            return ParcelPiece(message.piece.offset, message.piece.data)
+        case _:
+            raise InvalidArgument("payload", "is missing: give config or a piece")
+
+
+def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:
+    if len(config.upload_id) > MAX_UPLOAD_ID:
+        told = f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
+        raise InvalidArgument("config.upload_id", told)
+    if config.total_size_bytes < 0:
+        raise InvalidArgument("config.total_size_bytes", f"{config.total_size_bytes} is negative")
+    return ImportHeader(
+        context=context_id(config.name, "config.name") if config.name else None,
+        upload_id=config.upload_id,
+        total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
+    )
+
+
+def encode_import_progress(progress: ImportProgress) -> context_pb.ImportContextResponse:
+    return context_pb.ImportContextResponse(
+        received_size_bytes=progress.received_bytes,
+        context=encode_context(progress.context) if progress.context else None,
+        key_token_count=progress.key_tokens,
+    )
+
+
+def decode_import_progress(message: context_pb.ImportContextResponse) -> ImportProgress:
+    return ImportProgress(
+        received_bytes=message.received_size_bytes,
+        context=decode_context(message.context) if message.HasField("context") else None,
+        key_tokens=message.key_token_count if message.HasField("key_token_count") else None,
+    )

@@ -1,0 +1,63 @@
+"""Frames: what each record of a parcel begins with, so that nothing in it is believed unchecked.
+
+    kind, 8 bytes | bytes of the content, 8 bytes, little endian | BLAKE3 of the content, 32 bytes
+    | first half of the BLAKE3 of all before, 16 bytes
+
+A parcel begins with PREAMBLE, and this layout stays as it is for good: so a later version is told from damage.
+"""
+
+from typing import Literal, NamedTuple
+
+from blake3 import blake3
+
+from longleaf.errors import InvalidArgument
+
+FIELD = "parcel"
+"""What errors call the bytes."""
+MAGIC, VERSION = b"longleaf context", 1
+VERSION_BYTES, LENGTH_BYTES, KIND_BYTES, DIGEST_BYTES, CHECK_BYTES = 8, 8, 8, 32, 16
+PREAMBLE = MAGIC + VERSION.to_bytes(VERSION_BYTES, "little")
+FRAME_BYTES = KIND_BYTES + LENGTH_BYTES + DIGEST_BYTES + CHECK_BYTES
+Kind = Literal["head", "segment", "ids", "piece", "end"]
+Buffer = bytes | bytearray | memoryview
+
+
+class Frame(NamedTuple):
+    """What is told of a record before its content."""
+
+    kind: str
+    num_bytes: int
+    digest: str
+    """Hexadecimal digits of the content's BLAKE3."""
+
+    @classmethod
+    def of(cls, kind: Kind, content: Buffer) -> "Frame":
+        return cls(kind, memoryview(content).nbytes, blake3(content).hexdigest())
+
+    def encode(self) -> bytes:
+        told = self.kind.encode().ljust(KIND_BYTES, b"\0") + self.num_bytes.to_bytes(LENGTH_BYTES, "little")
+        told += bytes.fromhex(self.digest)
+        return told + _check(told)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Frame":
+        """Raises InvalidArgument where it is damaged, or none."""
+        told, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+        if len(data) != FRAME_BYTES or _check(told) != check:
+            raise InvalidArgument(FIELD, "what begins a record is damaged")
+        kind = told[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
+        length = int.from_bytes(told[KIND_BYTES:][:LENGTH_BYTES], "little")
+        return cls(kind, length, told[-DIGEST_BYTES:].hex())
+
+
+def check_preamble(data: bytes) -> None:
+    """Raises InvalidArgument where no parcel begins so, or one of a later version."""
+    if data[: len(MAGIC)] != MAGIC:
+        raise InvalidArgument(FIELD, "this is no exported context")
+    version = int.from_bytes(data[len(MAGIC) :], "little")
+    if version != VERSION:
+        raise InvalidArgument(FIELD, f"it is of version {version}, and this service reads version {VERSION}")
+
+
+def _check(told: bytes) -> bytes:
+    return blake3(told).digest()[:CHECK_BYTES]

@@ -1,0 +1,48 @@
+"""Houses between which contexts move, and parcels on their way as streams of requests."""
+
+from collections.abc import AsyncIterator
+
+from coordinator.calls.house.fakes import FakeHouse, Housed
+from coordinator.catalog.records import ContextRecord
+from longleaf.messages import ImportHeader, ParcelPiece
+from tests.support.parcels import FINGERPRINT, FORM, Packable
+
+
+def empty_house(form: str | None = FORM, service: str = "new") -> FakeHouse:
+    """A house with the checkpoint of `tests.support.parcels`."""
+    return FakeHouse(FINGERPRINT, form, service)
+
+
+def house_of(*contexts: Packable) -> FakeHouse:
+    """A house with these contexts."""
+    house = empty_house(service="old")
+    for packable in contexts:
+        head = packable.head
+        record = ContextRecord(
+            id=head.context,
+            segment=packable.path[-1].id,
+            num_tokens=head.num_tokens,
+            ends=head.ends,
+            capacity=head.capacity,
+            created=head.created,
+            updated=head.updated,
+            display_name=head.display_name,
+            is_pinned=head.is_pinned,
+            expires=head.expires,
+            last_used=3.5,
+            num_hits=4,
+        )
+        house.contexts[head.context] = Housed(record, packable.path, packable.manifests)
+        house.objects |= packable.objects
+    return house
+
+
+async def sending(
+    header: ImportHeader | None, data: bytes, start: int = 0, size: int = 100, end: int | None = None
+) -> AsyncIterator[ImportHeader | ParcelPiece]:
+    """A header, and the bytes of a parcel from `start` up to `end` in pieces of `size` bytes."""
+    if header is not None:
+        yield header
+    end = len(data) if end is None else end
+    for at in range(start, end, size):
+        yield ParcelPiece(at, data[at : min(at + size, end)])

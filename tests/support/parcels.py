@@ -1,0 +1,124 @@
+"""Contexts that can be packed: paths of segments, some with keys on storage, whose bytes are drawn from a seed."""
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+
+from coordinator.catalog.records import SegmentRecord
+from longleaf.fingerprint import Fingerprint
+from longleaf.geometry import Rope
+from longleaf.parcel.packing import Packing
+from longleaf.parcel.records import Head
+from longleaf.parcel.unpacking import Told, Unpacking
+from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.names import Attempt
+
+FINGERPRINT = Fingerprint("ab" * 32, {"config.json": "01", "model.safetensors": "02"})
+FORM = "float32 2x4"
+SERVICE = "0123"
+
+
+@dataclass
+class Packable:
+    """A context: its head, its path, and what lies on storage of it."""
+
+    head: Head
+    path: Sequence[SegmentRecord]
+    manifests: dict[int, SegmentManifest] = field(default_factory=dict[int, SegmentManifest])
+    objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
+
+    def packing(self) -> Packing:
+        return Packing(self.head, self.path, self.manifests)
+
+    def packed(self) -> bytes:
+        """All bytes of its parcel."""
+        return bytes_from(self.packing(), self.objects)
+
+
+def bytes_from(packing: Packing, objects: dict[str, bytes], offset: int = 0) -> bytes:
+    """The bytes of a parcel from `offset` on."""
+    found = bytearray()
+    for content, passed in packing.stretches(offset):
+        found += memoryview(objects[content.name] if isinstance(content, Piece) else content)[passed:]
+    return bytes(found)
+
+
+def packable(
+    sizes: Sequence[tuple[int, int]] = ((8, 6), (5, 5)),
+    keyed: Sequence[bool] = (True, True),
+    piece_tokens: int = 4,
+    piece_bytes: int = 40,
+    has_windows: bool = True,
+    seed: int = 1,
+    vocabulary: int = 1 << 17,
+    name: str = "moby",
+) -> Packable:
+    """A context of segments with so many tokens, of which so many are used; those that are `keyed` have pieces of
+    `piece_tokens` positions each."""
+    rng, path, start = random.Random(seed), list[SegmentRecord](), 0
+    for number, (num_tokens, num_used) in enumerate(sizes):
+        ids = array("I", [rng.randrange(vocabulary) for _ in range(num_tokens)])
+        parent = path[-1].id if path else None
+        rope = Rope(scaled_for=number, is_double=bool(number))
+        path.append(SegmentRecord(id=7 + 3 * number, parent=parent, start=start, rope=rope, token_ids=ids))
+        start += num_used
+    head = Head(
+        fingerprint=FINGERPRINT,
+        model="fake",
+        context=name,
+        num_tokens=start,
+        ends=(1, start),
+        capacity=4096,
+        created=1.5,
+        updated=2.5,
+        display_name="Moby-Dick",
+        is_pinned=True,
+    )
+    found = Packable(head, path)
+    for segment, has_keys in zip(path, keyed, strict=True):
+        if has_keys:
+            _keep(found, segment, piece_tokens, piece_bytes, has_windows, rng)
+    return found
+
+
+def _keep(
+    found: Packable, segment: SegmentRecord, piece_tokens: int, piece_bytes: int, has_windows: bool, rng: random.Random
+) -> None:
+    attempt = Attempt(SERVICE, f"{SERVICE}-{segment.id}", "a")
+
+    def put(name: str, start: int, end: int) -> Piece:
+        content = found.objects[name] = rng.randbytes(piece_bytes)
+        return Piece(name, ((start, end),), len(content), blake3(content).hexdigest())
+
+    firsts = range(segment.start, segment.end, piece_tokens)
+    pieces = [put(attempt.piece(i), at, min(at + piece_tokens, segment.end)) for i, at in enumerate(firsts)]
+    found.manifests[segment.id] = SegmentManifest(
+        service=SERVICE,
+        fingerprint=FINGERPRINT.digest,
+        form=FORM,
+        segment=attempt.segment,
+        parent=None if segment.parent is None else f"{SERVICE}-{segment.parent}",
+        start=segment.start,
+        num_tokens=len(segment.token_ids),
+        rope=segment.rope,
+        pieces=tuple(pieces),
+        windows=put(attempt.windows(0), max(0, segment.end - 2), segment.end) if has_windows else None,
+        token_ids=segment.token_ids.tobytes(),
+    )
+
+
+def unpack(parcel: bytes, cuts: Sequence[int] = ()) -> list[Told]:
+    """What a parcel tells that comes cut at these offsets. Raises InvalidArgument."""
+    unpacking, found = Unpacking(), list[Told]()
+    bounds = [0, *sorted(cuts), len(parcel)]
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        data = memoryview(parcel)[start:end]
+        while data:
+            count, told = unpacking.take(data)
+            data = data[count:]
+            found += [] if told is None else [told]
+    unpacking.check_complete()
+    return found
