@@ -1,0 +1,154 @@
+"""Contexts come back from storage to other ranks: the same bits of keys, the answers of transformers' `generate`."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from msgspec.structs import replace
+from safetensors import safe_open
+
+from coordinator.durability import Durability
+from coordinator.engine.engine import Engine
+from coordinator.ranks.control import Control
+from coordinator.ranks.local_fleet import LocalFleet
+from longleaf.channel.step import Prefill, Restore, StepPlan
+from longleaf.config import DataConfig, EngineConfig
+from tests.support.golden.asking import answer, ingest
+from tests.support.golden.states import KEPT
+from tests.support.running import Running, running
+from tests.support.threads import config_for
+from workers.__main__ import main
+
+CUT = 300
+"""Where the second document of the context begins."""
+
+
+@dataclass
+class Lasting:
+    """An engine over a data folder, on ranks that are processes, and the plans that they have done."""
+
+    engine: Engine
+    durability: Durability
+    plans: list[StepPlan] = field(default_factory=list)
+
+    @property
+    def num_read(self) -> int:
+        """Tokens in chunks."""
+        return sum(plan.num_tokens for plan in self.plans if isinstance(plan.work, Prefill))
+
+    @property
+    def num_restored(self) -> int:
+        works = (plan.work for plan in self.plans if isinstance(plan.work, Restore))
+        return sum(len(run) for work in works for run in work.runs)
+
+    @property
+    def segments(self) -> list[int]:
+        return [segment.id for segment in self.engine.named("book").path.segments]
+
+    async def save(self) -> None:
+        await self.durability.snapshots.save(self.segments)
+
+
+@contextlib.asynccontextmanager
+async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Lasting]:
+    durability = await Durability.open(DataConfig(data_dir=str(data_dir), snapshots="demand"), config)
+    config = replace(config, snapshot_url=durability.snapshot_url)
+    fleet = LocalFleet(main)
+    control = Control(config, await fleet.reserve(config))
+    plans = list[StepPlan]()
+    engine = Engine(control, config, 8192, observe=lambda plan, _: plans.append(plan), durability=durability)
+    try:
+        await fleet.launch(config, control.invitations, control.lost)
+        async with running(engine) as found:
+            assert isinstance(found, Running)
+            yield Lasting(engine, durability, plans)
+    finally:
+        await engine.close()
+        await durability.close()
+        await fleet.shutdown()
+
+
+def kept(data_dir: Path, block_size: int) -> dict[tuple[str, str, int], torch.Tensor]:
+    """The blocks on storage, by segment, name and position."""
+    found: dict[tuple[str, str, int], torch.Tensor] = {}
+    for path in data_dir.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            ranges = [tuple(map(int, one.split("-"))) for one in file.metadata()["positions"].split()]
+        starts = [start for low, high in ranges for start in range(low, high, block_size)]
+        kind, segment = path.name.partition("-")[0], path.parent.parent.name.rpartition("-")[2]
+        for name, tensor in safetensors.torch.load_file(path).items():
+            assert len(tensor) == len(starts)
+            found |= {(segment, f"{kind}.{name}", start): tensor[i] for i, start in enumerate(starts)}
+    return found
+
+
+def remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+
+
+CASES = [
+    pytest.param("llama", (2, 3), {}, id="llama", marks=pytest.mark.slow),
+    pytest.param("gemma3", (3, 2), {"window_keys": "replicated"}, id="windows"),
+    pytest.param("llama", (3, 1), {"kv_dtype": "int8"}, id="int8", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", (1, 2), {}, id="latents", marks=pytest.mark.slow),
+    pytest.param("gemma3", (2, 3), {}, id="windows-sharded", marks=pytest.mark.slow),
+    pytest.param("llama4", (2, 4), {"window_keys": "replicated"}, id="sections", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", (2, 3), {"dtype": "bfloat16"}, id="bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "settings"), CASES)
+async def test_what_comes_back_is_what_was_kept(goldens, tmp_path, family, sizes, settings):
+    golden = goldens(family)
+    config = config_for(golden.folder, chunk_size=200, merge="gather", kv_bytes=8 << 20, **settings)
+    async with serving(tmp_path, replace(config, world_size=sizes[0])) as first:
+        await ingest(first.engine, "book", golden.prompt[:CUT])
+        await ingest(first.engine, "book", golden.prompt[CUT:KEPT])
+        before = await answer(first.engine, golden.prompt[KEPT:], "book")
+        await first.save()
+        assert len(first.segments) == 2
+    saved = kept(tmp_path, config.block_size)
+    async with serving(tmp_path, replace(config, world_size=sizes[1])) as second:
+        assert second.engine.get_context("book").state == "parked"
+        after = await answer(second.engine, golden.prompt[KEPT:], "book")
+        if not {"kv_dtype", "dtype"} & settings.keys():
+            assert before == after == golden.tokens
+        assert second.num_restored == KEPT
+        assert second.num_read <= len(golden.prompt) - KEPT
+        for segment in second.segments:
+            await second.durability.snapshots.forget(segment, "to be written anew")
+        remove(next(tmp_path.rglob("segments")))
+        await second.save()
+    again = kept(tmp_path, config.block_size)
+    assert again
+    assert {key for key in saved if "windows." not in key[1]} == {key for key in again if "windows." not in key[1]}
+    for key, tensor in again.items():
+        assert torch.equal(tensor, saved[key]), key
+
+
+async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tmp_path, caplog):
+    golden = goldens("llama")
+    config = config_for(golden.folder, chunk_size=200, merge="gather", world_size=2, kv_bytes=8 << 20)
+    async with serving(tmp_path, config) as first:
+        await ingest(first.engine, "book", golden.prompt[:KEPT])
+        await first.save()
+    pieces = sorted(tmp_path.rglob("piece-*.safetensors"))
+    assert len(pieces) > 1
+    content = bytearray(pieces[0].read_bytes())
+    content[-100] ^= 1
+    pieces[0].write_bytes(content)
+    async with serving(tmp_path, config) as second:
+        assert await answer(second.engine, golden.prompt[KEPT:], "book") == golden.tokens
+        assert 0 < second.num_restored < KEPT
+        assert second.num_restored + second.num_read >= KEPT
+        assert "is damaged, and its tokens are read again" in caplog.text
+        assert not second.durability.snapshots.is_usable(second.segments[0]), "it is never believed again"
+        await second.save()
+    async with serving(tmp_path, config) as third:
+        assert await answer(third.engine, golden.prompt[KEPT:], "book") == golden.tokens
+        assert third.num_restored == KEPT
