@@ -77,7 +77,7 @@ class ServeFlags:
         option(
             KEEPING,
             "When keys and values go to storage, so that they need not be computed again: seal, once a document has "
-            "been read; demand, when somebody asks for it; off, never.",
+            "been read; demand, when it is exported; off, never.",
         ),
     ] = DataConfig().snapshots
     snapshot_url: Annotated[

@@ -23,9 +23,10 @@ HEADING = re.compile(r"^### (\w+\.\w+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Iterator[Served]:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`longleaf serve` with the model in the package."""
-    with Served("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000") as service:
+    data = str(tmp_path_factory.mktemp("data"))
+    with Served("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--data-dir", data) as service:
         yield service
         assert service.stop() == 0
 
