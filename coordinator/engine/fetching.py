@@ -15,7 +15,7 @@ from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.units import human_seconds
 
 FETCH_SECONDS = 30.0
-"""After which a piece counts as one that cannot be fetched: reading tokens again takes no longer."""
+"""After which nothing more of a segment is fetched: reading its tokens again takes no longer."""
 log = logging.getLogger(__name__)
 
 
@@ -135,8 +135,9 @@ class Fetching:
             restoring.tell(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"
-            log.warning("%s is not fetched, and its tokens are read again: %s", piece.name, reason)
-            restoring.tell(part.ticket, is_there=False)
+            if restoring.needs(part.segment):
+                log.warning("segment %d is read again, for %s is not fetched: %s", part.segment, piece.name, reason)
+            restoring.refuse(part.segment)
         except Unavailable:
             return  # the epoch ends, or nobody needs it any more
         else:

@@ -152,6 +152,7 @@ class Holdings:
     def __init__(self, windows: Windows | None = None) -> None:
         self.windows = windows
         self._by_segment: dict[Segment, Holding] = {}
+        self._by_id: dict[int, Holding] = {}
         self._lossy: dict[Segment, Holding] = {}
         self._parked: dict[Segment, Holding] = {}
 
@@ -162,13 +163,13 @@ class Holdings:
         return self._by_segment[segment]
 
     def find(self, segment_id: int) -> Holding | None:
-        return next((one for one in self._by_segment.values() if one.segment.id == segment_id), None)
+        return self._by_id.get(segment_id)
 
     def add(self, holding: Holding) -> None:
-        self._by_segment[holding.segment] = holding
+        self._by_segment[holding.segment] = self._by_id[holding.segment.id] = holding
 
     def remove(self, holding: Holding) -> None:
-        del self._by_segment[holding.segment]
+        del self._by_segment[holding.segment], self._by_id[holding.segment.id]
         self._parked.pop(holding.segment, None)
 
     def note_parked(self, holding: Holding, *, is_parked: bool) -> None:

@@ -123,13 +123,18 @@ class Restoring:
             if common and all((low - start) % size == 0 for low, _ in (*ranges, *common)):
                 one.left.append((index, common))
         if self._placer.windows is not None and not self._is_covered(one):
-            self._give_up(one)
+            one.left = []
         self._settle(one)
 
     def refuse(self, segment: int) -> None:
-        """Storage has nothing of a segment that could be used: it is read again."""
-        if (one := self._returns.get(segment)) is not None:
-            self._give_up(one)
+        """Storage has nothing more of a segment that could be used: the rest is read again."""
+        if (one := self._returns.get(segment)) is None:
+            return
+        planned = self._under_way[1] if self._is_planned(one) and self._under_way else []
+        one.left = []
+        for part in [part for part in one.parts.values() if part not in planned]:
+            self._drop(one, part)
+        self._settle(one)
 
     def tell(self, ticket: int, *, is_there: bool) -> None:
         """A part has been fetched, or cannot be. Nothing to do where nobody needs it any more."""
@@ -140,7 +145,7 @@ class Restoring:
         if is_there:
             part.is_there = True
         elif self._placer.windows is not None:
-            self._give_up(one)
+            self.refuse(part.segment)
         else:
             assert one.left is not None
             one.left = [(index, ranges) for index, ranges in one.left if index != part.piece]
@@ -303,11 +308,8 @@ class Restoring:
     def _settle(self, one: _Return) -> None:
         """Ends what has nothing more to come: what is lost still is read again."""
         if one.left == [] and not one.parts and not one.is_stale:
-            self._give_up(one)
-
-    def _give_up(self, one: _Return) -> None:
-        one.loss.may_return = False
-        self._forget(one)
+            one.loss.may_return = False
+            self._forget(one)
 
     def _forget(self, one: _Return) -> None:
         for part in list(one.parts.values()):

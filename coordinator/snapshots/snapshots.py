@@ -11,7 +11,7 @@ from coordinator.catalog.rows import little_endian
 from coordinator.placement.paths import Segment
 from coordinator.snapshots.notes import Notes
 from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.ports import Form, Held, Holdings, Savers, SnapshotCatalog
+from coordinator.snapshots.ports import ContextUse, Form, Held, Holdings, Savers, SnapshotCatalog
 from coordinator.snapshots.records import Records
 from coordinator.snapshots.saver import Saver, segment_name
 from coordinator.snapshots.sender import Sender, delete_attempt
@@ -223,27 +223,32 @@ class Snapshots:
         while True:
             await self._may_save.wait()
             self._may_save.clear()
+            assert self._holdings is not None
+            uses, segment_id = self._holdings.uses(), -1
             try:
                 for segment_id in list(self._wanted):
-                    await self._save_one(segment_id)
-                    self._trouble.end()
+                    await self._save_one(segment_id, uses)
             except StorageUnavailable as error:
+                self._wanted.pop(segment_id, None)
+                self._wanted[segment_id] = None  # others first
                 self._trouble.begin(str(error))
                 for segment_id in list(self._asked):
                     self._answer(segment_id, error)
                 await self._trouble.wait()
                 self._may_save.set()
 
-    async def _save_one(self, segment_id: int) -> None:
+    async def _save_one(self, segment_id: int, uses: Sequence[ContextUse]) -> None:
         """Raises StorageUnavailable; what cannot be saved for other reasons is tried again when something is held."""
         assert self._holdings is not None
-        is_asked, uses = segment_id in self._asked, self._holdings.uses()
+        is_asked, held = segment_id in self._asked, self._holdings.held(segment_id)
+        if held is None and not is_asked and segment_id not in self._records:
+            return  # mostly, for many may be parked
         if self.is_usable(segment_id) or not (is_asked or self._records.may_be_saved(segment_id, uses)):
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
             return
         try:
-            if (held := self._holdings.held(segment_id)) is None:
+            if held is None:
                 raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
             await self._save(held)
         except StorageUnavailable:
@@ -277,6 +282,7 @@ class Snapshots:
             self._attempts.discard(folder)
         if record.manifest not in committed.manifests:  # else the segment has been deleted meanwhile
             self._records.put(record)
+        self._trouble.end()
         self._sender.wake()
         await self._trim()
 

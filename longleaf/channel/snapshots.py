@@ -11,7 +11,7 @@ import msgspec
 from longleaf.runs import Run
 
 MAX_PIECE_BYTES = 64 << 20
-"""Keys and values of a piece, unless a block has more of them."""
+"""Keys and values of a piece, unless a block has more of them; windows are one piece, however many they are."""
 Trouble = Literal["unavailable", "damaged", "dropped"]
 
 

@@ -104,6 +104,13 @@ class SnapshotMachine(DurableMachine):
         if self.fetching:
             self._fetch(data.draw(st.sampled_from(self.fetching), label="part"), is_there)
 
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """Storage takes too long: what comes back of a segment does not any more."""
+        self._take_orders()
+        if self.fetching:
+            self.scheduler.restoring.refuse(data.draw(st.sampled_from(self.fetching), label="part").segment)
+
     def _fetch(self, part: Part, is_there: bool) -> None:
         self.fetching.remove(part)
         found = self.storage.get(part.segment)

@@ -48,7 +48,7 @@ class Copy:
         found = pool.blocks(of_windows=of_windows)
         blocks = [block for run in runs for block in run.blocks]
         size = sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in found)
-        if len(blocks) > 1 and len(blocks) * size > MAX_PIECE_BYTES:
+        if len(blocks) > 1 and len(blocks) * size > MAX_PIECE_BYTES and not of_windows:
             raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
         coming = [ToHost(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
