@@ -13,7 +13,7 @@ class TestDurability(DurableMachine.TestCase):
 
 
 class TestSnapshots(SnapshotMachine.TestCase):
-    settings = runs(200)
+    settings = runs(60)
 
 
 @pytest.mark.slow

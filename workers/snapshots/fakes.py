@@ -8,6 +8,12 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
+from workers.snapshots.store import Store
+
+
+def nowhere(url: str) -> Store:
+    """An OpenStore where none can be opened."""
+    raise StorageUnavailable(f"{url}: nothing is kept here")
 
 
 class FakeWritten(NamedTuple):

@@ -12,9 +12,8 @@ from tests.support.pools import BLOCK, POOLS, filled
 from workers.keys.content import Content
 from workers.snapshots import desk as desks
 from workers.snapshots.desk import DISCARDED, ENDED, NUM_THREADS, Desk
-from workers.snapshots.fakes import FolderStore
+from workers.snapshots.fakes import FolderStore, nowhere
 from workers.snapshots.piece import Copy, Piece
-from workers.snapshots.store import nowhere
 
 RUNS = (Run(0, 0, 6, (3, 1)),)
 SECONDS = 30

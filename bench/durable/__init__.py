@@ -1,0 +1,1 @@
+"""What it costs that contexts outlive everything, and what that saves."""
