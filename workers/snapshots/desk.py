@@ -5,9 +5,11 @@ Then the storage takes its time, and what it gets is right whatever happens to t
 """
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -18,6 +20,8 @@ from workers.snapshots.piece import Copy, Piece
 from workers.snapshots.store import OpenStore, Store
 
 NUM_THREADS = 2
+NICENESS = 15
+"""Of these threads, and of those that they start: what decodes goes first."""
 MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
 """Sends what has become of an order. Any thread may call it."""
@@ -98,6 +102,8 @@ class Desk:
     # --- its own threads ---
 
     def _work(self) -> None:
+        with suppress(OSError):  # elsewhere than on Linux threads are no processes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if self._device.startswith("cuda"):  # each thread has a current one of its own
             torch.cuda.set_device(self._device)
         while (work := self._orders.get()) is not None and not self._is_closed:
