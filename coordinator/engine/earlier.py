@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.records import ContextRecord, SegmentRecord
-from coordinator.engine.keeping import Keeping, Lasting
+from coordinator.engine.keeping import Keeping
+from coordinator.engine.lasting import Lasting
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from longleaf.errors import CheckpointChanged, LongleafError, NotFound

@@ -9,10 +9,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from coordinator.changes import Changes
+from coordinator.engine.context_calls import ContextCalls
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.house import EngineHouse
-from coordinator.engine.keeping import Keeping, Lasting
+from coordinator.engine.keeping import Keeping
+from coordinator.engine.lasting import Lasting
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
@@ -30,7 +32,7 @@ from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Rotary
-from longleaf.messages import Cluster, ContextSettings, LeftOut, ModelInfo, expired
+from longleaf.messages import Cluster, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
@@ -43,7 +45,7 @@ def unobserved(*_: object) -> None:
     """Nobody looks at the steps."""
 
 
-class Engine:
+class Engine(ContextCalls):
     """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
 
     `clock` measures durations, `wall_clock` dates contexts (seconds since the epoch).
@@ -167,69 +169,6 @@ class Engine:
         self._readers.add(request_id, stream, num_open)
         self._wake.set()
         return stream
-
-    def num_tokens(self, context_id: str) -> int:
-        """Tokens of a context. Raises NotFound."""
-        return self.named(context_id).num_tokens
-
-    def made_by(self, context_id: str) -> str:
-        """What its client called the ingest that made the last document of a context. Raises NotFound."""
-        return self.named(context_id).upload_id
-
-    def named(self, context_id: str) -> NamedPath:
-        """Raises NotFound, ContextLost or CheckpointChanged."""
-        with self._recoveries.explaining():
-            return self._open().contexts.get(context_id)
-
-    def get_context(self, context_id: str) -> messages.Context:
-        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
-        return self._view(self.named(context_id))
-
-    def welcome(self, context: NamedPath) -> messages.Context:
-        """There is another context now."""
-        self._recoveries.forget(context.id)
-        return self._view(context)
-
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
-        """Sorted by id: those that come after `after`, at most `limit`."""
-        return [self._view(context) for context in self._open().contexts.list(after, limit)]
-
-    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
-        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
-
-        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
-        """
-        self._open()
-        with self._recoveries.explaining():
-            forked = await self._keeping.fork(source, context_id, num_tokens)
-        return self.welcome(forked)
-
-    async def reread_context(self, context_id: str, vocabulary_size: int) -> messages.Context:
-        """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
-        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
-        self._open()
-        with self._recoveries.explaining():
-            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
-        return self.welcome(context)
-
-    async def reread_contexts(self, vocabulary_size: int) -> messages.Reread:
-        """All contexts that earlier checkpoints have read."""
-        self._open()
-        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size)
-        told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
-        return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
-
-    async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
-        """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
-        self._open()
-        settings.check(self._wall_clock(), "context")
-        return self._view(await self._keeping.update(context_id, settings))
-
-    async def delete_context(self, context_id: str) -> None:
-        """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
-        NotFound."""
-        self._open()
-        await self._keeping.delete(context_id)
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
         for request_id in scheduler.delete_context(context_id):

@@ -3,21 +3,19 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from coordinator.catalog.earlier import EarlierContext
-from coordinator.catalog.ports import ContextCatalog
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
+from coordinator.engine.lasting import Lasting
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.snapshots.snapshots import Snapshots
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError
 from longleaf.messages import ContextSettings
 
@@ -26,43 +24,6 @@ FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class Forgetful(Protocol):
-    """What else is kept of contexts."""
-
-    def remove_of_context(self, context: str) -> None:
-        """Forgets all of a context. Raises StorageUnavailable."""
-        ...
-
-
-class Lasting(Protocol):
-    """What outlives a service."""
-
-    @property
-    def catalog(self) -> ContextCatalog: ...
-
-    @property
-    def kept(self) -> Kept:
-        """What the catalog held when the service began."""
-        ...
-
-    @property
-    def changed(self) -> Mapping[str, str]:
-        """Contexts that are kept for what lay in the model's folder before, and what differs since."""
-        ...
-
-    @property
-    def journal(self) -> Forgetful: ...
-
-    @property
-    def snapshots(self) -> Snapshots | None:
-        """None: keys and values are kept nowhere."""
-        ...
-
-    def read_earlier(self) -> Mapping[str, EarlierContext]:
-        """These contexts as they are kept there. Takes as long as reading them."""
-        ...
 
 
 class Keeping:

@@ -1,0 +1,96 @@
+"""What clients do with contexts, but for reading documents into them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from coordinator.engine.earlier import EarlierContexts
+from coordinator.engine.keeping import Keeping
+from coordinator.engine.recoveries import Recoveries
+from coordinator.placement.contexts import NamedPath
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf import messages
+from longleaf.messages import ContextSettings, LeftOut
+
+
+class ContextCalls(ABC):
+    """The part of an engine that looks after contexts by their names. All of it raises Unavailable where the engine
+    cannot answer."""
+
+    positions: Positions
+    """How far positions may go, and how they are rotated; known once the ranks are ready."""
+    _keeping: Keeping
+    _earlier: EarlierContexts
+    _recoveries: Recoveries
+    _wall_clock: Callable[[], float]
+
+    @abstractmethod
+    def _open(self) -> Scheduler:
+        """What clients reach the service through. Raises Unavailable."""
+        ...
+
+    @abstractmethod
+    def _view(self, context: NamedPath) -> messages.Context: ...
+
+    def num_tokens(self, context_id: str) -> int:
+        """Tokens of a context. Raises NotFound."""
+        return self.named(context_id).num_tokens
+
+    def made_by(self, context_id: str) -> str:
+        """What its client called the ingest that made the last document of a context. Raises NotFound."""
+        return self.named(context_id).upload_id
+
+    def named(self, context_id: str) -> NamedPath:
+        """Raises NotFound, ContextLost or CheckpointChanged."""
+        with self._recoveries.explaining():
+            return self._open().contexts.get(context_id)
+
+    def get_context(self, context_id: str) -> messages.Context:
+        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
+        return self._view(self.named(context_id))
+
+    def welcome(self, context: NamedPath) -> messages.Context:
+        """There is another context now."""
+        self._recoveries.forget(context.id)
+        return self._view(context)
+
+    def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
+        """Sorted by id: those that come after `after`, at most `limit`."""
+        return [self._view(context) for context in self._open().contexts.list(after, limit)]
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
+        """
+        self._open()
+        with self._recoveries.explaining():
+            forked = await self._keeping.fork(source, context_id, num_tokens)
+        return self.welcome(forked)
+
+    async def reread_context(self, context_id: str, vocabulary_size: int) -> messages.Context:
+        """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
+        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
+        self._open()
+        with self._recoveries.explaining():
+            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
+        return self.welcome(context)
+
+    async def reread_contexts(self, vocabulary_size: int) -> messages.Reread:
+        """All contexts that earlier checkpoints have read."""
+        self._open()
+        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size)
+        told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
+        return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
+
+    async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
+        """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
+        self._open()
+        settings.check(self._wall_clock(), "context")
+        return self._view(await self._keeping.update(context_id, settings))
+
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
+        NotFound."""
+        self._open()
+        await self._keeping.delete(context_id)
