@@ -1,1 +1,0 @@
-"""What it costs that contexts outlive everything, and what that saves."""
