@@ -1,0 +1,94 @@
+"""What it takes that contexts last: services over a data folder that are killed, run out of room, and save.
+
+All is measured with the embedded model and real services, started as a user would start them. Usage:
+
+    python -m bench.durable --json                                # all parts; takes half an hour
+    python -m bench.durable --only restart --tokens 65536         # some, smaller
+    python -m bench.durable --only journal --into durable.json    # puts one part into a file with those of before
+
+journal    64 generations are held: what it takes to write down the tokens of a step, as a share of the step
+catalog    how long it takes to keep a context, and to read many at the start
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.durable import catalog, journal
+from bench.durable.options import Options, Row
+from bench.durable.table import table
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+
+
+class Part(NamedTuple):
+    """Something to measure, and how much of it by default."""
+
+    measure: Callable[[Options], Row]
+    tokens: int
+    repeats: int
+    world_size: int = 2
+
+
+PARTS = {
+    "journal": Part(journal.measure, 65_536, 3),
+    "catalog": Part(catalog.measure, 1_000_000, 5),
+}
+
+
+def main() -> None:
+    unwind_on_terminate()
+    given = parse()
+    rows = [run(name, given) for name in given.only]
+    if given.into is not None:
+        rows = joined(read(given.into), rows)
+    found = {"bench": "durable", "rows": rows}
+    if given.into is not None:
+        given.into.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2) if given.json else table(rows))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.durable", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--tokens", type=int, help="of the context; by default each part's own number")
+    parser.add_argument("--repeats", type=int, help="timed turns of each side; by default each part's own number")
+    parser.add_argument("--world-size", type=int, help="ranks of the services; by default 2")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
+    given = parser.parse_args()
+    for name in ("tokens", "repeats", "world_size"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: too few to measure")
+    return given
+
+
+def run(name: str, given: argparse.Namespace) -> Row:
+    """The row of a part."""
+    part = PARTS[name]
+    options = Options(
+        tokens=given.tokens or part.tokens,
+        repeats=given.repeats or part.repeats,
+        world_size=given.world_size or part.world_size,
+    )
+    tell(f"{name}: {options.tokens:,} tokens")
+    return {"part": name, **part.measure(options), "machine": describe()}
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a result; none where there is none."""
+    return json.loads(file.read_text())["rows"] if file.is_file() else []
+
+
+def joined(before: list[Row], rows: list[Row]) -> list[Row]:
+    """Rows in the order of the parts, new ones instead of old ones."""
+    by_part = {row["part"]: row for row in (*before, *rows)}
+    return [by_part[name] for name in PARTS if name in by_part]
+
+
+if __name__ == "__main__":
+    main()
