@@ -6,6 +6,10 @@ All is measured with the embedded model and real services, started as a user wou
     python -m bench.durable --only restart --tokens 65536         # some, smaller
     python -m bench.durable --only journal --into durable.json    # puts one part into a file with those of before
 
+restart    everything is killed and started again, up to the first answered question; in turns with a start with an
+           empty folder, and as a share of what reading the document takes
+loss       one of two ranks is killed, and comes back from a snapshot: seconds until all is held again over those of
+           reading all of the document; beside it the same without snapshots
 journal    64 generations are held: what it takes to write down the tokens of a step, as a share of the step
 catalog    how long it takes to keep a context, and to read many at the start
 """
@@ -16,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.durable import catalog, journal
+from bench.durable import catalog, journal, loss, restart
 from bench.durable.options import Options, Row
 from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
@@ -33,6 +37,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "restart": Part(restart.measure, 1_000_000, 3),
+    "loss": Part(loss.measure, 262_144, 5),
     "journal": Part(journal.measure, 65_536, 3),
     "catalog": Part(catalog.measure, 1_000_000, 5),
 }
