@@ -10,7 +10,12 @@ restart    everything is killed and started again, up to the first answered ques
            empty folder, and as a share of what reading the document takes
 loss       one of two ranks is killed, and comes back from a snapshot: seconds until all is held again over those of
            reading all of the document; beside it the same without snapshots
+parked     the first token of a context whose keys and values were given up for another one, from a snapshot and by
+           reading it again
+ingest     reading with snapshots and without: the acknowledgement, the snapshot beside a plain copy of its bytes, and a
+           stream meanwhile
 journal    64 generations are held: what it takes to write down the tokens of a step, as a share of the step
+storage    bytes per second to storage and back, of objects and of a service's snapshots, beside a plain copy
 catalog    how long it takes to keep a context, and to read many at the start
 """
 
@@ -20,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.durable import catalog, journal, loss, restart
+from bench.durable import catalog, journal, loss, parked, restart, saving, storage
 from bench.durable.options import Options, Row
 from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
@@ -39,7 +44,10 @@ class Part(NamedTuple):
 PARTS = {
     "restart": Part(restart.measure, 1_000_000, 3),
     "loss": Part(loss.measure, 262_144, 5),
+    "parked": Part(parked.measure, 256_000, 4),
+    "ingest": Part(saving.measure, 256_000, 3),
     "journal": Part(journal.measure, 65_536, 3),
+    "storage": Part(storage.measure, 256_000, 4),
     "catalog": Part(catalog.measure, 1_000_000, 5),
 }
 

@@ -23,6 +23,11 @@ def has_snapshots() -> bool:
     return "snapshots" in ServeFlags.__dataclass_fields__
 
 
+def modes() -> tuple[Snapshots, ...]:
+    """Those that can be held against each other."""
+    return ("off", "seal") if has_snapshots() else ("off",)
+
+
 def command(
     model: Path,
     data_dir: Path,
