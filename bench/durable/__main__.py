@@ -1,22 +1,31 @@
 """What it takes that contexts last: services over a data folder that are killed, run out of room, and save.
 
-All is measured with the embedded model and real services, started as a user would start them. Usage:
+All is measured with the embedded model and real services, started as a user would start them; what is held against each
+other takes turns in the same run, after a warm-up, and medians count. Usage:
 
     python -m bench.durable --json                                # all parts; takes half an hour
     python -m bench.durable --only restart --tokens 65536         # some, smaller
     python -m bench.durable --only journal --into durable.json    # puts one part into a file with those of before
 
-restart    everything is killed and started again, up to the first answered question; in turns with a start with an
-           empty folder, and as a share of what reading the document takes
-loss       one of two ranks is killed, and comes back from a snapshot: seconds until all is held again over those of
-           reading all of the document; beside it the same without snapshots
-parked     the first token of a context whose keys and values were given up for another one, from a snapshot and by
-           reading it again
-ingest     reading with snapshots and without: the acknowledgement, the snapshot beside a plain copy of its bytes, and a
-           stream meanwhile
-journal    64 generations are held: what it takes to write down the tokens of a step, as a share of the step
-storage    bytes per second to storage and back, of objects and of a service's snapshots, beside a plain copy
-catalog    how long it takes to keep a context, and to read many at the start
+restart    everything is killed and started again, up to the answer to a question: restart_s, and empty_start_s with an
+           empty folder. Parts of both: imports_s until the port is open, catalog_s until the ranks' processes are
+           started, ranks_s until requests are welcome, back_s from the question until its keys are there again,
+           first_token_s and answer_s from there. restart_ratio: what a restart takes more, of full_ingest_s
+loss       ranks are killed one after the other, as in bench.recover, with snapshots (seal_) and without (off_):
+           recovery_s until all is held again. ratio_snapshot and ratio_reread: of full_ingest_s
+parked     first_token_s of a context whose keys and values were given up for another one, from a snapshot (seal_) and
+           read again (off_)
+ingest     acknowledged_s of a document with snapshots (seal_) and without (off_); from there saved_s until the snapshot
+           is complete, beside copy_s of a plain copy of its files with fsync; tokens per second of another stream
+           meanwhile, beside those before the document and after the snapshot
+journal    64 generations are held: append_us, what it takes to write down the tokens of a step, of step_ms
+storage    bytes per second to storage and back, of objects (store_) and of snapshots (service_, whose restore lasts until
+           the first token), beside a plain copy of the same files with fsync
+catalog    how long it takes to keep a context of 1,000 ids (commit), one of `--tokens` (large_commit), and to open a
+           catalog and read 100 contexts (load)
+
+A version of the service without snapshots measures what can be had without them. The kernel may have files in memory
+that were written just before: so it is after a kill, and not after the machine was started anew.
 """
 
 import argparse

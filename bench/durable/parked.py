@@ -55,7 +55,7 @@ def measure(options: Options) -> Row:
             mode: host(stack, measured, folders[mode], options, mode) for mode in folders
         }
         served, turns = asyncio.run(_measure(measured, options, addresses, folders))
-    return _row(options, served, turns)
+    return row(options, served, turns)
 
 
 def host(stack: ExitStack, measured: Subject, data_dir: Path, options: Options, mode: Snapshots) -> str:
@@ -107,7 +107,7 @@ async def ask_parked(client: AsyncClient, context: str) -> Turn:
     return Turn(answered.back_s, answered.first_token_s)
 
 
-def _row(options: Options, served: Sequence[Served], turns: dict[Snapshots, list[Turn]]) -> Row:
+def row(options: Options, served: Sequence[Served], turns: dict[Snapshots, list[Turn]]) -> Row:
     first = {mode: [turn.first_token_s for turn in found] for mode, found in turns.items()}
     figures: Row = {}
     for one in served:

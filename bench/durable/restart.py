@@ -70,7 +70,7 @@ def measure(options: Options) -> Row:
             again.append(started)
             num_equal += answered.token_ids == kept.answer
             tell(f"turn {turn + 1}: {started.total_s:.2f} s, with an empty folder {empty[-1].total_s:.2f} s")
-    return result(options, _figures(kept, empty, again, num_equal), [_goal(kept, empty, again)])
+    return result(options, figures(kept, empty, again, num_equal), [goal(kept, empty, again)])
 
 
 def keep(measured: Subject, data_dir: Path, options: Options) -> Kept:
@@ -105,10 +105,10 @@ def start(measured: Subject, data_dir: Path, options: Options, context: str | No
         ready = time.perf_counter() - service.began
         answered, ranks = asyncio.run(_ask(address, service.pid, context))
         service.kill()
-    return _parts(opened, ranks, ready, answered), answered
+    return parts(opened, ranks, ready, answered), answered
 
 
-def _parts(opened: float, ranks: float, ready: float, answered: Answered) -> Start:
+def parts(opened: float, ranks: float, ready: float, answered: Answered) -> Start:
     """`opened`, `ranks` and `ready` are seconds since the start of the service."""
     ranks = min(max(opened, ranks), ready)  # it is told in hundredths
     first, back = answered.first_token_s, answered.back_s
@@ -140,7 +140,7 @@ def _wait_open(port: int) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int) -> Row:
+def figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int) -> Row:
     restarts, empties = ([one.total_s for one in starts] for starts in (again, empty))
     found: Row = {"snapshots": "seal" if has_snapshots() else "none", "snapshot_bytes": kept.snapshot_bytes}
     found |= {"full_ingest_s": round(kept.full_ingest_s, 3)}
@@ -151,6 +151,6 @@ def _figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int)
     return found | {"equal_answers": num_equal}
 
 
-def _goal(kept: Kept, empty: list[Start], again: list[Start]) -> Goal:
+def goal(kept: Kept, empty: list[Start], again: list[Start]) -> Goal:
     more = median(one.total_s for one in again) - median(one.total_s for one in empty)
     return Goal("restart_ratio", more / kept.full_ingest_s, MOST)

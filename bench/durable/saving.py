@@ -3,7 +3,7 @@ what a stream loses meanwhile."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -107,9 +107,7 @@ async def _measure(
 def tell_turn(plain: float, saved: Sequence[Saved]) -> None:
     tell(f"acknowledged after {plain:.2f} s without snapshots")
     for one in saved[-1:]:
-        tell(
-            f"with them after {one.acknowledged_s:.2f} s, and saved {one.saved_s:.2f} s later: a copy {one.copy_s:.2f} s"
-        )
+        tell(f"with them after {one.acknowledged_s:.2f} s, saved {one.saved_s:.2f} s later; a copy {one.copy_s:.2f} s")
 
 
 async def read(client: AsyncClient, ids: tuple[int, ...]) -> float:
@@ -143,11 +141,12 @@ class Rates(NamedTuple):
 class Times:
     """When tokens of a stream came, in seconds since the epoch of the calendar."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._told: list[tuple[float, int]] = []
 
     def note(self, num_tokens: int) -> None:
-        self._told.append((time.time(), num_tokens))
+        self._told.append((self._clock(), num_tokens))
 
     def count(self, began: float, ended: float) -> int:
         """Tokens from `began` to `ended`."""

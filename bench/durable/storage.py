@@ -38,10 +38,10 @@ def measure(options: Options) -> Row:
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as place:
         num_bytes = options.tokens * token_bytes(measured.folder)
         turns = [objects(Path(place) / f"{turn}", num_bytes) for turn in range(options.repeats + 1)][1:]
-        figures, goals = _told("store", num_bytes, turns)
+        figures, goals = told("store", num_bytes, turns)
         if has_snapshots():
             num_bytes, turns = _service(measured, Path(place) / "data", options)
-            more, further = _told("service", num_bytes, turns)
+            more, further = told("service", num_bytes, turns)
             figures, goals = figures | more, goals + further
     return result(options, figures, goals)
 
@@ -85,7 +85,7 @@ async def _save_and_restore(
     return served.snapshots[0].num_bytes, turns
 
 
-def _told(name: str, num_bytes: int, turns: list[Turn]) -> tuple[Row, list[Goal]]:
+def told(name: str, num_bytes: int, turns: list[Turn]) -> tuple[Row, list[Goal]]:
     """MiB per second, and ratios of what was measured in the same turn, above 1 where a copy is slower."""
     rates = {"save": "save_s", "restore": "restore_s", "copy": "copy_s"}
     figures: Row = {f"{name}_mib": round(num_bytes / MIB, 1)}
