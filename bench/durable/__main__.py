@@ -19,8 +19,8 @@ ingest     acknowledged_s of a document with snapshots (seal_) and without (off_
            is complete, beside copy_s of a plain copy of its files with fsync; tokens per second of another stream
            meanwhile, beside those before the document and after the snapshot
 journal    64 generations are held: append_us, what it takes to write down the tokens of a step, of step_ms
-storage    bytes per second to storage and back, of objects (store_) and of snapshots (service_, whose restore lasts until
-           the first token), beside a plain copy of the same files with fsync
+storage    bytes per second to storage and back, of objects (store_) and of snapshots (service_; back until the first
+           token), beside a plain copy of the same files with fsync
 catalog    how long it takes to keep a context of 1,000 ids (commit), one of `--tokens` (large_commit), and to open a
            catalog and read 100 contexts (load)
 

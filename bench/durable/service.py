@@ -3,6 +3,7 @@
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -66,7 +67,8 @@ class KeptService(ServiceProcess):
         main = psutil.Process(self.pid)
         everybody = [main, *main.children(recursive=True)]
         for process in everybody:
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # ranks may end as soon as their service has
+                process.send_signal(signal.SIGKILL)
         self._process.wait(KILL_SECONDS)
         psutil.wait_procs(everybody, timeout=KILL_SECONDS)
 
