@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 MANIFESTS = "*/snapshots/services/*/segments/*/*/manifest"
 """Below a data folder: a segment's manifest is written when all its pieces are there."""
-LOOK_SECONDS = 0.005
+LOOK_SECONDS = 0.02
 SAVE_SECONDS = 600.0
 
 
