@@ -162,7 +162,7 @@ class ProcessHurt:
         self._number = number
 
     def strike(self, cluster: Cluster, turn: int) -> None:
-        os.kill(cluster.workers[turn % WORLD_SIZE].pid, self._number)
+        os.kill(cluster.workers[turn % cluster.world_size].pid, self._number)
 
     def mend(self) -> None:
         """Nothing is missing."""
@@ -198,7 +198,7 @@ def percentile(values: list[float]) -> float:
 
 
 async def measure(address: str, measured: Subject, num_tokens: int, repeats: int, hurt: Hurt) -> Measured:
-    """What reading all of the document takes, and the losses, each of another rank."""
+    """What reading all of the document takes, and the losses."""
     async with AsyncClient(address) as client:
         await client.ingest("warm-up", tuple(measured.tokens(2048, seed=1)))
         document, times = tuple(measured.tokens(num_tokens)), list[float]()
@@ -209,11 +209,16 @@ async def measure(address: str, measured: Subject, num_tokens: int, repeats: int
             await client.ingest(CONTEXT, document)
             times.append(time.perf_counter() - began)
         tell(f"{measured.name}: {num_tokens:,} tokens are read in {median(times):.2f} s")
-        expected = [told async for told in stream(client)]
-        near_ties = sum(told.margin < NEAR_TIE for told in expected)
-        tokens = [told.token for told in expected]
-        kills = [await lose(client, turn, hurt, tokens) for turn in range(repeats)]
-        return Measured(median(times), near_ties, kills)
+        return await lose_in_turns(client, median(times), repeats, hurt)
+
+
+async def lose_in_turns(client: AsyncClient, full_ingest_s: float, repeats: int, hurt: Hurt) -> Measured:
+    """The losses of a service that holds the document, each of another rank."""
+    expected = [told async for told in stream(client)]
+    near_ties = sum(told.margin < NEAR_TIE for told in expected)
+    tokens = [told.token for told in expected]
+    kills = [await lose(client, turn, hurt, tokens) for turn in range(repeats)]
+    return Measured(full_ingest_s, near_ties, kills)
 
 
 async def stream(client: AsyncClient) -> AsyncIterator[Told]:

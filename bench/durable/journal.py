@@ -1,0 +1,106 @@
+"""The journal's share of a step: what it takes to write down a step's tokens, beside what the step takes."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from bench.durable.options import Goal, Options, Row, result
+from bench.durable.service import KeptService, command
+from bench.harness.arguments import tell
+from bench.harness.service import START_SECONDS
+from bench.harness.subjects import EMBEDDED, Subject, subject
+from coordinator.events import Admitted, Tokens
+from coordinator.journal.entries import Held
+from coordinator.journal.journal import Journal, Record
+from longleaf.client import AsyncClient
+from longleaf.messages import Finished, Generate
+from longleaf.sampling import Sampling, Token
+
+GENERATIONS = 64
+MOST_SHARE = 0.01
+STEPS = 500
+"""Whose tokens are written without a service."""
+WARM_UP_STEPS = 50
+STREAMED = 128
+"""Tokens of each answer of the service."""
+HELD_SECONDS = 60.0
+CONTEXT = "document"
+QUESTION = (65, 66, 67)
+
+
+def measure(options: Options) -> Row:
+    """The share of steps of many generations that are held; steps of others take turns with them."""
+    with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as folder:
+        appended = append_seconds(Path(folder) / "journal", WARM_UP_STEPS + STEPS)[WARM_UP_STEPS:]
+        tell(f"appending {GENERATIONS} tokens: {median(appended) * 1e6:.0f} us")
+        line = command(measured.folder, Path(folder) / "data", world_size=options.world_size, snapshots="off")
+        with KeptService(line) as service:
+            address = service.wait_ready(START_SECONDS)
+            held, others = asyncio.run(step_seconds(address, measured, options))
+    share = median(appended) / median(held)
+    figures = {
+        "generations": GENERATIONS,
+        "append_us": round(median(appended) * 1e6, 1),
+        "step_ms": round(median(held) * 1e3, 3),
+        "step_not_held_ms": round(median(others) * 1e3, 3),
+    }
+    return result(options, figures, [Goal("journal_share", share, MOST_SHARE)])
+
+
+def append_seconds(folder: Path, steps: int) -> list[float]:
+    """Of each step: an entry is written for each generation, in the same folder and form as by a service."""
+    found = list[float]()
+    with records(Journal(folder)) as opened:
+        for step in range(steps):
+            began = time.perf_counter()
+            for number, record in enumerate(opened):
+                record.append(Tokens(step, (Token((step + number) % 256),)))
+            found.append(time.perf_counter() - began)
+    return found
+
+
+@contextmanager
+def records(journal: Journal) -> Iterator[list[Record]]:
+    """Those of generations that have begun."""
+    with ExitStack() as stack:
+        opened = list[Record]()
+        for number in range(GENERATIONS):
+            request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=HELD_SECONDS)
+            prompt = array("I", QUESTION).tobytes()
+            held = Held(request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None)
+            opened.append(stack.enter_context(journal.begin(held)))
+            opened[-1].append(Admitted(len(QUESTION), 0))
+        yield opened
+
+
+async def step_seconds(address: str, measured: Subject, options: Options) -> tuple[list[float], list[float]]:
+    """Seconds per step while all generations run: of those that are held, and of others, in turns."""
+    held, others = list[float](), list[float]()
+    async with AsyncClient(address) as client:
+        await client.ingest(CONTEXT, tuple(measured.tokens(options.tokens)))
+        for turn in range(options.repeats + 1):
+            both = [await stream_all(client, is_held=is_held) for is_held in (True, False)]
+            if turn:
+                tell(f"{GENERATIONS} generations: a step takes {both[0] * 1e3:.2f} ms held, {both[1] * 1e3:.2f} ms not")
+                held.append(both[0])
+                others.append(both[1])
+    return held, others
+
+
+async def stream_all(client: AsyncClient, *, is_held: bool) -> float:
+    """Median seconds between two tokens of generations that run at once."""
+    return median(await asyncio.gather(*(_stream(client, is_held) for _ in range(GENERATIONS))))
+
+
+async def _stream(client: AsyncClient, is_held: bool) -> float:
+    """Seconds between two tokens of one generation, on average."""
+    asked = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_held)
+    async for event in asked:
+        if isinstance(event, Finished):
+            return event.timings.decode_seconds / (STREAMED - 1)
+    raise RuntimeError("the answer has no end")
