@@ -7,12 +7,11 @@ somebody else, and equal contexts give equal bytes.
 Shape letters: N blocks of a piece, K key heads.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from longleaf.channel.snapshots import MAX_PIECE_BYTES
@@ -24,6 +23,7 @@ from workers.transfers import ToHost, to_device
 VERSION = "1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 """As the format names them."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
 """Of what stands behind the header, in bytes."""
 
@@ -85,12 +85,16 @@ class Piece:
     def __init__(self, name: str, data: bytes, pool: Slots) -> None:
         """Raises DataLoss for what is no piece, or one of a pool of another form."""
         try:
-            metadata = _metadata(data)
-            tensors = safetensors.torch.load(data)
+            header = _header(data)
+            metadata = msgspec.convert(header.pop("__metadata__"), dict[str, str])
+            told = {name: msgspec.convert(one, _Told) for name, one in header.items()}
+            if max((one.data_offsets[1] for one in told.values()), default=0) != len(data) - _end_of_header(data):
+                raise ValueError("it does not end where its last tensor does")
+            tensors = {name: _view(data, one) for name, one in told.items()}
             ranges = [
                 (int(low), int(high)) for low, _, high in (p.partition("-") for p in metadata["positions"].split())
             ]
-        except (SafetensorError, msgspec.DecodeError, ValueError, KeyError) as error:
+        except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError) as error:
             raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
         self.of_windows = self._is_of_windows(name, metadata, pool)
         self._places = dict(_places(ranges, pool.block_size))
@@ -130,11 +134,34 @@ class Piece:
             tensor.index_copy_(1, index_N, to_device(chosen, pool.device).transpose(0, 1))
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """Of a file's header. Raises msgspec.DecodeError and KeyError where there is none."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = msgspec.json.decode(data[8:end], type=dict[str, dict[str, object]])
-    return msgspec.convert(header["__metadata__"], dict[str, str])
+class _Told(msgspec.Struct, frozen=True):
+    """A tensor, as the header of a file tells it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _header(data: bytes) -> dict[str, dict[str, object]]:
+    """Raises msgspec.DecodeError where there is none."""
+    return msgspec.json.decode(data[8 : _end_of_header(data)], type=dict[str, dict[str, object]])
+
+
+def _end_of_header(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _view(data: bytes, told: _Told) -> Tensor:
+    """The tensor where it lies in the file: the library would copy it, and a restore has gigabytes of them. Raises
+    KeyError, ValueError and RuntimeError for what does not lie in it."""
+    dtype, (start, end) = TYPES[told.dtype], told.data_offsets
+    if not 0 <= start <= end or (end - start) % dtype.itemsize:
+        raise ValueError(f"a tensor lies from {start} to {end}")
+    if start == end:
+        return torch.empty(told.shape, dtype=dtype)
+    count, place = (end - start) // dtype.itemsize, _end_of_header(data) + start
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to it
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=place).view(told.shape)
 
 
 def _places(ranges: Iterable[tuple[int, int]], block_size: int) -> Iterable[tuple[int, tuple[int, int]]]:
