@@ -2,29 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from collections.abc import Set as AnySet
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SnapshotRecord
 from coordinator.catalog.rows import little_endian
 from coordinator.placement.paths import Segment
+from coordinator.snapshots.cleaner import Cleaner
 from coordinator.snapshots.notes import Notes
 from coordinator.snapshots.policy import Policy
 from coordinator.snapshots.ports import ContextUse, Form, Held, Holdings, Savers, SnapshotCatalog
 from coordinator.snapshots.records import Records
-from coordinator.snapshots.saver import Saver, segment_name
+from coordinator.snapshots.saver import Saver
 from coordinator.snapshots.sender import Sender, delete_attempt
 from coordinator.snapshots.store import AsyncStore
-from coordinator.snapshots.trouble import MOST_SECONDS, Trouble
+from coordinator.snapshots.trouble import Trouble
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.storage.archive import read_manifest
 from longleaf.storage.manifest import SegmentManifest
-from longleaf.storage.names import Attempt, notes_folder, place_of_note, segments_folder
+from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
-from longleaf.storage.sweep import sweep
 
-SWEEP_SECONDS = 3600.0
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +53,7 @@ class Snapshots:
         self._trouble = Trouble("writing snapshots")
         self._holdings: Holdings | None = None
         self._saver: Saver | None = None
+        self._cleaner: Cleaner | None = None
         self._form = Form("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
         """Segments that are to be saved, the first one first."""
@@ -71,7 +70,19 @@ class Snapshots:
         """Ranks of this form are there."""
         self._holdings, self._form = holdings, form
         self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
-        for work in (self._sender.run(), self._save_for_ever(), self._clean_for_ever()):
+        self._cleaner = Cleaner(
+            self._store,
+            self._catalog,
+            self._kept,
+            self._records,
+            self._policy,
+            self._attempts,
+            self._drop,
+            holdings.uses,
+            self._wall_clock,
+        )
+        cleaning = self._cleaner.run(self._notes, self._sender.wake)
+        for work in (self._sender.run(), self._save_for_ever(), cleaning):
             self._start(work)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -265,6 +276,7 @@ class Snapshots:
 
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
+        assert self._cleaner is not None
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
@@ -284,7 +296,7 @@ class Snapshots:
             self._records.put(record)
         self._trouble.end()
         self._sender.wake()
-        await self._trim()
+        await self._cleaner.trim()
 
     async def _abandon(self, attempt: Attempt) -> None:
         """The sweep does it, too, but later."""
@@ -305,70 +317,3 @@ class Snapshots:
         self._attempts.discard(attempt.manifest.rpartition("/")[0])
         if not is_kept:
             await self._abandon(attempt)
-
-    # --- cleaning ---
-
-    async def _trim(self) -> None:
-        """Drops what is too much or too old."""
-        assert self._holdings is not None
-        surplus = self._records.surplus(self._holdings.uses(), self._wall_clock())
-        if surplus:
-            log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
-            await self._drop(surplus)
-
-    async def _clean_for_ever(self) -> None:
-        is_first = True
-        while True:
-            try:
-                if is_first:
-                    await self._compare()
-                    is_first = False
-                await self._trim()
-                await self._sweep()
-            except LongleafError as error:
-                log.warning("storage is not looked through: %s", error)
-            await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
-
-    async def _compare(self) -> None:
-        """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
-        another one than before."""
-        service = self._kept.service_id
-        entries = await self._store.list(notes_folder(service))
-        noted = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
-        outgoing = self._notes.again(context for context in self._kept.contexts if context.id not in noted)
-        names = {entry.name for entry in await self._store.list(segments_folder(service))}
-        kept = {record.segment: record.manifest for record in self._kept.snapshots}
-        lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
-        if lost:
-            log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
-            await self._drop(lost)
-        if outgoing:
-            await self._catalog.commit(Change(outgoing=outgoing))
-            self._sender.wake()
-
-    async def _sweep(self) -> None:
-        live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._attempts)
-        service, now = self._kept.service_id, self._wall_clock()
-        swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
-        if swept.num_objects:
-            log.info("%d objects that nobody needs were deleted from storage", swept.num_objects)
-
-    def segment_name(self, segment_id: int) -> str:
-        """What a segment is called on storage."""
-        return segment_name(self._kept.service_id, segment_id)
-
-
-class _Live(AnySet[str]):
-    """All names in some folders."""
-
-    def __init__(self, folders: set[str]) -> None:
-        self._folders = folders
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.rpartition("/")[0] in self._folders
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._folders)
-
-    def __len__(self) -> int:
-        return len(self._folders)
