@@ -12,10 +12,8 @@ from coordinator.events import (
     Document,
     Ended,
     EndReason,
-    GivenUp,
     Outcome,
     Prompt,
-    Recovering,
     Sealed,
     Tokens,
 )
@@ -23,12 +21,9 @@ from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
-from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
-from coordinator.recovery.regrouping import lay_out
-from coordinator.recovery.restoring import Restoring
-from coordinator.recovery.suspicion import BREAK
+from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -44,14 +39,13 @@ from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
-from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
 
 
-class Scheduler:
+class Scheduler(AcrossEpochs):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
@@ -329,57 +323,6 @@ class Scheduler:
     def expire_ingests(self, now: float) -> list[int]:
         """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
         return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
-
-    # --- from epoch to epoch ---
-
-    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
-        """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
-        `change_ranks`. Answers go on later at their next token, documents after the last chunk that was read.
-
-        `steps` are those in one of which that happened, if it did in one. Their work is suspected so much: a job that
-        breaks a second one ends. See `drain`.
-        """
-        self._healing.roll_back(steps, suspicion)
-
-    def change_ranks(self, ranking: Ranking, *, may_grow: bool = False) -> None:
-        """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.
-
-        What they cannot hold is given up, unless others are to come (`may_grow`): in another epoch, or else `settle`
-        says that they will not. See `take_given_up`, and `drain`.
-        """
-        self._healing.change_ranks(ranking, may_grow=may_grow)
-
-    @property
-    def is_settled(self) -> bool:
-        """No more ranks are to come."""
-        return self._healing.is_settled
-
-    def settle(self) -> None:
-        """No more ranks are to come: what these cannot hold is given up."""
-        self._healing.settle()
-
-    def layout(self) -> tuple[SegmentLayout, ...]:
-        """All that is held, for ranks that are told so before they get any plan."""
-        return lay_out(self.segments)
-
-    @property
-    def is_moving(self) -> bool:
-        """Runs may go from rank to rank."""
-        return self._recovery.is_moving
-
-    @property
-    def restoring(self) -> Restoring:
-        """What comes back from storage. Whoever tells it something schedules then."""
-        return self._recovery.restoring
-
-    @property
-    def recovering(self) -> Recovering | None:
-        """How far all that was lost is held again; None when it is."""
-        return self._recovery.total
-
-    def take_given_up(self) -> list[GivenUp]:
-        """Contexts that were given up; each is told once."""
-        return self._healing.take_given_up()
 
     def audit(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
