@@ -64,13 +64,16 @@ PARTS = {
 def main() -> None:
     unwind_on_terminate()
     given = parse()
-    rows = [run(name, given) for name in given.only]
-    if given.into is not None:
-        rows = joined(read(given.into), rows)
-    found = {"bench": "durable", "rows": rows}
-    if given.into is not None:
-        given.into.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2) if given.json else table(rows))
+    rows = read(given.into) if given.into is not None else list[Row]()
+    for name in given.only:
+        rows = joined(rows, [run(name, given)])
+        if given.into is not None:  # at once: a part that fails shall not cost the others
+            given.into.write_text(told(rows) + "\n")
+    print(told(rows) if given.json else table(rows))
+
+
+def told(rows: list[Row]) -> str:
+    return json.dumps({"bench": "durable", "rows": rows}, indent=2)
 
 
 def parse() -> argparse.Namespace:

@@ -18,7 +18,7 @@ from coordinator.events import Admitted, Tokens
 from coordinator.journal.entries import Held
 from coordinator.journal.journal import Journal, Record
 from longleaf.client import AsyncClient
-from longleaf.messages import Finished, Generate
+from longleaf.messages import Finished, Generate, Started
 from longleaf.sampling import Sampling, Token
 
 GENERATIONS = 64
@@ -100,7 +100,12 @@ async def stream_all(client: AsyncClient, *, is_held: bool) -> float:
 async def _stream(client: AsyncClient, is_held: bool) -> float:
     """Seconds between two tokens of one generation, on average."""
     asked = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_held)
+    request_id = ""
     async for event in asked:
+        if isinstance(event, Started):
+            request_id = event.request_id
         if isinstance(event, Finished):
+            if is_held:  # else it would be, for a minute, beside those of the turns to come
+                await client.cancel_generation(request_id)
             return event.timings.decode_seconds / (STREAMED - 1)
     raise RuntimeError("the answer has no end")
