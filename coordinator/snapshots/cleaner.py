@@ -76,15 +76,16 @@ class Cleaner:
         service = self._kept.service_id
         entries = await self._store.list(notes_folder(service))
         noted = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
-        outgoing = notes.again(context for context in self._kept.contexts if context.id not in noted)
         names = {entry.name for entry in await self._store.list(segments_folder(service))}
         kept = {record.segment: record.manifest for record in self._kept.snapshots}
         lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
         if lost:
             log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
             await self._drop(lost)
-        if outgoing:
-            await self._catalog.commit(Change(outgoing=outgoing))
+        if outgoing := notes.again(noted):
+            change = Change(outgoing=outgoing)
+            await self._catalog.commit(change)
+            notes.note(change)
             on_outgoing()
 
     async def _sweep(self) -> None:
