@@ -17,7 +17,7 @@ QUESTION = HAYSTACK.facts[0].question
 
 
 def longleaf(*arguments: str) -> str:
-    command = [sys.executable, "-m", "longleaf.cli", *arguments]
+    command = [str(Path(sys.executable).with_name("longleaf")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
