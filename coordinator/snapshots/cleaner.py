@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class Cleaner:
     """Looks through the storage of one service at the start, and every hour.
 
-    `drop` has snapshots of segments go, `uses` tells when contexts were used last, and `attempts` has the folders that
-    are being written.
+    `drop` has snapshots of segments go, `uses` tells when contexts were used last, and `needed` has the folders that
+    stay though no record names them.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Cleaner:
         kept: Kept,
         records: Records,
         policy: Policy,
-        attempts: AnySet[str],
+        needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
         uses: Callable[[], Sequence[ContextUse]],
         wall_clock: Callable[[], float],
@@ -44,7 +44,7 @@ class Cleaner:
         self._kept = kept
         self._records = records
         self._policy = policy
-        self._attempts = attempts
+        self._needed = needed
         self._drop = drop
         self._uses = uses
         self._wall_clock = wall_clock
@@ -89,7 +89,7 @@ class Cleaner:
             on_outgoing()
 
     async def _sweep(self) -> None:
-        live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._attempts)
+        live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())
         service, now = self._kept.service_id, self._wall_clock()
         swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
         if swept.num_objects:

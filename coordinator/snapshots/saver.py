@@ -18,6 +18,8 @@ from longleaf.storage.names import Attempt
 
 MAX_ORDERS = 2
 """That a member has at a time: as many as it has threads."""
+WINDOWS_RANK = 0
+"""Which saves what all ranks hold."""
 
 
 def segment_name(service: str, segment_id: int) -> str:
@@ -71,7 +73,7 @@ class Saver:
         runs: tuple[Run, ...],
         of_windows: bool = False,
     ) -> Piece:
-        rank = 0 if of_windows else runs[0].rank
+        rank = WINDOWS_RANK if of_windows else runs[0].rank
         async with limits[rank]:
             order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(held.members[rank], order)
@@ -79,7 +81,7 @@ class Saver:
 
     async def _check_seen(self, held: Held, pieces: Sequence[tuple[Run, ...]], found: Sequence[Piece]) -> None:
         """What ranks have written must be where this process reads: of each the last piece."""
-        last = {runs[0].rank: piece for runs, piece in zip(pieces, found, strict=False)}
+        last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
         for rank, piece in last.items():
             try:
                 size = await self._store.size(piece.name)

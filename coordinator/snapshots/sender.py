@@ -23,8 +23,23 @@ class Sender:
         self._outbox = outbox
         self.trouble = Trouble("telling storage of contexts")
         self._there_is_more = asyncio.Event()
-        self.held = Counter[str]()
-        """Manifests that are not deleted yet, and how often they are held."""
+        self._held = Counter[str]()
+        """Manifests, and how often they are held."""
+
+    @property
+    def held(self) -> list[str]:
+        """Manifests that are not deleted yet, whatever is outgoing."""
+        return list(self._held)
+
+    def hold(self, manifest: str) -> None:
+        """It is not deleted before it was released as often."""
+        self._held[manifest] += 1
+
+    def release(self, manifest: str) -> None:
+        self._held[manifest] -= 1
+        if not self._held[manifest]:
+            del self._held[manifest]
+        self.wake()
 
     def wake(self) -> None:
         """Something may be outgoing."""
@@ -46,11 +61,11 @@ class Sender:
 
     async def _send_some(self) -> bool:
         """Whether there was something."""
-        found = await self._outbox.outgoing(AT_ONCE)
+        found = await self._outbox.outgoing(AT_ONCE + len(self._held))  # what is held keeps nobody waiting
         done = list[int]()
         try:
             for key, outgoing in found:
-                if outgoing.content is not None or not self.held[outgoing.name]:
+                if outgoing.content is not None or outgoing.name not in self._held:
                     await self._send(outgoing)
                     done.append(key)
         finally:

@@ -76,7 +76,7 @@ class Snapshots:
             self._kept,
             self._records,
             self._policy,
-            self._attempts,
+            self._needed,
             self._drop,
             holdings.uses,
             self._wall_clock,
@@ -96,7 +96,8 @@ class Snapshots:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for waiting in [future for futures in self._asked.values() for future in futures]:
-            waiting.cancel()
+            if not waiting.done():
+                waiting.set_exception(Unavailable("the service is stopping"))
         self._store.close()
 
     # --- what is known ---
@@ -153,13 +154,12 @@ class Snapshots:
     def hold(self, segment_id: int) -> str:
         """Has the snapshot of a segment stay on storage, whatever becomes of it, until its name is released."""
         name = self._records[segment_id].manifest
-        self._sender.held[name] += 1
+        self._sender.hold(name)
         return name
 
     def release(self, name: str) -> None:
         """Takes a hold back."""
-        self._sender.held[name] -= 1
-        self._sender.wake()
+        self._sender.release(name)
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
         """An object of an attempt. Raises StorageUnavailable."""
@@ -287,7 +287,7 @@ class Snapshots:
             )
             change = Change(snapshots=(record,))
             committed = await self._catalog.commit(change)
-        except BaseException:
+        except Exception:  # not at the end of the service: then it may be kept yet, and else is swept
             self._start(self._abandon(attempt))
             raise
         finally:
@@ -304,6 +304,10 @@ class Snapshots:
             await delete_attempt(self._store, attempt.manifest)
         except LongleafError as error:
             log.debug("what is left of %s stays for the sweep: %s", attempt, error)
+
+    def _needed(self) -> set[str]:
+        """Folders that stay though no record names them."""
+        return self._attempts | {name.rpartition("/")[0] for name in self._sender.held}
 
     def new_attempt(self, segment_id: int) -> Attempt:
         """Names for a segment that comes from elsewhere; they are not swept until `end_attempt`."""

@@ -78,6 +78,10 @@ class Bench:
         """Of segments, by the last part of their names."""
         return {entry.name.rpartition("/")[2] for entry in self.store.list(segments_folder(SERVICE))}
 
+    def is_noted_as_deleted(self, name: str) -> bool:
+        note = read_notes(self.store).newest.get((SERVICE, name))
+        return note is not None and note.is_deleted
+
 
 async def until(is_so: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
@@ -89,7 +93,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 async def opened(
     folder: Path, policy: Policy | None = None, catalog: FakeCatalog | None = None
 ) -> AsyncIterator[Bench]:
-    bench = Bench(folder, policy or Policy(grace=0.0), catalog)
+    bench = Bench(folder, policy or Policy(), catalog)
     bench.snapshots.begin(bench.ranks, bench.ranks, FORM)
     try:
         yield bench
@@ -163,7 +167,7 @@ async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Pat
         await until(lambda: bench.snapshots.is_usable(3))
         await bench.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.objects)
-        await until(lambda: read_notes(bench.store).newest[SERVICE, "book"].is_deleted)
+        await until(lambda: bench.is_noted_as_deleted("book"))
 
 
 async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
         await until(lambda: bench.snapshots.is_usable(3))
         name = bench.snapshots.hold(3)
         await bench.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: read_notes(bench.store).newest[SERVICE, "book"].is_deleted)
+        await until(lambda: bench.is_noted_as_deleted("book"))
         assert "manifest" in bench.objects
         bench.snapshots.release(name)
         await until(lambda: not bench.objects)
