@@ -78,6 +78,7 @@ class Snapshots:
             self._policy,
             self._attempts,
             self._drop,
+            self._lose,
             holdings.uses,
             self._wall_clock,
         )
@@ -193,9 +194,14 @@ class Snapshots:
     async def forget(self, segment_id: int, reason: str) -> None:
         """What storage has of a segment is damaged: it goes, and is saved anew. Raises StorageUnavailable."""
         log.warning("the snapshot of segment %d is damaged, and its tokens are read again: %s", segment_id, reason)
-        await self._drop([segment_id])
+        await self._lose([segment_id])
+
+    async def _lose(self, segment_ids: Sequence[int]) -> None:
+        """Has snapshots go that cannot be used, and be written anew."""
+        await self._drop(segment_ids)
         if self._policy.mode == "seal":
-            self._wanted[segment_id] = None
+            self._wanted |= dict.fromkeys(segment_ids)
+            self.wake()
 
     async def _drop(self, segment_ids: Sequence[int]) -> None:
         committed = await self._catalog.commit(Change(dropped_snapshots=tuple(segment_ids)))
