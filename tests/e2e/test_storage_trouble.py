@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from longleaf.config import DataConfig, EngineConfig, embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.launch import coordinator_command
 from tests.e2e.test_restart import Service, ask, wait_until
+from tests.support.small_disk import small_disk
 
 pytestmark = pytest.mark.timeout(300)
 BOOK = make_haystack(7, 1_500, 1, 0)
@@ -107,3 +108,37 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
             client.delete_context(name)
         wait_until(lambda: not saved(tmp_path))
         wait_until(lambda: not list(tmp_path.rglob("piece-?????.safetensors")))
+
+
+# --- while the service runs ---
+
+
+def fill(path: Path) -> None:
+    """Makes a file of all the room that there is."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", 12 << 20) as disk,
+        serving(tmp_path / "data", url=disk.folder) as (
+            service,
+            client,
+        ),
+    ):
+        ingest(client, ["first"])
+        wait_until(lambda: len(saved(disk.folder)) == 1)
+        (first,) = saved(disk.folder)
+        fill(disk.folder / "stranger")
+        client.ingest("second", f"{BOOK.text[:1000]} {QUESTION}")
+        answer, _ = ask(client, "second", QUESTION)
+        wait_until(lambda: service.num_said(AWAY) == 2)
+        assert "it is full; make room there" in service.said
+        client.delete_context("first")
+        wait_until(lambda: not first.exists())
+        wait_until(lambda: len(saved(disk.folder)) == 1)
+        assert ask(client, "second", QUESTION)[0] == answer
+        wait_until(lambda: service.num_said(AGAIN) == 2)
+        assert service.num_said(AWAY) == 2, "once each"
