@@ -98,7 +98,6 @@ class Snapshots:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for waiting in [future for futures in self._asked.values() for future in futures]:
             waiting.cancel()
-        self._store.close()
 
     # --- what is known ---
 

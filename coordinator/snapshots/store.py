@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import ParamSpec, TypeVar
 
 from longleaf.storage.files import Entry
@@ -15,15 +16,16 @@ Result = TypeVar("Result")
 
 
 class AsyncStore:
-    """As `Store`. A call that is cancelled may still be done."""
+    """As `Store`. A call that is cancelled may still be done, and no process waits for its end."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="storage")
+        self._turns = asyncio.Semaphore(NUM_THREADS)
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Calls something that blocks."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args, **kwargs))
+        async with self._turns:
+            return await asyncio.wrap_future(_begun(partial(call, *args, **kwargs)))
 
     async def put(self, name: str, content: bytes | bytearray, *, is_new: bool = False) -> None:
         await self.run(self.store.put, name, [content], is_new=is_new)
@@ -40,6 +42,20 @@ class AsyncStore:
     async def delete(self, names: Sequence[str]) -> None:
         await self.run(self.store.delete, names)
 
-    def close(self) -> None:
-        """Waits for nobody: a storage may take its time."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+
+def _begun(work: Callable[[], Result]) -> Future[Result]:
+    """Of a thread that ends with the process, whatever it waits for: one of an executor would be waited for."""
+    future = Future[Result]()
+
+    def live() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            found = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    Thread(target=live, name="storage", daemon=True).start()
+    return future
