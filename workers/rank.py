@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,9 @@ from workers.snapshots.piece import form_of
 from workers.snapshots.store import OpenStore
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 
+OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
+"""What cannot be written may still be read."""
+
 
 class Rank:
     """Executes step plans. Life: greet, load, then, for each epoch, join, execute ..., leave; close.
@@ -58,7 +62,7 @@ class Rank:
     pool: Pool | QuantizedPool
     backend: Backend
 
-    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = Storage.open) -> None:
+    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED) -> None:
         """`open_snapshots` opens the storage of `snapshot_url`."""
         self._spec = spec
         self.config = spec.config

@@ -15,7 +15,8 @@ from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.units import human_seconds
 
 FETCH_SECONDS = 30.0
-"""After which nothing more of a segment is fetched: reading its tokens again takes no longer."""
+"""After which nothing more of a segment is fetched, nor what storage has of it: reading its tokens again takes no
+longer."""
 log = logging.getLogger(__name__)
 
 
@@ -90,12 +91,14 @@ class Fetching:
 
     async def _offer(self, restoring: Restoring, segment: Segment) -> None:
         try:
-            manifest = await self._manifests.manifest(segment)
+            async with asyncio.timeout(FETCH_SECONDS):
+                manifest = await self._manifests.manifest(segment)
         except (NotFound, DataLoss) as error:
             self._damaged[segment.id] = str(error)
             restoring.refuse(segment.id)
-        except LongleafError as error:
-            log.warning("segment %d is read again: %s", segment.id, error)
+        except (LongleafError, TimeoutError) as error:
+            reason = _reason(error)
+            log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
             restoring.refuse(segment.id)
         else:
             self._pieces[segment.id] = manifest
@@ -134,7 +137,7 @@ class Fetching:
             self._damaged[part.segment] = str(error)
             restoring.tell(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
-            reason = str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"
+            reason = _reason(error)
             if restoring.needs(part.segment):
                 log.warning("segment %d is read again, for %s is not fetched: %s", part.segment, piece.name, reason)
             restoring.refuse(part.segment)
@@ -155,3 +158,7 @@ class Fetching:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _reason(error: LongleafError | TimeoutError) -> str:
+    return str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"

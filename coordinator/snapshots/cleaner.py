@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class Cleaner:
     """Looks through the storage of one service at the start, and every hour.
 
-    `drop` has snapshots of segments go, `uses` tells when contexts were used last, and `needed` has the folders that
-    stay though no record names them.
+    `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
+    used last, and `needed` has the folders that stay though no record names them.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Cleaner:
         policy: Policy,
         needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
+        lose: Callable[[Sequence[int]], Awaitable[None]],
         uses: Callable[[], Sequence[ContextUse]],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -46,6 +47,7 @@ class Cleaner:
         self._policy = policy
         self._needed = needed
         self._drop = drop
+        self._lose = lose
         self._uses = uses
         self._wall_clock = wall_clock
 
@@ -81,7 +83,7 @@ class Cleaner:
         lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
         if lost:
             log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
-            await self._drop(lost)
+            await self._lose(lost)
         if outgoing := notes.again(noted):
             change = Change(outgoing=outgoing)
             await self._catalog.commit(change)

@@ -60,17 +60,27 @@ class Sender:
                 await self._there_is_more.wait()
 
     async def _send_some(self) -> bool:
-        """Whether there was something."""
+        """Whether there was something. Behind a note that cannot be written deletions are sent all the same: they may
+        make the room that it needs."""
         found = await self._outbox.outgoing(AT_ONCE + len(self._held))  # what is held keeps nobody waiting
-        done = list[int]()
+        done, failure = list[int](), None
         try:
             for key, outgoing in found:
-                if outgoing.content is not None or outgoing.name not in self._held:
+                is_deletion = outgoing.content is None
+                if outgoing.name in self._held if is_deletion else failure:
+                    continue
+                try:
                     await self._send(outgoing)
                     done.append(key)
+                except StorageUnavailable as error:
+                    if is_deletion:
+                        raise
+                    failure = error
         finally:
             if done:
                 await self._outbox.done(done)
+        if failure is not None and not done:
+            raise failure
         return bool(done)
 
     async def _send(self, outgoing: Outgoing) -> None:

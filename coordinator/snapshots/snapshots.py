@@ -78,6 +78,7 @@ class Snapshots:
             self._policy,
             self._needed,
             self._drop,
+            self._lose,
             holdings.uses,
             self._wall_clock,
         )
@@ -98,7 +99,6 @@ class Snapshots:
         for waiting in [future for futures in self._asked.values() for future in futures]:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the service is stopping"))
-        self._store.close()
 
     # --- what is known ---
 
@@ -193,9 +193,14 @@ class Snapshots:
     async def forget(self, segment_id: int, reason: str) -> None:
         """What storage has of a segment is damaged: it goes, and is saved anew. Raises StorageUnavailable."""
         log.warning("the snapshot of segment %d is damaged, and its tokens are read again: %s", segment_id, reason)
-        await self._drop([segment_id])
+        await self._lose([segment_id])
+
+    async def _lose(self, segment_ids: Sequence[int]) -> None:
+        """Has snapshots go that cannot be used, and be written anew."""
+        await self._drop(segment_ids)
         if self._policy.mode == "seal":
-            self._wanted[segment_id] = None
+            self._wanted |= dict.fromkeys(segment_ids)
+            self.wake()
 
     async def _drop(self, segment_ids: Sequence[int]) -> None:
         committed = await self._catalog.commit(Change(dropped_snapshots=tuple(segment_ids)))

@@ -1,40 +1,31 @@
 """A storage for an event loop: calls wait in threads of their own, and keep nobody else waiting."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import ParamSpec, TypeVar
 
-from longleaf.errors import Unavailable
 from longleaf.storage.files import Entry
 from longleaf.storage.store import Store
 
-MAX_CALLS = 3
-"""At a time, but for those that nobody waits for any more."""
+NUM_THREADS = 3
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class AsyncStore:
-    """As `Store`. A call that is cancelled may still be done."""
+    """As `Store`. A call that is cancelled may still be done, and no process waits for its end."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._places = asyncio.Semaphore(MAX_CALLS)
-        self._is_closed = False
+        self._turns = asyncio.Semaphore(NUM_THREADS)
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Calls something that blocks. Raises Unavailable at the end of the service."""
-        async with self._places:
-            if self._is_closed:
-                raise Unavailable("the service is stopping")
-            future = Future[Result]()
-            work = partial(_call, future, partial(call, *args, **kwargs))
-            # no end of a process waits for such a thread, as it would for one of an executor
-            threading.Thread(target=work, name="storage", daemon=True).start()
-            return await asyncio.wrap_future(future)
+        """Calls something that blocks."""
+        async with self._turns:
+            return await asyncio.wrap_future(_begun(partial(call, *args, **kwargs)))
 
     async def put(self, name: str, content: bytes | bytearray, *, is_new: bool = False) -> None:
         await self.run(self.store.put, name, [content], is_new=is_new)
@@ -51,14 +42,20 @@ class AsyncStore:
     async def delete(self, names: Sequence[str]) -> None:
         await self.run(self.store.delete, names)
 
-    def close(self) -> None:
-        """Waits for nobody: a storage may take its time."""
-        self._is_closed = True
 
+def _begun(work: Callable[[], Result]) -> Future[Result]:
+    """Of a thread that ends with the process, whatever it waits for: one of an executor would be waited for."""
+    future = Future[Result]()
 
-def _call(future: "Future[Result]", function: Callable[[], Result]) -> None:
-    if future.set_running_or_notify_cancel():
+    def live() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            future.set_result(function())
+            found = work()
         except BaseException as error:
             future.set_exception(error)
+        else:
+            future.set_result(found)
+
+    Thread(target=live, name="storage", daemon=True).start()
+    return future

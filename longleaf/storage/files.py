@@ -46,7 +46,12 @@ class Files(Protocol):
         ...
 
 
+def is_name(name: str) -> bool:
+    """Whether an object may be called so."""
+    return len(name) <= MAX_NAME_BYTES and all(map(_COMPONENT.fullmatch, name.split("/")))
+
+
 def check_name(name: str) -> None:
     """Raises InvalidArgument for a name that may lead out of the storage, or that some storage does not take."""
-    if len(name) > MAX_NAME_BYTES or not all(map(_COMPONENT.fullmatch, name.split("/"))):
+    if not is_name(name):
         raise InvalidArgument("name", f"{name[:100]!r} is not made of parts of a-z A-Z 0-9 . _ % - between slashes")

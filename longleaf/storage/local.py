@@ -62,9 +62,9 @@ class LocalFiles:
         yield from _walk(self._root / folder, f"{folder}/" if folder else "")
 
     def remove(self, name: str) -> None:
-        """Folders that became empty go with it."""
+        """Folders that became empty go with it. One in place of the object is none."""
         path = self._root / name
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
         self._check_root()
         for folder in path.parents[: name.count("/")]:

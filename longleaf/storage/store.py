@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable
 from longleaf.storage.bounded import Bounded, Call, Hanging
-from longleaf.storage.files import Entry, Files, check_name
+from longleaf.storage.files import Entry, Files, check_name, is_name
 from longleaf.storage.urls import FIELD, connect, shown
 
 Buffer = bytes | bytearray | memoryview
@@ -105,10 +105,10 @@ class Store:
 
     def list(self, folder: str = "") -> Iterator[Entry]:
         """All objects below `folder`, in no order; none where there is no such folder. Those whose names end with PART
-        were never put to their end."""
+        were never put to their end. What others left there under names that no object may have is none of them."""
         if folder:
             check_name(folder)
-        return iter(self._call("listed", lambda: [*self._files.list(folder)]))
+        return iter(self._call("listed", lambda: [one for one in self._files.list(folder) if is_name(one.name)]))
 
     def delete(self, names: Iterable[str]) -> None:
         """One after the other; those that are missing are fine."""

@@ -97,9 +97,10 @@ class Piece:
         except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError) as error:
             raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
         self.of_windows = self._is_of_windows(name, metadata, pool)
+        num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
+        if any(high <= low for low, high in ranges) or {len(tensor) for tensor in tensors.values()} != {num_blocks}:
+            raise DataLoss(name, "its positions are not those of its blocks")  # who listed them might never end
         self._places = dict(_places(ranges, pool.block_size))
-        if any(len(tensor) != len(self._places) for tensor in tensors.values()):
-            raise DataLoss(name, "its positions are not those of its blocks")
         is_pinned = pool.device.startswith("cuda")  # here, and not while a step waits for it
         self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
 

@@ -183,7 +183,7 @@ async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
 
 
 async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(tmp_path) as bench:
+    async with opened(tmp_path, Policy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
         await until(lambda: bench.snapshots.trouble)

@@ -74,7 +74,6 @@ async def sending() -> AsyncIterator[Sending]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        found.store.close()
 
 
 def note(number: int, content: bytes | None = b"x") -> Outgoing:
@@ -141,7 +140,6 @@ async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more()
     await comes(lambda: not catalog._outbox)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    found.store.close()
     assert found.names == {note(1).name}
 
 

@@ -33,7 +33,7 @@ def test_folders_are_no_objects(store):
     with pytest.raises(NotFound):
         store.get("a/b/c")
     assert not store.exists("a/b/c")
-    store.delete(["a/b/c"])
+    store.delete(["a/b/c", "a"])
     assert store.get("a/b") == b"1"
 
 

@@ -1,0 +1,339 @@
+"""Services whose storage of snapshots is damaged while they are away, or in trouble while they run."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import boto3
+import msgspec
+import pytest
+from blake3 import blake3
+
+from coordinator.engine.fetching import FETCH_SECONDS
+from longleaf.client import Client
+from longleaf.config import DataConfig, EngineConfig, embedded_model
+from longleaf.demo.haystack import make_haystack
+from longleaf.launch import coordinator_command
+from longleaf.storage.envelope import seal
+from longleaf.storage.manifest import KIND, VERSION, decode_manifest
+from tests.e2e.test_restart import Service, ask, wait_until
+from tests.support.network.switch import Switch, switch
+from tests.support.object_store import ObjectStore, object_store
+from tests.support.small_disk import small_disk
+
+pytestmark = pytest.mark.timeout(300)
+BOOK = make_haystack(7, 1_500, 1, 0)
+QUESTION = BOOK.facts[0].question
+AGAIN = "done again"
+AWAY = "not done for now"
+SECONDS = 15.0
+"""That nothing may take which has nothing to do with storage, on a busy machine."""
+
+
+class Watched(Service):
+    """Tells where it serves, and what it has logged."""
+
+    address = ""
+
+    @property
+    def said(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def num_said(self, words: str) -> int:
+        return self.said.count(words)
+
+
+@contextmanager
+def serving(
+    data_dir: Path, world_size: int = 1, *, url: str | Path | None = None, quota: int | None = None
+) -> Iterator[tuple[Watched, Client]]:
+    config = EngineConfig(
+        model=str(embedded_model()), world_size=world_size, snapshot_url=None if url is None else str(url)
+    )
+    data = DataConfig(data_dir=str(data_dir), snapshot_quota=quota)
+    command = coordinator_command(config, launcher="local", host="127.0.0.1", port=0, data=data)
+    with Watched(command) as service:
+        service.address = service.wait_ready(120)
+        with Client(service.address) as client:
+            yield service, client
+
+
+def saved(folder: Path) -> list[Path]:
+    """The folders with manifests, in the order of their segments."""
+    found = [path.parent for path in folder.rglob("manifest")]
+    return sorted(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
+
+
+def ingest(client: Client, names: list[str]) -> dict[str, tuple[int, ...]]:
+    """Contexts with segments from 0 on, and what they answer."""
+    for name in names:
+        client.ingest(name, f"{name}. {BOOK.text}")
+    return {name: ask(client, name, QUESTION)[0] for name in names}
+
+
+# --- while the service is away ---
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-50] ^= 1
+    path.write_bytes(content)
+
+
+def first_piece(folder: Path) -> Path:
+    return folder / "piece-00000.safetensors"
+
+
+def add_strangers(folder: Path) -> None:
+    """Files that no service writes."""
+    (folder / ".nfs0000000000000001").write_bytes(b"a file that was deleted while somebody read it")
+    (folder / ("n" * 255)).write_bytes(b"a huge name")
+    (folder / "loop").symlink_to(folder / "loop")
+
+
+def forge(folder: Path, **told: object) -> None:
+    """Writes a manifest anew that tells something else, of a right checksum."""
+    path = folder / "manifest"
+    manifest = decode_manifest(path.read_bytes(), "manifest")
+    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **told))))
+
+
+def forge_first_piece(folder: Path, **told: object) -> None:
+    first, *others = decode_manifest((folder / "manifest").read_bytes(), "manifest").pieces
+    forge(folder, pieces=(msgspec.structs.replace(first, **told), *others))
+
+
+def forge_positions(folder: Path) -> None:
+    """The first piece tells that it has more positions than any memory."""
+    piece = first_piece(folder)
+    content = piece.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"]["positions"] = f"0-{2**60}"
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + content[end:]
+    piece.write_bytes(content)
+    forge_first_piece(folder, num_bytes=len(content), digest=blake3(content).hexdigest())
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda folder: os.truncate(first_piece(folder), 1000),
+    "flipped": lambda folder: flip(first_piece(folder)),
+    "gone": lambda folder: first_piece(folder).unlink(),
+    "of no manifest": lambda folder: (folder / "manifest").unlink(),
+    "of a flipped manifest": lambda folder: flip(folder / "manifest"),
+    "of too many tokens": lambda folder: forge(folder, num_tokens=2**60),
+    "of another service": lambda folder: forge(folder, service="f" * 32),
+    "of a negative size": lambda folder: forge_first_piece(folder, num_bytes=-1),
+    "of overlapping runs": lambda folder: forge_first_piece(folder, runs=((0, 2**60),)),
+    "of too many positions": forge_positions,
+    "among strangers": add_strangers,
+}
+
+
+def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> None:
+    names = [f"context-{i}" for i in range(len(DAMAGES))]
+    with serving(tmp_path, 2) as (service, client):
+        before = ingest(client, names)
+        wait_until(lambda: len(saved(tmp_path)) == len(names))
+        service.kill()
+    folders = saved(tmp_path)
+    for folder, damage in zip(folders, DAMAGES.values(), strict=True):
+        damage(folder)
+        add_strangers(folder.parent)
+    with serving(tmp_path) as (service, client):
+        for name, answer in before.items():
+            assert ask(client, name, QUESTION) == (answer, True)
+        assert service.num_said("is damaged, and its tokens are read again") == 9
+        assert service.num_said("1 snapshots are not at") == 1
+        wait_until(lambda: len(saved(tmp_path)) == len(names) and not set(folders[:-1]) & set(saved(tmp_path)))
+        for name in names:
+            client.delete_context(name)
+        wait_until(lambda: not saved(tmp_path))
+        wait_until(lambda: not list(tmp_path.rglob("piece-?????.safetensors")))
+
+
+# --- while the service runs ---
+
+
+def fill(path: Path) -> None:
+    """Makes a file of all the room that there is."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
+
+
+def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "disk", 12 << 20) as disk,
+        serving(tmp_path / "data", url=disk.folder) as (
+            service,
+            client,
+        ),
+    ):
+        ingest(client, ["first"])
+        wait_until(lambda: len(saved(disk.folder)) == 1)
+        (first,) = saved(disk.folder)
+        fill(disk.folder / "stranger")
+        client.ingest("second", f"{BOOK.text[:1000]} {QUESTION}")
+        answer, _ = ask(client, "second", QUESTION)
+        wait_until(lambda: service.num_said(AWAY) == 2)
+        assert "it is full; make room there" in service.said
+        client.delete_context("first")
+        wait_until(lambda: not first.exists())
+        wait_until(lambda: len(saved(disk.folder)) == 1)
+        assert ask(client, "second", QUESTION)[0] == answer
+        wait_until(lambda: service.num_said(AGAIN) == 2)
+        assert service.num_said(AWAY) == 2, "once each"
+
+
+class Objects:
+    """What a server has, asked past any switch."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._client = boto3.client("s3", endpoint_url=store.endpoint)
+        self._bucket = store.bucket
+
+    @property
+    def manifests(self) -> list[str]:
+        found = self._client.list_objects_v2(Bucket=self._bucket).get("Contents", [])
+        return [each["Key"] for each in found if each["Key"].endswith("/manifest")]
+
+
+class Reader(threading.Thread):
+    """Reads one answer after the other about a context, until it is ended; tells the longest wait for an event."""
+
+    def __init__(self, address: str, context: str) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self._context = context
+        self._is_over = threading.Event()
+        self.longest = 0.0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        before = time.monotonic()
+        try:
+            with Client(self._address) as client:
+                while not self._is_over.is_set():
+                    for _ in client.ask(self._context, QUESTION, max_tokens=100, ignore_end_token=True):
+                        now = time.monotonic()
+                        before, self.longest = now, max(self.longest, now - before)
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join(60)
+        assert self.error is None
+
+
+@contextmanager
+def reading(address: str, context: str) -> Iterator[Reader]:
+    reader = Reader(address, context)
+    reader.start()
+    try:
+        yield reader
+    finally:
+        reader.end()
+
+
+@contextmanager
+def taking(seconds: float) -> Iterator[None]:
+    before = time.monotonic()
+    yield
+    assert time.monotonic() - before < seconds
+
+
+@pytest.mark.parametrize(
+    "trouble", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
+)
+def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Callable[[Switch], None]) -> None:
+    with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
+        folder = Objects(store)
+        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # for as long as the store is there
+        with serving(tmp_path, url=store.url) as (service, client):
+            before = ingest(client, ["parked", "dropped"])
+            wait_until(lambda: len(folder.manifests) == 2)
+            service.kill()
+        (dropped,) = [name for name in folder.manifests if name.split("/")[-3].endswith("-1")]
+        trouble(way)
+        with serving(tmp_path, url=store.url) as (service, client):
+            with taking(SECONDS):
+                before |= ingest(client, ["new"])
+                client.delete_context("dropped")
+            with reading(service.address, "new") as reader:
+                with taking(FETCH_SECONDS + SECONDS):
+                    assert ask(client, "parked", QUESTION) == (before["parked"], True)
+                wait_until(lambda: service.num_said(AWAY) == 2, 150)
+                assert ask(client, "new", QUESTION)[0] == before["new"]
+            assert reader.longest < SECONDS
+            assert len(folder.manifests) == 2
+            way.carry()
+            wait_until(lambda: len(folder.manifests) == 2 and dropped not in folder.manifests, 150)
+            wait_until(lambda: service.num_said(AGAIN) == 2, 150)
+            assert service.num_said(AWAY) == 2, "once each"
+            trouble(way)
+            client.ingest("last", f"{BOOK.text[:1000]} {QUESTION}")
+            ends = time.monotonic()
+        assert time.monotonic() - ends < SECONDS, "no process waits for a storage when it ends"
+
+
+def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    with serving(tmp_path / "data", url=folder, quota=1 << 30) as (service, client):
+        before = ingest(client, ["book"])
+        wait_until(lambda: len(saved(folder)) == 1)
+        shutil.rmtree(folder)
+        before |= ingest(client, ["other"])
+        wait_until(lambda: service.num_said(AWAY) == 2)
+        client.delete_context("book")
+        folder.mkdir()
+        wait_until(lambda: len(saved(folder)) == 1)
+        wait_until(lambda: service.num_said(AGAIN) == 2)
+        assert service.num_said(AWAY) == 2, "once each"
+        assert ask(client, "other", QUESTION)[0] == before["other"]
+        service.kill()
+    with serving(tmp_path / "data", url=folder) as (service, client):
+        assert ask(client, "other", QUESTION) == (before["other"], True)
+        assert "read again" not in service.said
+
+
+@pytest.mark.slow
+def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    with serving(tmp_path / "data", url=folder) as (service, client):
+        before = ingest(client, ["book"])
+        wait_until(lambda: len(saved(folder)) == 1)
+        service.kill()
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    with serving(tmp_path / "data", url=folder) as (service, client):
+        assert ask(client, "book", QUESTION) == (before["book"], True)
+        wait_until(lambda: service.num_said("storage is not looked through") == 1)
+        folder.unlink()
+        folder.mkdir()
+        wait_until(lambda: len(saved(folder)) == 1, 100)
+        assert "1 snapshots are not at" in service.said
+
+
+def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 32 << 20) as disk:
+        with serving(tmp_path / "data", url=disk.folder) as (service, client):
+            before = ingest(client, ["book"])
+            wait_until(lambda: len(saved(disk.folder)) == 1)
+            service.kill()
+        disk.make_read_only()
+        with serving(tmp_path / "data", url=disk.folder) as (service, client):
+            assert ask(client, "book", QUESTION) == (before["book"], True)
+            before |= ingest(client, ["other"])
+            client.delete_context("book")
+            wait_until(lambda: service.num_said(AWAY) == 2)
+            assert "it is read-only; mount it for writing" in service.said
+            assert "read again" not in service.said
+            assert ask(client, "other", QUESTION)[0] == before["other"]
