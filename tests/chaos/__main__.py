@@ -14,9 +14,11 @@ from coordinator.engine.engine import Engine
 from coordinator.events import Tokens
 from longleaf.channel.epochs import SegmentLayout
 from tests.chaos.entry import live_as_rank
-from tests.chaos.points import COMMIT, KEEP, KEPT, PUBLISH, Points, Probe
+from tests.chaos.points import CALL, COMMIT, KEEP, KEPT, PARK, PUBLISH, Points, Probe
+from tests.chaos.snapshots import SnapshotProbe
 from tests.chaos.views import Look
 
+LOOK_SECONDS = 0.02
 IDLE_SECONDS = 120.0
 """After a fault is healed, and clients have gone."""
 
@@ -37,16 +39,26 @@ class ProbedEngine(Engine):
         super().__init__(*arguments, **options)
         self._folder = folder
         self._points = Points()
+        snapshots = options["durability"].snapshots
+        assert snapshots is not None
+        self._snapshots = SnapshotProbe(snapshots, self._points)
 
     async def start(self):
         readies = await super().start()
         scheduler: Any = self._scheduler
         scheduler.commit = partial(self._commit, scheduler.commit)
+        segments = scheduler.segments
+        segments._begin_parking = partial(self._pass, PARK, segments._begin_parking)
+        segments.call = partial(self._pass, CALL, segments.call)
         keeping: Any = self._keeping
         keeping._commit = partial(self._keep, keeping._commit)
         look = partial(self._look_on, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
         return readies
+
+    def _pass(self, point: str, call: Any, *arguments: object) -> None:
+        self._points.reach(point)
+        call(*arguments)
 
     def _commit(self, commit: Any, *arguments: object) -> Any:
         outcomes = commit(*arguments)
@@ -69,8 +81,8 @@ class ProbedEngine(Engine):
         async def look() -> Look:
             try:
                 async with asyncio.timeout(IDLE_SECONDS):
-                    while self._busy():
-                        await self.changes.after(self.changes.count)
+                    while self._busy():  # noqa: ASYNC110, what is done on storage changes nothing that is told
+                        await asyncio.sleep(LOOK_SECONDS)
             except TimeoutError:
                 raise TimeoutError(f"still to do: {self._busy()}") from None
             return self._look()
@@ -87,6 +99,7 @@ class ProbedEngine(Engine):
             "recovering": scheduler.recovering,
             "is over": self._epochs.is_over,
             "may grow": self._epochs.may_grow,
+            **self._snapshots.busy,
         }
         return {name: value for name, value in found.items() if value}
 
@@ -103,7 +116,7 @@ class ProbedEngine(Engine):
             one.id: tuple((segment.id, start, end) for segment, start, end in one.path.parts())
             for one in scheduler.contexts.list()
         }
-        return Look(layout, frozenset(segments._forgotten), paths)
+        return Look(layout, frozenset(segments._forgotten), paths, self._snapshots.records)
 
 
 if __name__ == "__main__":

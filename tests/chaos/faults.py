@@ -5,32 +5,48 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import NamedTuple
 
 import psutil
 
+from longleaf.errors import Unavailable
 from tests.chaos.load import Load, ask_poison
 from tests.chaos.points import (
     ANSWER,
     BROADCAST,
+    CALL,
     CHUNK,
     COMMIT,
+    DELETE,
+    FETCH,
     JOINING,
     KEEP,
     KEPT,
     LAYOUT,
+    MANIFEST,
     MOVE,
+    NOTE,
+    PARK,
     PUBLISH,
+    RECORDED,
+    RESTORE,
+    SAVE,
+    SAVED,
     STEP,
+    WRITTEN,
     Fault,
 )
-from tests.chaos.reference import DEADLY, POISON, VISITOR
+from tests.chaos.reference import CROWD, DEADLY, POISON, VISITOR
 from tests.chaos.service import Service
+from tests.chaos.snapshots import Harm, cut_pieces, flip_bits, folder_of, lose_all, lose_files
 
 SHORT_SECONDS = 1.0
 """How long a rank is stopped that is not to be given up."""
+GONE_SECONDS = 120.0
+LOOK_SECONDS = 0.05
 MOST_DELAY = 2.0
 """Seconds between two losses that are not at once."""
 
@@ -124,30 +140,80 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
     return Outcome()
 
 
-async def end_everything(scene: Scene, point: str = "") -> Outcome:
+async def crowd_out(scene: Scene, point: str, *, by_coordinator: bool = False) -> Outcome:
+    """Kills a rank when it comes to a point, or when the coordinator does, while contexts are parked for others that
+    nobody asks, and come back for those who do."""
+    pid = scene.random.choice(scene.pids)
+    if by_coordinator:
+        scene.service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 3), pid))
+    else:
+        scene.service.arm(pid, Fault(point, "kill", scene.random.randint(1, 3)))
+    async with scene.service.crowd():
+        await wait_gone(pid)
+    return Outcome(frozenset((pid,)), 2)
+
+
+async def wait_gone(pid: int) -> None:
+    async with asyncio.timeout(GONE_SECONDS):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def take_storage_away(scene: Scene) -> Outcome:
+    """Kills a rank while its storage is not there; later it is again."""
+    folder, pid = folder_of(scene.service.data), scene.random.choice(scene.pids)
+    away = folder.with_name("away")
+    folder.rename(away)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
+    finally:
+        away.rename(folder)
+    return Outcome(frozenset((pid,)), 2)
+
+
+async def end_everything(
+    scene: Scene, point: str = "", *, crowds: bool = False, harm: Harm | None = None, again: str = ""
+) -> Outcome:
     """Kills all processes at once, or the coordinator when it comes to a point, and starts another service over the
-    same folder: what was acknowledged is there, what was deleted is not, and all answers are as before."""
+    same folder: what was acknowledged is there, what was deleted is not, and all answers are as before.
+
+    With `crowds` contexts are parked meanwhile; `harm` is done to what is on storage before the other service begins,
+    and a rank of that is killed when it comes to the point `again`.
+    """
     service, load = scene.service, scene.load
     assert load is not None
     load.may_break = True
     service.note_family()
     if point:
         service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 2)))
+        if crowds:
+            with suppress(Unavailable):
+                async with service.crowd():
+                    await asyncio.to_thread(service.process.wait, GONE_SECONDS)
     else:
         await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
         service.note_family()
         service.kill_everything()
     await load.wait_broken()
+    if harm is not None:
+        harm(folder_of(service.data), scene.random)
     await service.begin_again()
     found = {context.id for context in await service.client.list_contexts()}
     kept = {known.context for known in service.reference.known if known.context != VISITOR}
     missing, wrong = (kept | load.made) - load.unsure - found, found - kept - load.made - load.unsure
+    wrong = {name for name in wrong if not name.startswith(CROWD)}
     assert not missing, f"acknowledged, and gone: {missing}"
     assert not wrong, f"deleted, or never there: {wrong}"
     for name in found - kept:
         await service.client.delete_context(name)
+    gone = set(scene.pids)
+    if again:
+        pid = scene.random.choice(await service.pids())
+        service.arm(pid, Fault(again, "kill"))
+        gone.add(pid)
     await service.bring_back()
-    return Outcome(frozenset(scene.pids), 1)
+    return Outcome(frozenset(gone), 1)
 
 
 async def poison(scene: Scene, poison: tuple[int, ...], num_epochs: int) -> Outcome:
@@ -186,6 +252,27 @@ FAULTS: dict[str, Do] = {
     "kill the coordinator before it keeps": partial(end_everything, point=KEEP),
     "kill the coordinator when it has kept": partial(end_everything, point=KEPT),
     "kill the coordinator after commit": partial(end_everything, point=COMMIT),
+    "kill before a piece is written": partial(hurt, point=SAVE, act="kill"),
+    "kill when a piece is written": partial(hurt, point=SAVED, act="kill"),
+    "kill before a piece is read": partial(crowd_out, point=FETCH),
+    "kill before what was read is held": partial(crowd_out, point=RESTORE),
+    "kill when a segment is parked": partial(crowd_out, point=PARK, by_coordinator=True),
+    "kill when a parked segment is needed": partial(crowd_out, point=CALL, by_coordinator=True),
+    "kill while a manifest is written": partial(hurt_committed, point=MANIFEST),
+    "take storage away": take_storage_away,
+    "kill the coordinator before a manifest": partial(end_everything, point=MANIFEST),
+    "kill the coordinator after a manifest": partial(end_everything, point=WRITTEN),
+    "kill the coordinator after a snapshot": partial(end_everything, point=RECORDED),
+    "kill the coordinator before a note": partial(end_everything, point=NOTE),
+    "kill the coordinator before it deletes": partial(end_everything, point=DELETE),
+    "kill the coordinator as it parks": partial(end_everything, point=PARK, crowds=True),
+    "kill the coordinator as it calls": partial(end_everything, point=CALL, crowds=True),
+    "kill everything, and a reader": partial(end_everything, again=FETCH),
+    "kill everything, and a holder": partial(end_everything, again=RESTORE),
+    "kill everything, and cut pieces": partial(end_everything, harm=cut_pieces),
+    "kill everything, and flip bits": partial(end_everything, harm=flip_bits),
+    "kill everything, and lose files": partial(end_everything, harm=lose_files),
+    "kill everything, and lose storage": partial(end_everything, harm=lose_all),
 }
 NO_LOSS = ("stop shortly",)
 """After which the epoch is the same."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from longleaf.client import AsyncClient
-from longleaf.errors import LongleafError, Unavailable
+from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import Delta, Recovering
 from tests.chaos.reference import NEW, VISITOR, Known, Reference
 
@@ -114,6 +114,8 @@ class Load:
                     await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
                 else:
                     await self._ask(random)
+            except ResourceExhausted:  # until a lost rank is replaced
+                self.told["refused"] += 1
             except Unavailable:
                 if not self.may_break:
                     raise

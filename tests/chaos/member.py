@@ -13,13 +13,29 @@ from torch import Tensor
 
 from longleaf.channel.epochs import Join, Layout, Ready
 from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.channel.step import Decode, Prefill, Restore, StepPlan
 from longleaf.runs import Run
-from tests.chaos.points import ANSWER, BROADCAST, CHUNK, JOINING, LAYOUT, MOVE, STEP, Points, Probe
+from longleaf.storage.store import Store as Storage
+from tests.chaos.points import (
+    ANSWER,
+    BROADCAST,
+    CHUNK,
+    FETCH,
+    JOINING,
+    LAYOUT,
+    MOVE,
+    RESTORE,
+    SAVE,
+    SAVED,
+    STEP,
+    Points,
+    Probe,
+)
 from tests.chaos.reference import DEADLY, POISON
 from workers.model.model import Model
 from workers.pending import Pending
 from workers.rank import Rank
+from workers.snapshots.store import Store, Written
 from workers.step import moving
 
 
@@ -27,8 +43,8 @@ class ChaosRank(Rank):
     """As a rank, with a probe in `folder`."""
 
     def __init__(self, folder: Path, spec: RankSpec) -> None:
-        super().__init__(spec)
         self._points = Points()
+        super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
         moving.settle = partial(self._settle, moving.settle)
         Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
@@ -64,6 +80,8 @@ class ChaosRank(Rank):
 
     def start(self, plan: StepPlan) -> Pending:
         self._points.reach(STEP)
+        if isinstance(plan.work, Restore):
+            self._points.reach(RESTORE)
         if has_poison(plan, POISON):
             raise RuntimeError("poison")
         if has_poison(plan, DEADLY) and self._number == 0:
@@ -94,6 +112,24 @@ class ChaosRank(Rank):
         size = self.config.block_size
         slots = [run.blocks[i // size] * size + i % size for run in runs for i in range(len(run))]
         return {layer: self.pool.take(layer, torch.tensor(slots)).numpy() for layer in self.model.layers}
+
+
+class ProbedStore:
+    """A storage with points at which a member can be hurt."""
+
+    def __init__(self, store: Store, points: Points) -> None:
+        self._store = store
+        self._points = points
+
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> Written:
+        self._points.reach(SAVE)
+        written = self._store.put(name, parts)
+        self._points.reach(SAVED)
+        return written
+
+    def get(self, name: str, digest: str | None = None) -> bytes:
+        self._points.reach(FETCH)
+        return self._store.get(name, digest)
 
 
 def ids_of(plan: StepPlan) -> list[tuple[int, ...]]:

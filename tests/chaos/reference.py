@@ -9,6 +9,8 @@ POISON = (511, 3, 511, 3, 511)
 DEADLY = (511, 4, 511, 4, 511)
 """Ids of which rank 0 dies."""
 BOOK, FORKED, LONG, VISITOR = "book", "forked", "long", "visitor"
+CROWD = "crowd"
+"""How contexts are called that take the room of others."""
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
 LOGPROB_TOLERANCE = 2e-4
 """Of a token's logprob, in standard deviations of the logits: twice what a logit may be off."""

@@ -9,20 +9,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from longleaf.client import AsyncClient
 from longleaf.comm.leftovers import FOLDER, Maker
 from longleaf.config import DataConfig, EngineConfig
+from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
 from longleaf.messages import Cluster
 from tests.chaos.load import answer, check
 from tests.chaos.points import Fault, ask
-from tests.chaos.reference import BOOK, CUT, FORKED, LONG, Reference
+from tests.chaos.reference import BOOK, CROWD, CUT, FORKED, LONG, VISITOR, Reference
+from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orphans
 from tests.chaos.views import Keys, Look, check_books, check_keys, keys_of
 from tests.support.command_line import end
 
@@ -31,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "world_size": WORLD_SIZE,
     "block_size": 16,
     "chunk_size": 256,
-    "kv_bytes": 16 << 20,
+    "kv_bytes": 2 << 20,
     "step_timeout": 5.0,
     "step_timeout_per_token": 0.005,
     "lost_after": 4.0,
@@ -66,8 +70,13 @@ class Service:
         await self._begin()
         return self
 
+    @property
+    def data(self) -> Path:
+        """The folder of all that is kept."""
+        return self._folder / "data"
+
     async def _begin(self) -> None:
-        where = {"host": "127.0.0.1", "port": self._port, "data": DataConfig(data_dir=str(self._folder / "data"))}
+        where = {"host": "127.0.0.1", "port": self._port, "data": DataConfig(data_dir=str(self.data))}
         command = coordinator_command(self.config, launcher="local", **where)  # type: ignore[arg-type]
         command = [sys.executable, "-m", "tests.chaos", str(self._folder), *command[4:]]
         line = await asyncio.to_thread(self._start, command)
@@ -138,11 +147,33 @@ class Service:
         await self._begin()
         await self.pids()
 
-    async def bring_back(self) -> None:
-        """Has all that is kept held by the ranks."""
-        for known in self.reference.known:
-            if known.context in self._keys:
-                check(await answer(self.client, known, Counter()), known)
+    async def bring_back(self) -> float:
+        """Has all that is kept held by the ranks. The largest difference of a logprob, as a share of what is
+        allowed."""
+        kept = [known for known in self.reference.known if known.context in self._keys]
+        return max([check(await answer(self.client, known, Counter()), known) for known in kept])
+
+    @asynccontextmanager
+    async def crowd(self) -> AsyncGenerator[None, None]:
+        """Contexts come and go meanwhile that take the room of all others."""
+        task = asyncio.create_task(self._crowd())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            for context in await self.client.list_contexts():
+                if context.id.startswith(CROWD):
+                    await self.client.delete_context(context.id)
+
+    async def _crowd(self) -> None:
+        document = self.reference.documents[LONG]
+        for number in count():
+            with suppress(ResourceExhausted):
+                await self.client.ingest(f"{CROWD}-{number}", (number % 500 + 3, *document))
+            with suppress(NotFound):
+                await self.client.delete_context(f"{CROWD}-{number - 2}")
 
     # --- what must be so ---
 
@@ -172,10 +203,8 @@ class Service:
         for pid in await self.pids():
             self.arm(pid, None)
         self.arm_coordinator(None)
-        keys, logits = await self._check_held(), 0.0
-        for known in self.reference.known:
-            if known.context in self._keys:
-                logits = max(logits, check(await answer(self.client, known, Counter()), known))
+        logits = await self.bring_back()
+        keys = await self._check_held()
         found = await self.client.verify(num_tokens=3 * 16 + 40)
         assert found.passed, found
         self._check_size()
@@ -185,6 +214,7 @@ class Service:
         look, pids = await self._idle(), await self.pids()
         assert sorted(look.paths) == sorted(self._keys)
         check_books(self._folder, look, pids, self.config.block_size)
+        check_snapshots(self.data, look)
         return max(
             check_keys(keys_of(self._folder, look, name, pids), wanted, name) for name, wanted in self._keys.items()
         )
@@ -206,6 +236,21 @@ class Service:
         assert all(now <= then + 2 for now, then in zip(self._sizes[-1], first, strict=True)), self._sizes
 
     # --- its end ---
+
+    async def check_swept(self) -> None:
+        """Whatever happened before: another service over the same folder leaves nothing on storage that contexts do
+        not need, and what was deleted is nowhere on the disk."""
+        self.note_family()
+        await self.stop()
+        await asyncio.sleep(GRACE_SECONDS)
+        await self.begin_again()
+        await self.bring_back()
+        look = await self._idle()
+        deleted = np.array(self.reference.documents[VISITOR][:40], "<u4").tobytes()
+        async with asyncio.timeout(LOOK_SECONDS * 1000):
+            while orphans(self.data, look) or deleted in contents(self.data):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_SECONDS)
+        check_snapshots(self.data, look)
 
     async def stop(self) -> None:
         """Ends it as a user would, and sees that nothing of it is left."""

@@ -85,6 +85,7 @@ async def play(seed: int, names: Sequence[str], table: Table, until: float) -> N
                     if time.monotonic() < until:
                         done.append(name)
                         await meet(service, name, seed, table.setdefault(name, Row()))
+                await service.check_swept()
                 await service.stop()
             except BaseException as error:
                 error.add_note(f"{service.log}\nto repeat it:\n  {line(seed, done)}")

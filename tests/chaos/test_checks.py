@@ -16,7 +16,7 @@ from tests.chaos.reference import Known
 from tests.chaos.views import KEY_TOLERANCE, Look, check_book, check_keys
 
 KNOWN = Known("book", (7, 8), (3, 4, 5), (-1.0, -2.0, -3.0), 1e-3)
-LOOK = Look((SegmentLayout(1, 0, (Run(0, 0, 4, (2,)), Run(1, 4, 8, (0,)))),), frozenset({9}), {})
+LOOK = Look((SegmentLayout(1, 0, (Run(0, 0, 4, (2,)), Run(1, 4, 8, (0,)))),), frozenset({9}), {}, {})
 BOOK = {1: (0, {0: [(0, 4, 8)], 1: [(4, 6, 0), (6, 8, 2)]})}
 
 

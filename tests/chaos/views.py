@@ -25,6 +25,8 @@ class Look(NamedTuple):
     """Segments that ranks will be told to forget with the next plan."""
     paths: dict[str, tuple[tuple[int, int, int], ...]]
     """Of each context the segments and the positions for which each is used."""
+    snapshots: dict[int, str]
+    """Of each segment that is on storage the name of its manifest."""
 
 
 def slots(held: dict[int, list[tuple[int, int, int]]]) -> dict[int, dict[int, int]]:
