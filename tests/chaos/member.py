@@ -32,6 +32,7 @@ from tests.chaos.points import (
     Probe,
 )
 from tests.chaos.reference import DEADLY, POISON
+from workers.keys.pools import sharded_layers
 from workers.model.model import Model
 from workers.pending import Pending
 from workers.rank import Rank
@@ -108,10 +109,11 @@ class ChaosRank(Rank):
 
     @torch.inference_mode()
     def _keys(self, runs: Sequence[Run]) -> dict[int, Tensor]:
-        """What is kept of runs, one after the other, [S, N, K, D] of each layer."""
+        """What is kept of runs, one after the other, [S, N, K, D] of each layer that is dealt over the ranks."""
         size = self.config.block_size
         slots = [run.blocks[i // size] * size + i % size for run in runs for i in range(len(run))]
-        return {layer: self.pool.take(layer, torch.tensor(slots)).numpy() for layer in self.model.layers}
+        layers = sharded_layers(self.model, self.config)
+        return {layer: self.pool.take(layer, torch.tensor(slots)).numpy() for layer in layers}
 
 
 class ProbedStore:

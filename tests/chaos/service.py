@@ -103,8 +103,9 @@ class Service:
     async def prepare(self) -> None:
         """Ingests the documents, and learns what an undisturbed service holds and draws."""
         documents, client = self.reference.documents, self.client
-        for name in (BOOK, LONG):
-            await client.ingest(name, documents[name])
+        await client.ingest(LONG, documents[LONG])
+        await client.ingest(BOOK, documents[BOOK][:CUT])  # where windows are replicated forks begin where one ended
+        await client.ingest(BOOK, documents[BOOK][CUT:], append=True)
         await client.fork_context(BOOK, FORKED, num_tokens=CUT)
         await client.ingest(FORKED, documents[FORKED][CUT:], append=True)
         drawn = [one.sampled() for one in self.reference.known if one.context in (BOOK, LONG)]
