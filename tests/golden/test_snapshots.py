@@ -1,95 +1,16 @@
 """Contexts come back from storage to other ranks: the same bits of keys, the answers of transformers' `generate`."""
 
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from pathlib import Path
-
 import pytest
-import safetensors.torch
 import torch
 from msgspec.structs import replace
-from safetensors import safe_open
 
-from coordinator.durability import Durability
-from coordinator.engine.engine import Engine
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from longleaf.channel.step import Prefill, Restore, StepPlan
-from longleaf.config import DataConfig, EngineConfig
 from tests.support.golden.asking import answer, ingest
+from tests.support.golden.lasting import kept, serving
 from tests.support.golden.states import KEPT
-from tests.support.running import Running, running
 from tests.support.threads import config_for
-from workers.__main__ import main
 
 CUT = 300
 """Where the second document of the context begins."""
-
-
-@dataclass
-class Lasting:
-    """An engine over a data folder, on ranks that are processes, and the plans that they have done."""
-
-    engine: Engine
-    durability: Durability
-    plans: list[StepPlan] = field(default_factory=list)
-
-    @property
-    def num_read(self) -> int:
-        """Tokens in chunks."""
-        return sum(plan.num_tokens for plan in self.plans if isinstance(plan.work, Prefill))
-
-    @property
-    def num_restored(self) -> int:
-        works = (plan.work for plan in self.plans if isinstance(plan.work, Restore))
-        return sum(len(run) for work in works for run in work.runs)
-
-    @property
-    def segments(self) -> list[int]:
-        return [segment.id for segment in self.engine.named("book").path.segments]
-
-    async def save(self) -> None:
-        await self.durability.snapshots.save(self.segments)
-
-
-@contextlib.asynccontextmanager
-async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Lasting]:
-    durability = await Durability.open(DataConfig(data_dir=str(data_dir), snapshots="demand"), config)
-    config = replace(config, snapshot_url=durability.snapshot_url)
-    fleet = LocalFleet(main)
-    control = Control(config, await fleet.reserve(config))
-    plans = list[StepPlan]()
-    engine = Engine(control, config, 8192, observe=lambda plan, _: plans.append(plan), durability=durability)
-    try:
-        await fleet.launch(config, control.invitations, control.lost)
-        async with running(engine) as found:
-            assert isinstance(found, Running)
-            yield Lasting(engine, durability, plans)
-    finally:
-        await engine.close()
-        await durability.close()
-        await fleet.shutdown()
-
-
-def kept(data_dir: Path, block_size: int) -> dict[tuple[str, str, int], torch.Tensor]:
-    """The blocks on storage, by segment, name and position."""
-    found: dict[tuple[str, str, int], torch.Tensor] = {}
-    for path in data_dir.rglob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            ranges = [tuple(map(int, one.split("-"))) for one in file.metadata()["positions"].split()]
-        starts = [start for low, high in ranges for start in range(low, high, block_size)]
-        kind, segment = path.name.partition("-")[0], path.parent.parent.name.rpartition("-")[2]
-        for name, tensor in safetensors.torch.load_file(path).items():
-            assert len(tensor) == len(starts)
-            found |= {(segment, f"{kind}.{name}", start): tensor[i] for i, start in enumerate(starts)}
-    return found
-
-
-def remove(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-
 
 CASES = [
     pytest.param("llama", (2, 3), {}, id="llama", marks=pytest.mark.slow),
@@ -120,10 +41,7 @@ async def test_what_comes_back_is_what_was_kept(goldens, tmp_path, family, sizes
             assert before == after == golden.tokens
         assert second.num_restored == KEPT
         assert second.num_read <= len(golden.prompt) - KEPT
-        for segment in second.segments:
-            await second.durability.snapshots.forget(segment, "to be written anew")
-        remove(next(tmp_path.rglob("segments")))
-        await second.save()
+        await second.save_anew()
     again = kept(tmp_path, config.block_size)
     assert again
     assert {key for key in saved if "windows." not in key[1]} == {key for key in again if "windows." not in key[1]}
