@@ -88,6 +88,7 @@ def test_a_rank_that_is_stopped_too_long_is_ended(checkpoint: Path, started: Exi
     healing.end()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_past_a_deadline_is_ended(checkpoint: Path, started: ExitStack):
     healing = Healing(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
     [loss] = healing.heal(*healing.hurt(signal.SIGSTOP, 1))

@@ -49,6 +49,7 @@ async def test_what_comes_back_is_what_was_kept(goldens, tmp_path, family, sizes
         assert torch.equal(tensor, saved[key]), key
 
 
+@pytest.mark.slow
 async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tmp_path, caplog):
     golden = goldens("llama")
     config = config_for(golden.folder, chunk_size=200, merge="gather", world_size=2, kv_bytes=8 << 20)
