@@ -244,9 +244,11 @@ class Snapshots:
             try:
                 for segment_id in list(self._wanted):
                     await self._save_one(segment_id, uses)
+                if not self._wanted:
+                    self._trouble.end()
             except StorageUnavailable as error:
-                self._wanted.pop(segment_id, None)
-                self._wanted[segment_id] = None  # others first
+                if segment_id in self._wanted:  # else it has been deleted meanwhile
+                    self._wanted[segment_id] = self._wanted.pop(segment_id)  # others first
                 self._trouble.begin(str(error))
                 for segment_id in list(self._asked):
                     self._answer(segment_id, error)

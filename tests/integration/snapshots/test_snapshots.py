@@ -193,6 +193,16 @@ async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pyte
         assert caplog.text.count("not done for now") == caplog.text.count("done again") == 1
 
 
+async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.failures = [StorageUnavailable("it is away")]
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.trouble)
+        await bench.commit(Change(dropped_contexts=("book",)))
+        await until(lambda: not bench.snapshots.trouble)
+        assert not bench.snapshots._wanted
+
+
 async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [WorkerLost(1, "it died")]
