@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bench.durable.asking import Answered, ask, ingest
 from bench.durable.options import Goal, Options, Row, medians, result, spread
-from bench.durable.service import KeptService, command, free_port, has_snapshots, start_delay
+from bench.durable.service import KeptService, command, free_port, start_delay
 from bench.durable.snapshots import SnapshotFolder
 from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
@@ -84,15 +84,13 @@ def keep(measured: Subject, data_dir: Path, options: Options) -> Kept:
 
 
 async def _keep(address: str, measured: Subject, data_dir: Path, num_tokens: int) -> Kept:
-    folder, num_bytes = SnapshotFolder(data_dir), 0
+    folder = SnapshotFolder(data_dir)
     async with AsyncClient(address) as client:
         await ingest(client, "warm-up", tuple(measured.tokens(WARM_UP, seed=1)))
-        if has_snapshots():
-            folder.wait_new(frozenset())
+        folder.wait_new(frozenset())
         before = folder.manifests
         seconds = await ingest(client, CONTEXT, tuple(measured.tokens(num_tokens)))
-        if has_snapshots():
-            num_bytes = folder.wait_new(before).num_bytes
+        num_bytes = folder.wait_new(before).num_bytes
         return Kept(seconds, num_bytes, (await ask(client, CONTEXT)).token_ids)
 
 
@@ -142,7 +140,7 @@ def _wait_open(port: int) -> None:
 
 def figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int) -> Row:
     restarts, empties = ([one.total_s for one in starts] for starts in (again, empty))
-    found: Row = {"snapshots": "seal" if has_snapshots() else "none", "snapshot_bytes": kept.snapshot_bytes}
+    found: Row = {"snapshots": "seal", "snapshot_bytes": kept.snapshot_bytes}
     found |= {"full_ingest_s": round(kept.full_ingest_s, 3)}
     found |= {"restart_s": round(median(restarts), 3), **spread("restart_s", restarts)}
     found |= {f"restart_{name}": value for name, value in medians([one._asdict() for one in again]).items()}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bench.durable.asking import QUESTION, ask, ingest
 from bench.durable.options import Goal, Options, Row, medians, result, spread
 from bench.durable.room import kv_bytes
-from bench.durable.service import KeptService, Snapshots, command, modes
+from bench.durable.service import MODES, KeptService, Snapshots, command
 from bench.durable.snapshots import SnapshotFolder, plain_copy
 from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 def measure(options: Options) -> Row:
     """Both services are there all the time, and take turns."""
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as place, ExitStack() as stack:
-        folders: dict[Snapshots, Path] = {mode: Path(place) / mode for mode in modes()}
+        folders: dict[Snapshots, Path] = {mode: Path(place) / mode for mode in MODES}
         addresses: dict[Snapshots, str] = {
             mode: host(stack, measured, folders[mode], options, mode) for mode in folders
         }

@@ -9,7 +9,6 @@ from typing import Literal, Self
 
 import psutil
 
-from longleaf.commands.serve import ServeFlags
 from longleaf.config import LOOPBACK, EngineConfig
 from longleaf.launch import ServiceProcess, coordinator_command
 
@@ -19,14 +18,8 @@ MAX_LOSSES = 1000
 """Per minute: none that is made here has the service wait."""
 
 
-def has_snapshots() -> bool:
-    """Whether this version of the service saves keys and values."""
-    return "snapshots" in ServeFlags.__dataclass_fields__
-
-
-def modes() -> tuple[Snapshots, ...]:
-    """Those that can be held against each other."""
-    return ("off", "seal") if has_snapshots() else ("off",)
+MODES: tuple[Snapshots, ...] = ("off", "seal")
+"""Those that are held against each other."""
 
 
 def command(
@@ -41,7 +34,7 @@ def command(
     """What starts it."""
     config = EngineConfig(model=str(model), world_size=world_size, kv_bytes=kv_bytes, max_losses_per_minute=MAX_LOSSES)
     found = coordinator_command(config, host=LOOPBACK, port=port, launcher="local")
-    return [*found, f"--data-dir={data_dir}", *([f"--snapshots={snapshots}"] if has_snapshots() else [])]
+    return [*found, f"--data-dir={data_dir}", f"--snapshots={snapshots}"]
 
 
 def free_port() -> int:

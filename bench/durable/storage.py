@@ -13,7 +13,6 @@ from typing import NamedTuple
 from bench.durable.options import Goal, Options, Row, result
 from bench.durable.parked import CONTEXTS, ask_parked, fill, host
 from bench.durable.room import token_bytes
-from bench.durable.service import has_snapshots
 from bench.durable.snapshots import plain_copy
 from bench.harness.arguments import tell
 from bench.harness.subjects import EMBEDDED, Subject, subject
@@ -39,10 +38,9 @@ def measure(options: Options) -> Row:
         num_bytes = options.tokens * token_bytes(measured.folder)
         turns = [objects(Path(place) / f"{turn}", num_bytes) for turn in range(options.repeats + 1)][1:]
         figures, goals = told("store", num_bytes, turns)
-        if has_snapshots():
-            num_bytes, turns = _service(measured, Path(place) / "data", options)
-            more, further = told("service", num_bytes, turns)
-            figures, goals = figures | more, goals + further
+        num_bytes, turns = _service(measured, Path(place) / "data", options)
+        more, further = told("service", num_bytes, turns)
+        figures, goals = figures | more, goals + further
     return result(options, figures, goals)
 
 
