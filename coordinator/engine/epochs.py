@@ -117,8 +117,10 @@ class Epochs:
             scheduler.roll_back()
         tell()
         while True:
-            await self._note(self.current.number + 1)
-            formation = await self._ranks.form(self.current.number + 1)
+            await self._note(number := self.current.number + 1)
+            formation = await self._ranks.form(number)
+            if formation.epoch != number:  # it took more than one try
+                await self._note(formation.epoch)
             ranking = self.current.ranking(formation)
             self._current = Epoch(formation, self.current.placer)
             scheduler.change_ranks(ranking, may_grow=self.may_yet_grow)

@@ -157,20 +157,21 @@ class Service:
     @asynccontextmanager
     async def crowd(self) -> AsyncGenerator[None, None]:
         """Contexts come and go meanwhile that take the room of all others."""
-        task = asyncio.create_task(self._crowd())
+        is_over = asyncio.Event()
+        task = asyncio.create_task(self._crowd(is_over))
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            is_over.set()
+            await task
             for context in await self.client.list_contexts():
                 if context.id.startswith(CROWD):
                     await self.client.delete_context(context.id)
 
-    async def _crowd(self) -> None:
-        document = self.reference.documents[LONG]
-        for number in count():
+    async def _crowd(self, is_over: asyncio.Event) -> None:
+        document, numbers = self.reference.documents[LONG], count()
+        while not is_over.is_set():
+            number = next(numbers)
             with suppress(ResourceExhausted):
                 await self.client.ingest(f"{CROWD}-{number}", (number % 500 + 3, *document))
             with suppress(NotFound):

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator.engine.engine import Engine
+from coordinator.engine.epochs import FIRST_EPOCH
 from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks
+from coordinator.ranks.ports import Formation
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.messages import ContextSettings, Recovering
@@ -87,6 +89,22 @@ async def test_epochs_and_segments_are_numbered_on() -> None:
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 2)
     assert lasting.kept.epoch == epoch + 2
     assert min(segment.id for segment in lasting.kept.segments) > 0
+
+
+class ThirdTime(FakeRanks):
+    """Epochs of ranks that meet at the third try."""
+
+    async def form(self, epoch: int) -> Formation:
+        return await super().form(epoch + 2 if epoch > FIRST_EPOCH else epoch)
+
+
+async def test_an_epoch_that_took_more_than_one_try_is_numbered_on() -> None:
+    lasting, ranks = MemoryLasting(), ThirdTime(2, 100)
+    async with running(lasting, ranks) as engine:
+        epoch = engine.cluster().epoch
+        ranks.lose(1, "is gone")
+        await comes_to(engine, lambda: engine.cluster().epoch == epoch + 3)
+    assert lasting.kept.epoch == epoch + 3
 
 
 async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
