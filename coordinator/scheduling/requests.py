@@ -82,6 +82,11 @@ class Requests:
             self._paused.pop(request.id, None)
 
     @property
+    def longest_paused(self) -> Request | None:
+        """The one whose reader has been behind longest."""
+        return next(iter(self._paused.values()), None)
+
+    @property
     def surplus(self) -> Request | None:
         """When too many are paused: of the client that has most, the one that has been so longest."""
         if self.num_paused <= self.max_unread:

@@ -34,7 +34,7 @@ from coordinator.scheduling.planner import Planner
 from coordinator.scheduling.preemption import Crowd, Preemption
 from coordinator.scheduling.queue import Queue
 from coordinator.scheduling.reading import Tail
-from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.requests import Request, Requests
 from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
@@ -155,8 +155,11 @@ class Scheduler(AcrossEpochs):
             is_ready = self._healing.is_ready
         while self._lives.may_begin:
             if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), is_ready)) is None:
-                may_wait = self._running or is_ready or not self._healing.is_settled
-                assert may_wait or not self._queue.order(), "a queued job can never begin"
+                may_wait = self._running or is_ready or not self._healing.is_settled or not self._queue.order()
+                if not may_wait and (unread := self._requests.longest_paused) is not None:
+                    self._end_unread(unread, "others need the room that its context takes, and it is not read")
+                    continue
+                assert may_wait, "a queued job can never begin"
                 self._lives.may_begin = False
                 return
             self._running[job.id] = job
@@ -186,9 +189,8 @@ class Scheduler(AcrossEpochs):
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
-            self._lives.may_begin |= (
-                self._placer.windows is not None
-            )  # blocks of windows that were needed to read are free
+            # blocks of windows that were needed to read are free
+            self._lives.may_begin |= self._placer.windows is not None
 
     # --- commit ---
 
@@ -296,8 +298,11 @@ class Scheduler(AcrossEpochs):
         self._lives.may_begin = True
         while (surplus := self._requests.surplus) is not None:
             told = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
-            self._outcomes.append((surplus.id, ResourceExhausted("stream", told)))
-            self.cancel(surplus.id)
+            self._end_unread(surplus, told)
+
+    def _end_unread(self, request: Request, reason: str) -> None:
+        self._outcomes.append((request.id, ResourceExhausted("stream", reason)))
+        self.cancel(request.id)
 
     def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.

@@ -60,6 +60,9 @@ class DurableMachine(RecoveringMachine):
     def _see(self, outcomes: list[Outcome]) -> None:
         super()._see([(job, outcome) for job, outcome in outcomes if not isinstance(outcome, Sealed)])
 
+    def _is_needed(self, job: int, error: LongleafError) -> bool:
+        return job in self.paused and not self.scheduler.num_running and "others need the room" in str(error)
+
     # --- what rests ---
 
     @rule(context=NAMES)

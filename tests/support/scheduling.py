@@ -32,13 +32,14 @@ class Bench:
         rotary: Rotary | None = None,
         check_every: int = 1,
         max_moved_blocks: int = MOVED_BLOCKS,
+        is_durable: bool = False,
         **changes: object,
     ) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.placer = Placer(blocks, self.config.block_size, windows)
         positions = Positions(rotary or Rotary(), max_positions)
-        self.scheduler = Scheduler(self.config, self.placer, positions, 1, max_moved_blocks)
+        self.scheduler = Scheduler(self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable)
         self.sequences = Sequences(self.config.block_size)
         self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None

@@ -188,3 +188,19 @@ def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest
         bench.scheduler._may_begin = True
         bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting, asked) == (8, 22, [])
+
+
+def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:
+    bench = Bench(blocks=(10,), is_durable=True, max_sequences=1)
+    for name in ("old", "new"):
+        document = bench.ingest(name, 16)
+        bench.run()
+        assert bench.scheduler.acknowledge(document, 9.0)
+    running, waiting, unread = bench.ask(1, 2), bench.ask(30, 2), bench.ask(1, 2, "new")
+    bench.scheduler.pause(unread, True)
+    bench.run()
+    assert [len(bench.tokens(job)) for job in (running, waiting)] == [2, 2]
+    [error] = bench.seen[unread]
+    assert isinstance(error, ResourceExhausted)
+    assert error.subject == "stream"
+    assert "is not read" in str(error)
