@@ -185,6 +185,7 @@ class Rank:
 
     def start(self, plan: StepPlan) -> Pending:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
+        self.desk.note_step()
         return self._joined.start(plan)
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:

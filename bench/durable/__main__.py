@@ -17,7 +17,7 @@ parked     first_token_s of a context whose keys and values were given up for an
            read again (off_)
 ingest     acknowledged_s of a document with snapshots (seal_) and without (off_); from there saved_s until the snapshot
            is complete, beside copy_s of a plain copy of its files with fsync; tokens per second of another stream
-           meanwhile, beside those before the document and after the snapshot
+           meanwhile, beside those before the document and after the snapshot, and how long saving took then
 journal    64 generations are held: append_us, what it takes to write down the tokens of a step, of step_ms
 storage    bytes per second to storage and back, of objects (store_) and of snapshots (service_; back until the first
            token), beside a plain copy of the same files with fsync

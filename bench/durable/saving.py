@@ -80,7 +80,7 @@ def host(stack: ExitStack, measured: Subject, data_dir: Path, options: Options, 
 async def _measure(
     measured: Subject, options: Options, addresses: dict[Snapshots, str], folders: dict[Snapshots, Path]
 ) -> Row:
-    plain, saved, rates = list[float](), list[Saved](), list[Rates]()
+    plain, saved, streams = list[float](), list[Saved](), list[Beside]()
     async with AsyncExitStack() as stack:
         places = {
             mode: Place(await stack.enter_async_context(AsyncClient(address)), folders[mode])
@@ -99,9 +99,9 @@ async def _measure(
             tell_turn(plain[-1], saved)
         for turn in range(options.repeats if "seal" in places else 0):
             ids = tuple(measured.tokens(options.tokens, seed=100 + turn))
-            rates.append(await save_beside_stream(places["seal"], ids))
-            tell(f"a stream has {rates[-1].alone:.1f} tokens/s, {rates[-1].beside:.1f} while a document is saved")
-    return row(options, plain[1:], saved[1:], rates)
+            streams.append(await save_beside_stream(places["seal"], ids))
+            tell_stream(streams[-1])
+    return row(options, plain[1:], saved[1:], streams)
 
 
 def tell_turn(plain: float, saved: Sequence[Saved]) -> None:
@@ -131,11 +131,20 @@ async def save(place: Place, ids: tuple[int, ...]) -> Saved:
     return saved
 
 
-class Rates(NamedTuple):
-    """Tokens per second of a stream."""
+class Beside(NamedTuple):
+    """A stream while a document is saved."""
 
     alone: float
+    """Its tokens per second without that."""
     beside: float
+    """And with it."""
+    saved_s: float
+    """From the acknowledgement until the snapshot is complete."""
+
+
+def tell_stream(one: Beside) -> None:
+    rates = f"{one.alone:.1f} tokens/s, {one.beside:.1f}"
+    tell(f"a stream has {rates} beside a document that is saved in {one.saved_s:.2f} s")
 
 
 class Times:
@@ -175,7 +184,7 @@ async def streaming(client: AsyncClient) -> AsyncGenerator[Times, None]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def save_beside_stream(place: Place, ids: tuple[int, ...]) -> Rates:
+async def save_beside_stream(place: Place, ids: tuple[int, ...]) -> Beside:
     """The stream is watched before the document, while it is saved, and after that."""
     folder, client = SnapshotFolder(place.data_dir), place.client
     async with streaming(client) as times:
@@ -191,23 +200,32 @@ async def save_beside_stream(place: Place, ids: tuple[int, ...]) -> Rates:
     beside = times.count(acknowledged, found.time)
     await client.delete_context(CONTEXT)
     await asyncio.to_thread(folder.wait_gone, found.manifest)
-    return Rates(alone / (before - began + ended - found.time), beside / (found.time - acknowledged))
+    saved_s = found.time - acknowledged
+    return Beside(alone / (before - began + ended - found.time), beside / saved_s, saved_s)
 
 
-def row(options: Options, plain: Sequence[float], saved: Sequence[Saved], rates: Sequence[Rates]) -> Row:
+def row(options: Options, plain: Sequence[float], saved: Sequence[Saved], streams: Sequence[Beside]) -> Row:
     """Medians, and the ratios of what was measured in the same turn."""
     figures: Row = {"off_acknowledged_s": round(median(plain), 3)}
     if not saved:
         return result(options, figures, [])
     later = [one.acknowledged_s / seconds for one, seconds in zip(saved, plain, strict=True)]
+    copy_s = median(one.copy_s for one in saved)
     slower = [one.saved_s / one.copy_s for one in saved]
-    kept = [one.beside / one.alone for one in rates]
+    slower_beside = [one.saved_s / copy_s for one in streams]
+    kept = [one.beside / one.alone for one in streams]
     figures |= {f"seal_{name}": value for name, value in medians([one.seconds for one in saved]).items()}
     figures |= {"snapshot_bytes": saved[-1].num_bytes}
-    figures |= {
-        f"stream_{name}_tokens_per_s": value for name, value in medians([one._asdict() for one in rates]).items()
-    }
-    for name, ratios in (("acknowledged_ratio", later), ("saved_ratio", slower), ("stream_ratio", kept)):
+    figures |= {"stream_alone_tokens_per_s": round(median(one.alone for one in streams), 1)}
+    figures |= {"stream_beside_tokens_per_s": round(median(one.beside for one in streams), 1)}
+    figures |= {"stream_saved_s": round(median(one.saved_s for one in streams), 3)}
+    goals = list[Goal]()
+    for name, ratios, most in (
+        ("acknowledged_ratio", later, MOST_LATER),
+        ("saved_ratio", slower, MOST_SAVED),
+        ("stream_saved_ratio", slower_beside, MOST_SAVED),
+    ):
         figures |= spread(name, ratios)
-    goals = [Goal("acknowledged_ratio", median(later), MOST_LATER), Goal("saved_ratio", median(slower), MOST_SAVED)]
+        goals.append(Goal(name, median(ratios), most))
+    figures |= spread("stream_ratio", kept)
     return result(options, figures, [*goals, Goal("stream_ratio", median(kept), LEAST_RATE, is_least=True)])

@@ -2,26 +2,37 @@
 
 A save first copies blocks to the host, which is short and belongs to an epoch: once that has ended, no copy is begun.
 Then the storage takes its time, and what it gets is right whatever happens to the blocks.
+
+Where steps are computed by the cores that save, saves take breaks as long as there are steps: a lower priority keeps
+threads off the cores, but not off the memory that both read.
 """
 
 import logging
 import os
-import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from longleaf.channel.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable
 from workers.keys.slots import Slots
+from workers.snapshots.orders import Clock, Orders
 from workers.snapshots.piece import Copy, Piece
 from workers.snapshots.store import OpenStore, Store
 
 NUM_THREADS = 2
 NICENESS = 15
 """Of these threads, and of those that they start: what decodes goes first."""
+REST = 1.8
+"""How long saves rest after one, in its own seconds, while there are steps on the same cores."""
+MAX_REST_SECONDS = 0.5
+"""Longer ones have waited for the storage, which takes nothing from steps."""
+BUSY_SECONDS = 0.5
+"""From the beginning of a step on the next one is expected."""
 MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
 """Sends what has become of an order. Any thread may call it."""
@@ -37,9 +48,12 @@ class Desk:
     Each order is answered once, unless the desk is closed before.
     """
 
-    def __init__(self, member: int, url: str | None, open_store: OpenStore, device: str) -> None:
-        """`url` None: there is no storage, and all orders fail."""
+    def __init__(
+        self, member: int, url: str | None, open_store: OpenStore, device: str, clock: Clock = time.monotonic
+    ) -> None:
+        """`url` None: there is no storage, and all orders fail. `clock` counts seconds."""
         self._member = member
+        self._clock = clock
         self._url = url
         self._open = open_store
         self._device = device
@@ -53,28 +67,33 @@ class Desk:
         self._wanted = set[tuple[type, int]]()
         """Orders, by kind and ticket, that are not answered, unless they were discarded."""
         self._pieces: dict[int, Piece] = {}
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stepped = float("-inf")
+        """When the last step has begun."""
+        self._orders = Orders(clock)
         self._threads = [threading.Thread(target=self._work, name="snapshots", daemon=True) for _ in range(NUM_THREADS)]
-        self._is_closed = False
 
     # --- the thread of the steps ---
 
+    def note_step(self) -> None:
+        """A step begins."""
+        self._stepped = self._clock()
+
     def save(self, order: Save, pool: Slots, answer: Answer) -> None:
         """Writes what lies in blocks of the pool, unless the epoch ends before it is begun."""
-        epoch = self._num_epochs
-        self._begin(order, lambda: answer(self._saved(order, pool, epoch)))
+        self._expect(order)
+        self._orders.put_save(partial(self._save, order, pool, self._num_epochs, answer))
 
     def fetch(self, order: Fetch, pool: Slots, answer: Answer) -> None:
         """Reads a piece for pools like this one."""
-        self._begin(order, lambda: answer(self._fetched(order, pool)))
+        self._expect(order)
+        self._orders.put_fetch(lambda: answer(self._fetched(order, pool)))
 
-    def _begin(self, order: Save | Fetch, work: Callable[[], None]) -> None:
+    def _expect(self, order: Save | Fetch) -> None:
         with self._lock:
             self._wanted.add((type(order), order.ticket))
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
-        self._orders.put(work)
 
     def discard(self, tickets: Sequence[int]) -> None:
         with self._lock:
@@ -95,9 +114,7 @@ class Desk:
 
     def close(self) -> None:
         """Waits for nobody: a storage may take its time. Idempotent."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._orders.put(None)
+        self._orders.close()
 
     # --- its own threads ---
 
@@ -106,8 +123,20 @@ class Desk:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if self._device.startswith("cuda"):  # each thread has a current one of its own
             torch.cuda.set_device(self._device)
-        while (work := self._orders.get()) is not None and not self._is_closed:
+        while work := self._orders.take():
             work()
+
+    def _save(self, order: Save, pool: Slots, epoch: int, answer: Answer) -> None:
+        began = self._clock()
+        self._rest(MAX_REST_SECONDS)  # one at a time
+        saved = self._saved(order, pool, epoch)
+        self._rest(REST * (self._clock() - began))
+        answer(saved)
+
+    def _rest(self, seconds: float) -> None:
+        """Has saves wait, if steps are computed by the same cores."""
+        if self._device == "cpu" and self._clock() - self._stepped < BUSY_SECONDS:
+            self._orders.rest(min(seconds, MAX_REST_SECONDS))
 
     def _saved(self, order: Save, pool: Slots, epoch: int) -> Saved:
         try:

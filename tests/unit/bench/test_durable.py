@@ -15,7 +15,7 @@ from bench.durable.asking import Answered
 from bench.durable.options import Goal, Options, result
 from bench.durable.restart import Kept, Start
 from bench.durable.room import kv_bytes, token_bytes
-from bench.durable.saving import Rates, Saved, Times
+from bench.durable.saving import Beside, Saved, Times
 from bench.durable.service import command
 from bench.durable.snapshots import SnapshotFolder, plain_copy
 from bench.durable.table import table
@@ -114,8 +114,9 @@ def test_a_service_has_room_for_what_is_measured() -> None:
 def test_saving_is_told_by_ratios_of_the_same_turn() -> None:
     """The second turn is twice as slow altogether, as on a machine with other work."""
     saved = [Saved(1.1, 0.6, 0.5, 100), Saved(2.2, 1.2, 1.0, 100)]
-    row = saving.row(OPTIONS, [1.0, 2.0], saved, [Rates(100.0, 90.0), Rates(50.0, 45.0)])
+    row = saving.row(OPTIONS, [1.0, 2.0], saved, [Beside(100.0, 90.0, 1.5), Beside(50.0, 45.0, 3.0)])
     expected = {"acknowledged_ratio": (1.1, False), "saved_ratio": (1.2, True), "stream_ratio": (0.9, True)}
+    expected |= {"stream_saved_ratio": (3.0, False)}
     assert verdicts(row) == expected
     assert (row["snapshot_bytes"], row["seal_copy_s"], row["stream_beside_tokens_per_s"]) == (100, 0.75, 67.5)
 

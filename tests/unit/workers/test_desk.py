@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from longleaf.runs import Run
 from tests.support.pools import BLOCK, POOLS, filled
 from workers.keys.content import Content
 from workers.snapshots import desk as desks
-from workers.snapshots.desk import DISCARDED, ENDED, NUM_THREADS, Desk
+from workers.snapshots.desk import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, Desk
 from workers.snapshots.fakes import FolderStore, nowhere
 from workers.snapshots.piece import Copy, Piece
 
@@ -20,11 +21,11 @@ SECONDS = 30
 
 
 class World:
-    def __init__(self, folder, url="here", open_store=None):
+    def __init__(self, folder, url="here", open_store=None, device="cpu", clock=time.monotonic):
         self.store = FolderStore(str(folder))
         self.pool = filled(POOLS["plain"], 1)
         self.answers = queue.Queue()
-        self.desk = Desk(5, url, open_store or (lambda _: self.store), "cpu")
+        self.desk = Desk(5, url, open_store or (lambda _: self.store), device, clock)
 
     def save(self, ticket):
         self.desk.save(Save(ticket, f"pieces/{ticket}", 0, RUNS), self.pool, self.answers.put)
@@ -147,6 +148,42 @@ def test_each_trouble_is_told_as_what_it_is(world, tmp_path):
     world.store.trouble = ""
     world.fetch(5, saved)
     assert world.answer() == Fetched(5, 5)
+
+
+@pytest.mark.parametrize(("device", "since_step"), [("cpu", BUSY_SECONDS), ("cuda:0", 0.0)])
+def test_saves_need_no_rest_without_steps_on_the_same_cores(tmp_path, monkeypatch, device, since_step):
+    now = [100.0]
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    world = World(tmp_path, device=device, clock=lambda: now[0])
+    world.store.gate.clear()
+    world.desk.note_step()
+    now[0] += since_step
+    for ticket in range(NUM_THREADS):
+        world.save(ticket)
+    world.wait_for_calls(NUM_THREADS)
+    world.store.gate.set()
+    assert [world.answer().failure for _ in range(NUM_THREADS)] == [None] * NUM_THREADS
+    world.desk.close()
+
+
+def test_beside_steps_one_is_saved_at_a_time_and_then_there_is_a_rest(tmp_path):
+    now, seconds = [100.0], 0.1
+    world = World(tmp_path, clock=lambda: now[0])
+    world.store.gate.clear()
+    world.desk.note_step()
+    for ticket in range(NUM_THREADS):
+        world.save(ticket)
+    world.wait_for_calls(1)
+    assert not world.store.num_calls.acquire(timeout=0.1)
+    now[0] += seconds
+    world.store.gate.set()
+    assert world.answer().failure is None
+    assert not world.store.num_calls.acquire(timeout=0.1)
+    now[0] += REST * seconds + 1e-6
+    world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # wakes a thread, which sees that the time has come
+    world.wait_for_calls(NUM_THREADS)
+    assert {world.answer().ticket for _ in range(NUM_THREADS)} > {9}
+    world.desk.close()
 
 
 def test_a_mistake_is_told_and_ends_no_thread(world, caplog):

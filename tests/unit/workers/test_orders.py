@@ -1,0 +1,89 @@
+"""Which order comes next: fetches before saves, and saves when they have rested."""
+
+import threading
+
+import pytest
+
+from workers.snapshots.orders import Orders
+
+SECONDS = 30
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def work(name):
+    def done():
+        """Nothing: only which one comes is looked at."""
+
+    done.__name__ = name
+    return done
+
+
+def taken(orders):
+    """The name of what comes next, on a thread of its own: it waits if there is nothing."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(orders.take()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_somebody_waits_for_fetches_and_nobody_for_saves(clock):
+    orders = Orders(clock)
+    for name in ("save 1", "save 2"):
+        orders.put_save(work(name))
+    for name in ("fetch 1", "fetch 2"):
+        orders.put_fetch(work(name))
+    assert [orders.take().__name__ for _ in range(4)] == ["fetch 1", "fetch 2", "save 1", "save 2"]
+
+
+def test_saves_rest_and_fetches_do_not(clock):
+    orders = Orders(clock)
+    orders.put_save(work("save"))
+    orders.rest(3600.0)
+    thread, found = taken(orders)
+    orders.put_fetch(work("fetch"))
+    thread.join(SECONDS)
+    assert [one.__name__ for one in found] == ["fetch"]
+    clock.now += 3600.0
+    assert orders.take().__name__ == "save"
+
+
+def test_the_last_word_on_a_rest_counts(clock):
+    """Who waits for the end of a long one is told of a shorter one."""
+    orders = Orders(clock)
+    orders.put_save(work("save"))
+    orders.rest(3600.0)
+    thread, found = taken(orders)
+    orders.rest(0.0)
+    thread.join(SECONDS)
+    assert [one.__name__ for one in found] == ["save"]
+
+
+def test_a_rest_ends_by_itself():
+    orders = Orders()
+    orders.rest(0.05)
+    orders.put_save(work("save"))
+    assert orders.take().__name__ == "save"
+
+
+def test_what_waits_at_the_end_is_dropped(clock):
+    orders = Orders(clock)
+    waiting = [taken(orders) for _ in range(2)]
+    orders.close()
+    orders.close()
+    for thread, _ in waiting:
+        thread.join(SECONDS)
+    assert [found for _, found in waiting] == [[None], [None]]
+    orders.put_fetch(work("fetch"))
+    assert orders.take() is None
