@@ -192,7 +192,8 @@ class Engine(ContextCalls):
         """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
         scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
         found = view_cluster(scheduler, self._config, self._epochs.current, losses)
-        return replace(found, model=model, launcher=launcher, recovery=latest)
+        storage = self._storing.view() if self._storing is not None else None
+        return replace(found, model=model, launcher=launcher, recovery=latest, storage=storage)
 
     def audit(self) -> None:
         """The scheduler adds up, and every open stream belongs to a request."""

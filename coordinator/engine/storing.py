@@ -8,6 +8,7 @@ from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.snapshots.ports import ContextUse, Form, Held
 from coordinator.snapshots.snapshots import Snapshots
+from longleaf.messages import Storage
 
 
 class Storing:
@@ -17,6 +18,7 @@ class Storing:
         self._snapshots = snapshots
         self._ranks = ranks
         self._epochs = epochs
+        self._on_change = on_change
         self._fetching = Fetching(snapshots, ranks, self._members, on_change)
         self._begun: Scheduler | None = None
         self._was_whole = (0, True)
@@ -35,7 +37,7 @@ class Storing:
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
         self._fetching.begin(scheduler.restoring)
-        self._snapshots.begin(self, self._ranks, Form(text, block_size))
+        self._snapshots.begin(self, self._ranks, Form(text, block_size), self._on_change)
 
     def turn(self) -> None:
         """Steps have been scheduled or answered, or the ranks are others."""
@@ -64,6 +66,10 @@ class Storing:
     def uses(self) -> Sequence[ContextUse]:
         contexts = self._scheduler.contexts.list()
         return [ContextUse(one.id, one.used, one.is_pinned, tuple(one.path.ids)) for one in contexts]
+
+    def view(self) -> Storage:
+        """The storage, as clients see it."""
+        return self._snapshots.view()
 
     async def close(self) -> None:
         await self._fetching.close()

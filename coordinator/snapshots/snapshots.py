@@ -18,6 +18,7 @@ from coordinator.snapshots.sender import Sender, delete_attempt
 from coordinator.snapshots.store import AsyncStore
 from coordinator.snapshots.trouble import Trouble
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.messages import Storage
 from longleaf.storage.archive import read_manifest
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import Attempt
@@ -66,8 +67,10 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, holdings: Holdings, ranks: Savers, form: Form) -> None:
-        """Ranks of this form are there."""
+    def begin(self, holdings: Holdings, ranks: Savers, form: Form, on_change: Callable[[], None]) -> None:
+        """Ranks of this form are there. `on_change` is called when `view` may answer otherwise than before."""
+        for trouble in (self._trouble, self._sender.trouble):
+            trouble.watch(on_change)
         self._holdings, self._form = holdings, form
         self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
         self._cleaner = Cleaner(
@@ -121,10 +124,10 @@ class Snapshots:
         """Of what these ranks write; empty where they cannot."""
         return self._form.text
 
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be written to storage now, for people; empty where it can."""
-        return self._trouble.reason or self._sender.trouble.reason
+    def view(self) -> Storage:
+        """The storage, as clients see it."""
+        trouble = self._trouble.reason or self._sender.trouble.reason
+        return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=trouble)
 
     def is_usable(self, segment_id: int) -> bool:
         """Whether a segment is there in the form of these ranks."""

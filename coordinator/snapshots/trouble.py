@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
 log = logging.getLogger(__name__)
@@ -16,16 +17,27 @@ class Trouble:
         self.reason = ""
         """For people; empty: nothing."""
         self._seconds = LEAST_SECONDS
+        self._on_change: Callable[[], None] = lambda: None
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """From here on `on_change` is called when `reason` is another one."""
+        self._on_change = on_change
 
     def begin(self, reason: str) -> None:
         if not self.reason:
             log.warning("%s: not done for now, and the service goes on: %s", self._what, reason)
-        self.reason = reason
+        self._say(reason)
 
     def end(self) -> None:
         if self.reason:
             log.warning("%s: done again", self._what)
-        self.reason, self._seconds = "", LEAST_SECONDS
+        self._seconds = LEAST_SECONDS
+        self._say("")
+
+    def _say(self, reason: str) -> None:
+        if reason != self.reason:
+            self.reason = reason
+            self._on_change()
 
     async def wait(self) -> None:
         """Until the next try."""

@@ -13,6 +13,7 @@ from longleaf.messages import (
     ModelInfo,
     Recovery,
     SlotState,
+    Storage,
     Verification,
     Verify,
     Worker,
@@ -74,6 +75,7 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         ],
         recovery=None if cluster.recovery is None else _encode_recovery(cluster.recovery),
         losses=[_encode_loss(loss) for loss in cluster.losses],
+        storage=None if cluster.storage is None else _encode_storage(cluster.storage),
     )
 
 
@@ -91,6 +93,10 @@ def _encode_recovery(recovery: Recovery) -> cluster_pb.Recovery:
         over=recovery.is_over,
         given_up_contexts=map(context_name, recovery.given_up),
     )
+
+
+def _encode_storage(storage: Storage) -> cluster_pb.Storage:
+    return cluster_pb.Storage(snapshots=storage.snapshots, url=storage.url, trouble=storage.trouble)
 
 
 def _encode_loss(loss: Loss) -> cluster_pb.Loss:
@@ -134,7 +140,12 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         tier_merges=tuple(TierMerge(t.row_count, t.inside, t.between) for t in message.tier_merges),
         recovery=_decode_recovery(message.recovery) if message.HasField("recovery") else None,
         losses=tuple(map(_decode_loss, message.losses)),
+        storage=_decode_storage(message.storage) if message.HasField("storage") else None,
     )
+
+
+def _decode_storage(message: cluster_pb.Storage) -> Storage:
+    return Storage(snapshots=message.snapshots, url=message.url, trouble=message.trouble)
 
 
 def _decode_recovery(message: cluster_pb.Recovery) -> Recovery:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.geometry import UNLIMITED_TOKENS
-from longleaf.messages import Cluster, Loss, ModelInfo, Recovery
+from longleaf.messages import Cluster, Loss, ModelInfo, Recovery, Storage
 from longleaf.topology import Topology
 from longleaf.units import human_angle, human_bytes, human_seconds
 
@@ -58,7 +58,12 @@ def _watch(server: str, interval: float, as_json: bool) -> None:
 
 def lines_of(found: Cluster, now: float) -> list[str]:
     """All that stands above the table; `now` in seconds since the epoch."""
-    return [*headlines(found), *recovery_lines(found.recovery), *loss_lines(found.losses, now)]
+    return [
+        *headlines(found),
+        *storage_lines(found.storage),
+        *recovery_lines(found.recovery),
+        *loss_lines(found.losses, now),
+    ]
 
 
 def headlines(found: Cluster) -> list[str]:
@@ -120,6 +125,14 @@ def window_lines(found: Cluster) -> list[str]:
         return []
     held = f"{found.window_tokens:,} of {found.max_window_tokens:,} tokens"
     return [f"keys of windowed layers on every rank, {held}"]
+
+
+def storage_lines(storage: Storage | None) -> list[str]:
+    """Where contexts lie beside the ranks, and what is wrong there."""
+    if storage is None:
+        return ["contexts end with the service: it has no --data-dir"]
+    trouble = [f"  nothing can be written there now: {storage.trouble}"] if storage.trouble else []
+    return [f"snapshots {storage.snapshots}, storage {storage.url}", *trouble]
 
 
 def recovery_lines(recovery: Recovery | None) -> list[str]:

@@ -147,6 +147,17 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """Why none is; only with `given_up`."""
 
 
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where contexts lie beside the ranks, as far as keys and values and what a lost catalog is made anew from go."""
+
+    snapshots: str
+    """What is written there: `seal`, `demand` or `off`."""
+    url: str
+    """Without user and password."""
+    trouble: str = ""
+    """Why nothing can be written now, for people; empty where it can."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The model, the ranks and the load."""
 
@@ -180,3 +191,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The one that goes on, or the last one; None where no rank was lost."""
     losses: tuple[Loss, ...] = ()
     """The last 16 at most, the latest one last."""
+    storage: Storage | None = None
+    """None without a data folder."""

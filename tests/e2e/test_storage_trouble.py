@@ -161,6 +161,13 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
 # --- while the service runs ---
 
 
+def trouble_told(client: Client) -> str:
+    """Of the storage, to clients."""
+    storage = client.cluster().storage
+    assert storage is not None
+    return storage.trouble
+
+
 def fill(path: Path) -> None:
     """Makes a file of all the room that there is."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
@@ -184,12 +191,14 @@ def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) 
         answer, _ = ask(client, "second", QUESTION)
         wait_until(lambda: service.num_said(AWAY) == 2)
         assert "it is full; make room there" in service.said
+        assert "it is full" in trouble_told(client)
         client.delete_context("first")
         wait_until(lambda: not first.exists())
         wait_until(lambda: len(saved(disk.folder)) == 1)
         assert ask(client, "second", QUESTION)[0] == answer
         wait_until(lambda: service.num_said(AGAIN) == 2)
         assert service.num_said(AWAY) == 2, "once each"
+        assert trouble_told(client) == ""
 
 
 class Objects:

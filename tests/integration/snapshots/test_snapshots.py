@@ -18,6 +18,7 @@ from coordinator.snapshots.policy import Policy
 from coordinator.snapshots.ports import ContextUse, Form
 from coordinator.snapshots.snapshots import Snapshots
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.messages import Storage
 from longleaf.runs import Run
 from longleaf.storage.archive import read_notes
 from longleaf.storage.names import segments_folder
@@ -57,6 +58,8 @@ class Bench:
         self.folder = folder
         self.catalog = catalog or FakeCatalog()
         self.ranks = FakeRanks(self.store)
+        self.views = list[Storage]()
+        """At each change that was told of."""
         self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
 
     async def commit(self, what: Change) -> None:
@@ -94,7 +97,7 @@ async def opened(
     folder: Path, policy: Policy | None = None, catalog: FakeCatalog | None = None
 ) -> AsyncIterator[Bench]:
     bench = Bench(folder, policy or Policy(), catalog)
-    bench.snapshots.begin(bench.ranks, bench.ranks, FORM)
+    bench.snapshots.begin(bench.ranks, bench.ranks, FORM, lambda: bench.views.append(bench.snapshots.view()))
     try:
         yield bench
     finally:
@@ -186,20 +189,22 @@ async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pyte
     async with opened(tmp_path, Policy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.trouble)
-        assert "it is away" in bench.snapshots.trouble
+        await until(lambda: bench.snapshots.view().trouble)
+        assert "it is away" in bench.snapshots.view().trouble
         await until(lambda: bench.snapshots.is_usable(3))
-        assert not bench.snapshots.trouble
+        assert not bench.snapshots.view().trouble
         assert caplog.text.count("not done for now") == caplog.text.count("done again") == 1
+        assert [view.trouble for view in bench.views] == ["it is away", ""]
+        assert bench.views[-1] == Storage(snapshots="seal", url=bench.store.url)
 
 
 async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.trouble)
+        await until(lambda: bench.snapshots.view().trouble)
         await bench.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: not bench.snapshots.trouble)
+        await until(lambda: not bench.snapshots.view().trouble)
         assert not bench.snapshots._wanted
 
 
@@ -208,7 +213,7 @@ async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
         bench.ranks.failures = [WorkerLost(1, "it died")]
         await bench.ingest(3)
         await until(lambda: not bench.ranks.failures)
-        assert not bench.snapshots.trouble
+        assert not bench.snapshots.view().trouble
         await asyncio.sleep(0.05)
         bench.snapshots.wake()
         await until(lambda: bench.snapshots.is_usable(3))
@@ -218,8 +223,8 @@ async def test_ranks_that_write_elsewhere_are_told(tmp_path: Path) -> None:
     async with opened(tmp_path / "here") as bench:
         bench.ranks.store = Store.open(str(tmp_path / "there"))
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.trouble)
-        assert "--snapshot-url must name a storage that all machines share" in bench.snapshots.trouble
+        await until(lambda: bench.snapshots.view().trouble)
+        assert "--snapshot-url must name a storage that all machines share" in bench.snapshots.view().trouble
 
 
 async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from longleaf.channel.epochs import MergeTiming, TierMerge
 from longleaf.client import Client
 from longleaf.commands import app
-from longleaf.commands.cluster import headlines, merge_lines, workers_table
+from longleaf.commands.cluster import headlines, merge_lines, storage_lines, workers_table
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
 from longleaf.errors import (
@@ -30,7 +31,7 @@ from longleaf.errors import (
 )
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
-from longleaf.messages import Cluster, ModelInfo, Worker
+from longleaf.messages import Cluster, ModelInfo, Storage, Worker
 from tests.support.terminal import Terminal
 
 
@@ -70,6 +71,14 @@ def test_windows_on_every_rank_are_told() -> None:
     shape = {"model": ModelInfo(name="m"), "workers": (), "world_size": 1, "epoch": 1, "merge": "auto"}
     found = Cluster(**shape, launcher="local", window_keys="replicated", window_tokens=96, max_window_tokens=4096)
     assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
+
+
+def test_where_contexts_lie_is_told() -> None:
+    assert storage_lines(None) == ["contexts end with the service: it has no --data-dir"]
+    storage = Storage(snapshots="seal", url="s3://bucket")
+    assert storage_lines(storage) == ["snapshots seal, storage s3://bucket"]
+    told = "  nothing can be written there now: s3://bucket cannot be written: it is full"
+    assert storage_lines(replace(storage, trouble="s3://bucket cannot be written: it is full"))[1:] == [told]
 
 
 def test_where_only_windows_take_room_no_number_is_told() -> None:

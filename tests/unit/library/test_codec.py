@@ -52,6 +52,7 @@ from longleaf.messages import (
     Resume,
     SlotState,
     Started,
+    Storage,
     Timings,
     Usage,
     Worker,
@@ -244,6 +245,7 @@ def test_clusters_survive() -> None:
                 time=2.5, member=7, rank=None, epoch=0, node="", reason="", slot="given_up", slot_reason="three times"
             ),
         ),
+        storage=Storage(snapshots="seal", url="s3://bucket", trouble="it is away"),
     )
     data = codec.encode_cluster(cluster).SerializeToString()
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
@@ -257,7 +259,8 @@ def test_states_of_slots_mean_the_same_on_the_wire(slot: SlotState) -> None:
     [message] = codec.encode_cluster(cluster).losses
     assert cluster_pb.SlotState.Name(message.slot_state) == f"SLOT_STATE_{slot.upper()}"
     assert codec.decode_cluster(codec.encode_cluster(cluster)).losses == (loss,)
-    assert codec.decode_cluster(codec.encode_cluster(cluster)).recovery is None
+    decoded = codec.decode_cluster(codec.encode_cluster(cluster))
+    assert (decoded.recovery, decoded.storage) == (None, None)
 
 
 SAMPLING = Sampling(

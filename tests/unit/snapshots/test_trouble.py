@@ -10,7 +10,9 @@ from coordinator.snapshots.trouble import MOST_SECONDS, Trouble
 
 def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+    told = list[str]()
     trouble = Trouble("writing")
+    trouble.watch(lambda: told.append(trouble.reason))
     trouble.end()
     for reason in ("it is full", "it is full", "it is away"):
         trouble.begin(reason)
@@ -24,6 +26,7 @@ def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
         "writing: done again",
         "writing: not done for now, and the service goes on: it is full",
     ]
+    assert told == ["it is full", "it is away", "", "it is full"]
 
 
 async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
