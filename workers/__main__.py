@@ -13,7 +13,7 @@ from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
 from workers.control import serve
 from workers.imports import for_good
-from workers.life import Computation
+from workers.ports import Computation
 
 
 def main(spec: RankSpec) -> None:

@@ -14,7 +14,8 @@ from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.channel.snapshots import Outcome
 from longleaf.errors import StartError, WorkerLost
-from workers.life import Computation, Life, Standing, ending_in_time, reason_of
+from workers.life import Life, Standing, ending_in_time, reason_of
+from workers.ports import Computation
 
 LINGER_MILLISECONDS = 2000
 END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"

@@ -7,18 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
-from longleaf.channel.encoding import FromRank, ToRank
-from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
-from longleaf.channel.lives import Hello, Load, Loaded, Progress, Stop
+from longleaf.channel.encoding import ToRank
+from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, StoreOpened
+from longleaf.channel.lives import Load, Loaded, Progress, Stop
 from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.snapshots import Discard, Fetch, Order, Outcome, Save
+from longleaf.channel.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.channel.step import StepPlan
 from longleaf.errors import Fenced, StartError, WorkerLost
 from workers.pending import Pending
+from workers.ports import Computation, Mailbox
 
 CLOSE_SECONDS = 5.0
 """How long a member may take to leave an epoch; then its process ends as it is. Longer than fleets wait before they
@@ -28,71 +29,6 @@ LOOK_SECONDS = 5e-5
 MAX_REASON_CHARACTERS = 8192
 """Characters of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
 log = logging.getLogger(__name__)
-
-
-class Computation(Protocol):
-    """The computation of one member."""
-
-    def greet(self) -> Hello:
-        """Who the member is. The first one of a machine reads which model it has."""
-        ...
-
-    def load(self) -> None:
-        """Loads the model and lays out the pool. Raises ModelRefused."""
-        ...
-
-    def open_store(self) -> int:
-        """Opens the store where the next epoch's ranks meet; its port."""
-        ...
-
-    def join(self, join: Join) -> Ready:
-        """Joins the process groups of an epoch. Nothing is held there yet."""
-        ...
-
-    def take(self, layout: Layout) -> None:
-        """Takes for held what is told, and nothing else."""
-        ...
-
-    def start(self, plan: StepPlan) -> Pending:
-        """Begins a step. Only rank 0's result is sent."""
-        ...
-
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        """Begins what is to be done beside the steps, without waiting for it, and raises nothing. `answer` is told once
-        what became of a Save or a Fetch, perhaps by another thread. What was not begun of a Save when an epoch ends is
-        not done; what was fetched stays."""
-        ...
-
-    @property
-    def num_exchanges(self) -> int:
-        """Exchanges with others that were entered in this epoch. Any thread may look."""
-        ...
-
-    def fence(self) -> None:
-        """Has the thread raise that waits for others, now or as it joins. Any thread may call it."""
-        ...
-
-    def leave(self) -> None:
-        """Leaves the epoch, whatever has happened in it, and forgets all that is of it. Model, keys and values stay.
-        Takes at most CLOSE_SECONDS, or the process ends."""
-        ...
-
-    def close(self) -> None:
-        """As `leave`; nothing follows."""
-        ...
-
-
-class Mailbox(Protocol):
-    """The connection on which a member receives and answers. One thread uses it."""
-
-    def send(self, message: FromRank) -> None: ...
-
-    def receive(self) -> ToRank:
-        """Waits for the next message."""
-        ...
-
-    @property
-    def has_message(self) -> bool: ...
 
 
 class Standing:

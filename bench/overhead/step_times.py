@@ -15,8 +15,8 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.snapshots import Order, Outcome
 from longleaf.channel.step import StepPlan
 from workers.__main__ import live
-from workers.life import Computation
 from workers.pending import Pending
+from workers.ports import Computation
 
 
 class StepTime(NamedTuple):

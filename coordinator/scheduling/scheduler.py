@@ -6,17 +6,7 @@ room; a higher priority may send it back to the queue.
 
 from functools import partial
 
-from coordinator.events import (
-    Acknowledged,
-    Admitted,
-    Document,
-    Ended,
-    EndReason,
-    Outcome,
-    Prompt,
-    Sealed,
-    Tokens,
-)
+from coordinator.events import Acknowledged, Admitted, Document, Outcome, Prompt, Sealed, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.parking import Parking
@@ -271,7 +261,7 @@ class Scheduler(AcrossEpochs):
         request_id, token = job.request.id, result.tokens[job.id]
         self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample)))
         if (reason := job.take(token.id)) is not None:
-            self._outcomes.append((request_id, _ended(job, reason, result)))
+            self._outcomes.append((request_id, job.ended(reason, result.comparisons.get(job.id))))
             self._lives.finish(job)
 
     # --- cancel, pause ---
@@ -337,18 +327,3 @@ class Scheduler(AcrossEpochs):
         audit_jobs(waiting, running, self._planner.under_way)
         self._requests.audit()
         assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))
-
-
-def _ended(job: Sequence, reason: EndReason, result: StepResult) -> Ended:
-    """Without times, which the engine knows."""
-    return Ended(
-        reason=reason,
-        prompt_tokens=job.num_prompt,
-        cached_tokens=job.request.num_cached,
-        completion_tokens=job.num_generated,
-        queue_seconds=0.0,
-        first_token_seconds=0.0,
-        decode_seconds=0.0,
-        sample=job.sample,
-        comparison=result.comparisons.get(job.id),
-    )

@@ -4,13 +4,13 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 
-from coordinator.events import Admitted, EndReason, Failed, Prompt
+from coordinator.events import Admitted, Ended, EndReason, Failed, Prompt
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
 from coordinator.scheduling.reading import Reading
 from longleaf.channel.sequences import growth
-from longleaf.channel.step import Prefill, Row, Seen, Terms, Work
+from longleaf.channel.step import Comparison, Prefill, Row, Seen, Terms, Work
 from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE
 
@@ -82,6 +82,20 @@ class Sequence(Job):
         """What its client is told."""
         request = self.request
         return Admitted(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
+
+    def ended(self, reason: EndReason, comparison: Comparison | None) -> Ended:
+        """What its client is told, but for times, which the engine knows."""
+        return Ended(
+            reason=reason,
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.request.num_cached,
+            completion_tokens=self.num_generated,
+            queue_seconds=0.0,
+            first_token_seconds=0.0,
+            decode_seconds=0.0,
+            sample=self.sample,
+            comparison=comparison,
+        )
 
     def failed(self, error: LongleafError) -> Failed | LongleafError:
         return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples go on
