@@ -21,7 +21,7 @@ class Storing:
         self._on_change = on_change
         self._fetching = Fetching(snapshots, ranks, self._members, on_change)
         self._begun: Scheduler | None = None
-        self._was_whole = (0, True)
+        self._last = (0, True, False)
 
     def _members(self) -> Sequence[int]:
         return self._epochs.current.formation.members
@@ -42,9 +42,10 @@ class Storing:
     def turn(self) -> None:
         """Steps have been scheduled or answered, or the ranks are others."""
         self._fetching.turn()
-        is_whole = self._epochs.current.number, self._scheduler.segments.holdings.is_whole
-        if is_whole != self._was_whole:
-            self._was_whole = is_whole
+        scheduler = self._scheduler
+        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_moving
+        if now != self._last:  # segments may be held that were not
+            self._last = now
             self._snapshots.wake()
 
     def held(self, segment_id: int) -> Held | None:

@@ -276,6 +276,8 @@ class Snapshots:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
+            if self._holdings.held(segment_id) not in (None, held):
+                self.wake()  # nobody else will: it lies elsewhere already
         except Exception as error:
             log.error("segment %d is not saved", segment_id, exc_info=error)
             self._wanted.pop(segment_id, None)

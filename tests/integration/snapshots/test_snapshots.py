@@ -145,9 +145,6 @@ async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> No
         await until(lambda: bench.ranks.orders)
         bench.hold(3, version=1)
         bench.ranks.may_answer.set()
-        await until(lambda: len(bench.ranks.orders) >= 3)
-        await asyncio.sleep(0)
-        bench.snapshots.wake()
         await until(lambda: bench.snapshots.is_usable(3))
         await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
 
