@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -52,11 +53,11 @@ class Saver:
         counts of what was written.
         """
         pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
-        limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
-        saves = [self._save(limits, held, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
+        saving = _Saving(held)
+        saves = [self._save(saving, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
         if held.window_runs:
-            saves.append(self._save(limits, held, attempt.windows(0), held.window_runs, of_windows=True))
-        found = await _all(saves)
+            saves.append(self._save(saving, attempt.windows(0), held.window_runs, of_windows=True))
+        found = await saving.all(saves)
         if self._holdings.held(held.segment.id) != held:
             raise Unavailable(f"segment {held.segment.id} was moved or parked while it was saved")
         await self._check_seen(held, pieces, found)
@@ -65,16 +66,9 @@ class Saver:
         await self._store.put(attempt.manifest, content, is_new=True)
         return manifest, len(content) + sum(piece.num_bytes for piece in found)
 
-    async def _save(
-        self,
-        limits: Sequence[asyncio.Semaphore],
-        held: Held,
-        name: str,
-        runs: tuple[Run, ...],
-        of_windows: bool = False,
-    ) -> Piece:
-        rank = WINDOWS_RANK if of_windows else runs[0].rank
-        async with limits[rank]:
+    async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> Piece:
+        rank, held = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
+        async with saving.turn(rank):
             order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(held.members[rank], order)
         return Piece(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
@@ -110,11 +104,31 @@ class Saver:
         )
 
 
-async def _all(saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
-    """All of them; the first failure ends the others, and is raised."""
-    tasks = [asyncio.create_task(one) for one in saves]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+class _Saving:
+    """The pieces of one segment, of which ranks write some at a time."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
+        self._failure: Exception | None = None
+        """The first."""
+
+    @asynccontextmanager
+    async def turn(self, rank: int) -> AsyncGenerator[None, None]:
+        """Waits for a rank. Raises the first failure of any of them."""
+        async with self._limits[rank]:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                yield
+            except Exception as error:
+                self._failure = self._failure or error
+                raise
+
+    async def all(self, saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
+        """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
+        ranks write later than that nobody would delete."""
+        found = await asyncio.gather(*saves, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+        return [one for one in found if isinstance(one, Piece)]

@@ -1,8 +1,9 @@
 """Snapshots over a real storage, for ranks that write something: what is saved when, what goes, and what stays."""
 
 import asyncio
+import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavaila
 from longleaf.messages import Storage
 from longleaf.runs import Run
 from longleaf.storage.archive import read_notes
+from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import segments_folder
-from longleaf.storage.store import Store
+from longleaf.storage.store import Buffer, Store, Written
 
 FORM = Form("blocks of 4; keys.0 F32 2x4x1048576", 4)
 SERVICE = "0" * 32
@@ -147,6 +149,24 @@ async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> No
         bench.ranks.may_answer.set()
         await until(lambda: bench.snapshots.is_usable(3))
         await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
+
+
+class SlowStore(Store):
+    """One that takes its time to write."""
+
+    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> Written:
+        time.sleep(0.2)
+        return super().put(name, parts, is_new=is_new)
+
+
+async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.store = SlowStore(LocalFiles(tmp_path), str(tmp_path))
+        bench.ranks.failures = [StorageUnavailable("it is away")]
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
+        assert len({entry.name.split("/")[-2] for entry in bench.store.list(segments_folder(SERVICE))}) == 1
 
 
 async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
