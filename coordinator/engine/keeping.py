@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 class Keeping:
     """The contexts of a scheduler, and a catalog: both are changed in the same order, and what cannot be kept is
-    undone. Without `lasting` nothing is kept.
+    undone. What was begun is brought to its end, also when who asked for it does not wait. Without `lasting` nothing is
+    kept.
 
     `delete` deletes a context of the scheduler, and `on_change` is called when that has something to tell; `wall_clock`
     dates contexts.
@@ -51,6 +52,8 @@ class Keeping:
         """Of changes that tell of a whole context: each builds on what was kept before."""
         self._used: set[str] = set()
         """Contexts whose last use is not kept."""
+        self._gone: set[str] = set()
+        """Contexts that are deleted, and whose journal is not."""
         self._flush: asyncio.Task[None] | None = None
 
     @property
@@ -114,15 +117,17 @@ class Keeping:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             await self._keep_uses()
+            self._clear_journal()
 
     async def _keep_uses(self) -> None:
         async with self._turn:
-            found = [context for name in self._used if (context := self._contexts.find(name)) is not None]
-            self._used.clear()
+            used, self._used = self._used, set()
+            found = [context for name in used if (context := self._contexts.find(name)) is not None]
             try:
                 if found:
                     await self._commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
+                self._used |= used
                 log.warning("when contexts were used last is not kept: %s", error)
 
     async def _commit(self, change: Change) -> None:
@@ -194,10 +199,11 @@ class Keeping:
             log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
 
     async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedPath:
-        """As the scheduler does. Raises StorageUnavailable when that cannot be kept."""
+        """As the scheduler does. Raises StorageUnavailable when that cannot be kept, and NotFound if it is deleted
+        meanwhile."""
         forked = self._scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
-        await self._put(forked, lambda: self._undo_fork(forked))
-        return forked
+        await self._end(self._put(forked, lambda: self._undo_fork(forked)))
+        return self._contexts.get(context_id)  # it may be gone by now
 
     def _undo_fork(self, forked: NamedPath) -> None:
         if self._contexts.find(forked.id) is forked:
@@ -224,7 +230,7 @@ class Keeping:
 
     async def adopt_as(self, change: Change) -> NamedPath:
         """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""
-        return await asyncio.shield(self._start(self._adopt(change)))
+        return await self._end(self._adopt(change))
 
     async def _adopt(self, change: Change) -> NamedPath:
         (record,) = change.contexts
@@ -256,8 +262,8 @@ class Keeping:
         contexts, before = self._contexts, self._contexts.get(context_id).settings
         context = contexts.change(context_id, settings, self._wall_clock())
         self._on_change()  # it may expire sooner
-        await self._put(context, lambda: contexts.restore(context, before))
-        return context
+        await self._end(self._put(context, lambda: contexts.restore(context, before)))
+        return contexts.get(context_id)
 
     async def _put(self, context: NamedPath, undo: Callable[[], None]) -> None:
         """A context has been made or changed; what cannot be kept is undone."""
@@ -274,9 +280,12 @@ class Keeping:
         """Raises NotFound, and StorageUnavailable when that cannot be kept: then the context is there again."""
         context = self._contexts.get(context_id)
         self._delete(self._scheduler, context_id)
+        await self._end(self._drop_or_bring_back(context))
+
+    async def _drop_or_bring_back(self, context: NamedPath) -> None:
         try:
             async with self._turn:
-                await self._drop(context_id)
+                await self._drop(context.id)
         except LongleafError:
             self._bring_back(context)
             self._on_change()
@@ -284,8 +293,20 @@ class Keeping:
 
     async def _drop(self, context_id: str) -> None:
         await self._commit(Change(dropped_contexts=(context_id,)))
-        if self._lasting is not None and self._contexts.find(context_id) is None:
-            self._lasting.journal.remove_of_context(context_id)
+        self._gone.add(context_id)
+        self._clear_journal()
+
+    def _clear_journal(self) -> None:
+        """Of contexts that are gone for good: what fails is tried again."""
+        for context_id in list(self._gone):
+            try:
+                if self._lasting is not None and self._contexts.find(context_id) is None:
+                    self._lasting.journal.remove_of_context(context_id)
+                self._gone.discard(context_id)
+            except LongleafError as error:
+                log.warning(
+                    "what the journal has of context %s, which is deleted, is still there: %s", context_id, error
+                )
 
     def expire(self, context_id: str) -> None:
         """A context has expired. If that cannot be kept, it expires again when the service starts."""
@@ -308,6 +329,10 @@ class Keeping:
                 self._scheduler.segments.adopt(segment)
         again = context_of(context_record(context), context.path)
         self._contexts.adopt(again)
+
+    async def _end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for the end of something; it comes to that also when the waiting is cancelled."""
+        return await (asyncio.shield(self._start(work)) if self._lasting else work)  # else it is done at once
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

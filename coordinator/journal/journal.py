@@ -86,10 +86,10 @@ class Journal:
 
     def remove(self, request_id: str) -> None:
         """Forgets a generation, which may go on unrecorded. Idempotent. Raises StorageUnavailable."""
-        self._contexts.pop(request_id, None)
         path = self._path(request_id)
         with _storing(path), suppress(FileNotFoundError):
             path.unlink()
+        self._contexts.pop(request_id, None)
 
     def remove_of_context(self, context: str) -> None:
         """Forgets the generations that ask a context. Raises StorageUnavailable."""

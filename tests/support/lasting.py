@@ -4,15 +4,20 @@ from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.records import Kept
 from coordinator.snapshots.snapshots import Snapshots
+from longleaf.errors import LongleafError
 
 
 class NotedJournal:
-    """Notes which contexts are forgotten."""
+    """Notes which contexts are forgotten. It may be told to fail."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
+        self.failures: list[LongleafError] = []
+        """Each is raised by one of the next calls, in this order."""
 
     def remove_of_context(self, context: str) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
         self.forgotten.append(context)
 
 

@@ -159,6 +159,80 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
     assert list(lasting.contexts) == ["twig"]
 
 
+@pytest.mark.parametrize("name", ["waits", "is written"])
+async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -> None:
+    """A client that goes, or whose time is up, asks again, and is told the truth then; so is the next service."""
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        for context in ("book", "other", "third"):
+            await ingest(engine, context, 8)
+        lasting.catalog.hold()
+        first = asyncio.create_task(engine.update_context("third", ContextSettings(display_name="before the others")))
+        if name == "is written":
+            await asyncio.sleep(0)
+        calls = [
+            asyncio.create_task(engine.fork_context("book", "twig")),
+            asyncio.create_task(engine.delete_context("other")),
+            asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name"))),
+        ]
+        await asyncio.sleep(0)
+        for call in (*calls, first):
+            call.cancel()
+        await asyncio.gather(*calls, first, return_exceptions=True)
+        lasting.catalog.release()
+        with pytest.raises(NotFound):
+            await engine.delete_context("other")
+        with pytest.raises(AlreadyExists):
+            await engine.fork_context("book", "twig")
+    async with running(lasting) as engine:
+        found = {view.id: view.display_name for view in engine.list_contexts()}
+        assert found == {"book": "a name", "twig": "", "third": "before the others"}
+
+
+async def test_what_is_deleted_while_it_is_kept_is_not_there() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 8)
+        lasting.catalog.hold()
+        calls = [
+            asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name"))),
+            asyncio.create_task(engine.fork_context("book", "twig")),
+        ]
+        await asyncio.sleep(0)
+        calls += [asyncio.create_task(engine.delete_context(name)) for name in ("book", "twig")]
+        await asyncio.sleep(0)
+        lasting.catalog.release()
+        told = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in told] == [NotFound, NotFound, type(None), type(None)]
+    assert not lasting.contexts
+
+
+async def test_what_is_deleted_stays_so_when_its_journal_cannot_be() -> None:
+    lasting = MemoryLasting()
+    async with running(lasting) as engine:
+        await ingest(engine, "book", 8)
+        await ingest(engine, "other", 8)
+        lasting.journal.failures = [StorageUnavailable("input/output error")]
+        await engine.delete_context("book")
+        assert ([view.id for view in engine.list_contexts()], list(lasting.contexts)) == (["other"], ["other"])
+        await engine.delete_context("other")
+        assert sorted(lasting.journal.forgotten) == ["book", "other"]
+
+
+async def test_a_use_that_could_not_be_kept_is_kept_later() -> None:
+    lasting, times = MemoryLasting(), itertools.count(10.0)
+    async with running(lasting, wall_clock=lambda: next(times)) as engine:
+        await ingest(engine, "book", 8)
+        await ask(engine, "book")
+        lasting.catalog.failures = [StorageUnavailable("the disk is full")]
+        await engine._keeping._keep_uses()
+        (kept,) = lasting.kept.contexts
+        assert kept.num_hits == 0
+        await engine._keeping._keep_uses()
+        (kept,) = lasting.kept.contexts
+        assert kept.num_hits == 1
+
+
 async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> None:
     lasting = MemoryLasting()
     async with running(lasting) as engine:
