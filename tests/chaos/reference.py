@@ -1,5 +1,6 @@
 """Questions whose answers are known: what transformers' own `generate` says, and an undisturbed service."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ DEADLY = (511, 4, 511, 4, 511)
 BOOK, FORKED, LONG, VISITOR = "book", "forked", "long", "visitor"
 CROWD = "crowd"
 """How contexts are called that take the room of others."""
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
+TEMPERATURE = 0.8
+TOP_P = [0.95 - 0.001 * i for i in range(100)]
+CLEAR = 3e-6
+"""How far, in probability, what draws a token stays from what would draw another one. Logits that are computed again in
+other parts move these borders by some 1e-7."""
 LOGPROB_TOLERANCE = 2e-4
 """Of a token's logprob, in standard deviations of the logits: twice what a logit may be off."""
 
@@ -27,10 +32,6 @@ class Known:
     tolerance: float
     options: dict[str, Any] = field(default_factory=dict)
 
-    def sampled(self) -> "Known":
-        """The same question, whose answer is drawn and not known yet."""
-        return replace(self, tokens=(), logprobs=(), options=SAMPLED)
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -39,6 +40,8 @@ class Reference:
     folder: Path
     documents: dict[str, tuple[int, ...]]
     known: list[Known]
+    drawn: tuple[Known, ...]
+    """Some of the questions with answers that are drawn; how likely these are an undisturbed service says."""
 
     def asks(self, context: str) -> list[Known]:
         return [one for one in self.known if one.context == context]
@@ -62,7 +65,8 @@ def make_reference(folder: Path, family: Any, seed: int) -> Reference:
     documents = {BOOK: book, FORKED: book[:CUT] + other, LONG: long, VISITOR: visitor}
     sizes = {BOOK: (7, 90), FORKED: (5,), LONG: (9, 80), VISITOR: (6,)}
     known = [_ask(folder, name, documents[name], size, seed) for name, found in sizes.items() for size in found]
-    return Reference(folder, documents, known)
+    drawn = [_draw(folder, documents[one.context], one) for one in known if one.context in (BOOK, LONG)]
+    return Reference(folder, documents, known, tuple(drawn))
 
 
 def _ask(folder: Path, context: str, document: tuple[int, ...], size: int, seed: int) -> Known:
@@ -77,3 +81,38 @@ def _ask(folder: Path, context: str, document: tuple[int, ...], size: int, seed:
             tolerance = LOGPROB_TOLERANCE * float(logits.std())
             return Known(context, question, golden.tokens, tuple(chosen), tolerance)
     raise AssertionError("every answer comes close to a tie")
+
+
+def _draw(folder: Path, document: tuple[int, ...], known: Known) -> Known:
+    """The same question, with a seed and a share that draw every token clearly."""
+    from tests.support.golden.plain import load_plain
+
+    model: Any = load_plain(folder)
+    for seed, top_p in enumerate(TOP_P):
+        options = {"temperature": TEMPERATURE, "top_p": top_p, "seed": seed}
+        if (tokens := _drawn(model, document + known.question, options)) is not None:
+            return replace(known, tokens=tokens, logprobs=(), options=options)
+    raise AssertionError("every draw comes close to another one")
+
+
+def _drawn(model: Any, prompt: Sequence[int], options: dict[str, Any]) -> tuple[int, ...] | None:
+    """What transformers' logits draw; None where another token was nearly drawn."""
+    import torch
+
+    from longleaf.sampling import Sampling
+    from workers.sampling.distribution import distribution, draw
+    from workers.sampling.uniforms import uniform
+
+    sampling, past, ids, tokens = Sampling(max_tokens=NEW, **options), None, list(prompt), list[int]()
+    for index in range(NEW):
+        with torch.inference_mode():
+            found = model(torch.tensor([ids]), past_key_values=past, use_cache=True)
+        scores_V, past = found.logits[0, -1].double(), found.past_key_values
+        number, borders_V = uniform(options["seed"], index), distribution(scores_V, sampling).cumsum(0)
+        shares_V = torch.softmax(scores_V / TEMPERATURE, dim=-1).sort().values.cumsum(0)
+        near = min((borders_V - number).abs().min(), (shares_V - (1 - options["top_p"])).abs().min())
+        if near < CLEAR:
+            return None
+        ids = [draw(scores_V, sampling, number)]
+        tokens += ids
+    return tuple(tokens)

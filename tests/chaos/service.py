@@ -23,7 +23,7 @@ from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
 from longleaf.messages import Cluster
-from tests.chaos.load import answer, check
+from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import Fault, ask
 from tests.chaos.reference import BOOK, CROWD, CUT, FORKED, LONG, VISITOR, Reference
 from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orphans
@@ -101,15 +101,18 @@ class Service:
     # --- what is done to it ---
 
     async def prepare(self) -> None:
-        """Ingests the documents, and learns what an undisturbed service holds and draws."""
+        """Ingests the documents, and learns what an undisturbed service holds and says."""
         documents, client = self.reference.documents, self.client
         await client.ingest(LONG, documents[LONG])
         await client.ingest(BOOK, documents[BOOK][:CUT])  # where windows are replicated forks begin where one ended
         await client.ingest(BOOK, documents[BOOK][CUT:], append=True)
         await client.fork_context(BOOK, FORKED, num_tokens=CUT)
         await client.ingest(FORKED, documents[FORKED][CUT:], append=True)
-        drawn = [one.sampled() for one in self.reference.known if one.context in (BOOK, LONG)]
-        self.reference.known.extend([await answer(client, one, Counter()) for one in drawn])
+        for one in self.reference.drawn:
+            found = await answer(client, one, Counter())
+            if found.tokens != one.tokens:
+                raise Wrong(f"drawn after {one.context}: {found.tokens} is not {one.tokens}")
+            self.reference.known.append(found)
         look = await self._idle()
         pids = await self.pids()
         for name in look.paths:
