@@ -34,7 +34,7 @@ class Archive:
         self.manifests: dict[int, SegmentManifest] = {}
         self.failures: dict[int, LongleafError] = {}
         self.asked: list[int] = []
-        self.forgotten: dict[int, str] = {}
+        self.forgotten: list[tuple[int, str]] = []
         self.is_answering = asyncio.Event()
         self.is_answering.set()
         self.may_forget = True
@@ -50,8 +50,7 @@ class Archive:
         return self.manifests[segment.id]
 
     async def forget(self, segment_id: int, reason: str) -> None:
-        assert segment_id not in self.forgotten, "it is forgotten once"
-        self.forgotten[segment_id] = reason
+        self.forgotten.append((segment_id, reason))
         if not self.may_forget:
             raise AWAY
         del self.manifests[segment_id]
@@ -136,6 +135,12 @@ class Returning:
         """As the engine does before it waits."""
         self.recovery.promise([])
         self.fetching.turn()
+
+    async def turn_often(self) -> None:
+        """More often than anything needs that waits for nobody."""
+        for _ in range(5):
+            self.turn()
+            await asyncio.sleep(0)
 
     async def until(self, is_so: Callable[[], object]) -> None:
         """Turns until it is so."""
