@@ -40,9 +40,9 @@ class Storing:
     def turn(self) -> None:
         """Steps have been scheduled or answered, or the ranks are others."""
         self._fetching.turn()
-        is_whole = self._epochs.current.number, self._scheduler.segments.holdings.is_whole
-        if is_whole != self._was_whole:
-            self._was_whole = is_whole
+        is_whole = self._scheduler.segments.holdings.is_whole and not self._scheduler.is_moving
+        if (now := (self._epochs.current.number, is_whole)) != self._was_whole:
+            self._was_whole = now
             self._snapshots.wake()
 
     def held(self, segment_id: int) -> Held | None:
