@@ -2,12 +2,13 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
 from coordinator.engine.engine import Engine
+from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.ranks.ports import Formation
 from coordinator.snapshots.policy import Policy
@@ -16,7 +17,9 @@ from longleaf.channel.snapshots import Fetch, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.geometry import Windows
+from longleaf.sampling import Sampling
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
+from longleaf.storage.names import segments_folder
 from longleaf.storage.store import Store
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running
@@ -82,6 +85,17 @@ class Storage:
         ranks.pieces = self.pieces
         return ranks
 
+    @property
+    def num_objects(self) -> int:
+        """Of segments."""
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all objects of segments, sorted."""
+        folder = segments_folder(self.lasting.kept.service_id)
+        return sorted(entry.name for entry in self.store.list(folder))
+
 
 @dataclasses.dataclass(frozen=True)
 class Service:
@@ -104,3 +118,23 @@ async def serving(
     lasting.snapshots = snapshots
     async with running(Engine(ranks, config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:
         yield Service(found.engine, ranks, snapshots)
+
+
+async def ingest(engine: Engine, ids: Sequence[int], name: str = "book", *, append: bool = False) -> None:
+    """Reads a document to its end."""
+    async for _ in engine.ingest(Document(context=name, token_ids=ids, append=append)):
+        pass
+
+
+async def ingest_two(engine: Engine) -> tuple[int, ...]:
+    """The segments of a book that was appended to."""
+    await ingest(engine, range(40))
+    await ingest(engine, range(100, 120), append=True)
+    return engine.named("book").path.ids
+
+
+async def ask(engine: Engine) -> list[int]:
+    """Asks the book; the ids of the answer."""
+    prompt = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    events = [event async for event in engine.submit(prompt)]
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
