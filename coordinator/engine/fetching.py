@@ -69,13 +69,14 @@ class Fetching:
         """Takes the orders that there are."""
         assert self._restoring is not None
         restoring = self._restoring
-        for ticket in restoring.take_discarded():
+        for ticket in (discarded := restoring.take_discarded()):
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
         for segment in restoring.take_wanted():
             self._start(self._offer(restoring, segment))
         for part in restoring.take_ordered():
-            self._order(restoring, part)
+            if part.ticket not in discarded:  # else nobody would discard it once it is fetched
+                self._order(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
             del self._pieces[segment_id]
         for segment_id in [one for one in self._damaged if not (restoring.needs(one) or one in self._forgetting)]:

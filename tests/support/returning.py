@@ -1,0 +1,188 @@
+"""Segments that nobody holds and storage has, and what brings them back: recovery, and ranks that fetch in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from coordinator.engine.fetching import Fetching
+from coordinator.placement.blocks import Placer
+from coordinator.placement.holdings import Holding
+from coordinator.placement.paths import NOWHERE, Segment
+from coordinator.placement.ranking import Ranking
+from coordinator.placement.segments import Segments
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.recovery.recovery import Recovery
+from coordinator.recovery.suspicion import LOSS
+from longleaf.channel.snapshots import Fetch
+from longleaf.channel.step import Restore
+from longleaf.errors import LongleafError, StorageUnavailable
+from longleaf.geometry import Windows
+from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.names import Attempt
+from tests.support.coming import comes
+
+BLOCK = 4
+TOKENS = 16
+RANKS = 2
+AWAY = StorageUnavailable("the storage is away")
+
+
+class Archive:
+    """What a storage has of segments. It answers when it is let, and raises what it is told to, by segment."""
+
+    def __init__(self) -> None:
+        self.manifests: dict[int, SegmentManifest] = {}
+        self.failures: dict[int, LongleafError] = {}
+        self.asked: list[int] = []
+        self.forgotten: list[tuple[int, str]] = []
+        self.is_answering = asyncio.Event()
+        self.is_answering.set()
+        self.may_forget = True
+
+    def is_usable(self, segment_id: int) -> bool:
+        return segment_id in self.manifests
+
+    async def manifest(self, segment: Segment) -> SegmentManifest:
+        self.asked.append(segment.id)
+        await self.is_answering.wait()
+        if segment.id in self.failures:
+            raise self.failures[segment.id]
+        return self.manifests[segment.id]
+
+    async def forget(self, segment_id: int, reason: str) -> None:
+        self.forgotten.append((segment_id, reason))
+        if not self.may_forget:
+            raise AWAY
+        del self.manifests[segment_id]
+
+
+class Members(FakeRanks):
+    """Ranks that note what they are told to fetch, and do so when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__(RANKS)
+        self.orders: list[tuple[int, Fetch]] = []
+        self.is_fetching = asyncio.Event()
+        self.is_fetching.set()
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        self.orders.append((member, order))
+        await self.is_fetching.wait()
+        await super().fetch(member, order)
+
+    @property
+    def names(self) -> list[str]:
+        """Pieces that were ordered, in order."""
+        return [order.name for _, order in self.orders]
+
+
+class Returning:
+    """Segments that nobody holds, and what brings them back."""
+
+    def __init__(self, windows: Windows | None) -> None:
+        self.placer = Placer([32] * RANKS, BLOCK, windows)
+        self.segments = Segments(self.placer)
+        self.recovery = Recovery(self.placer, self.segments)
+        self.archive = Archive()
+        self.ranks = Members()
+        self.num_changes = 0
+        self.fetching = Fetching(self.archive, self.ranks, lambda: tuple(self.ranks.members), self._note)
+        self.fetching.begin(self.recovery.restoring)
+
+    def _note(self) -> None:
+        self.num_changes += 1
+
+    def keep(self, number: int, num_pieces: int = 2) -> Segment:
+        """Storage has a segment, in pieces of so many blocks each that together have all of it."""
+        segment = Segment(number, NOWHERE)
+        segment.extend(range(TOKENS))
+        place, size = Attempt("service", f"service-{number}", "a"), TOKENS // num_pieces
+        runs = [(start, start + size) for start in range(0, TOKENS, size)]
+        pieces = tuple(Piece(place.piece(i), (run,), size, "00") for i, run in enumerate(runs))
+        windows = None
+        if self.placer.windows is not None:
+            windows = Piece(place.windows(0), ((TOKENS - BLOCK, TOKENS),), BLOCK, "00")
+        self.archive.manifests[number] = manifest = SegmentManifest(
+            service="service",
+            fingerprint="checkpoint",
+            form="fake",
+            segment=place.segment,
+            parent=None,
+            start=0,
+            num_tokens=TOKENS,
+            rope=segment.rope,
+            pieces=pieces,
+            windows=windows,
+            token_ids=segment.token_ids.tobytes(),
+        )
+        for piece in (*manifest.pieces, *([windows] if windows else [])):
+            self.ranks.pieces[piece.name] = frozenset(range(*piece.runs[0]))
+        return segment
+
+    def call(self, segment: Segment) -> Holding:
+        """Somebody needs a segment of which nothing is held."""
+        self.segments.adopt(segment)
+        holding = self.segments.holdings[segment]
+        self.segments.retain(segment.path)
+        self.recovery.call([holding])
+        return holding
+
+    def lost(self, number: int, num_pieces: int = 2) -> Holding:
+        """A segment that storage has, and somebody needs."""
+        return self.call(self.keep(number, num_pieces))
+
+    def turn(self) -> None:
+        """As the engine does before it waits."""
+        self.recovery.promise([])
+        self.fetching.turn()
+
+    async def turn_often(self) -> None:
+        """More often than anything needs that waits for nobody."""
+        for _ in range(5):
+            self.turn()
+            await asyncio.sleep(0)
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        """Turns until it is so."""
+
+        def turned() -> object:
+            self.turn()
+            return is_so()
+
+        await comes(turned)
+
+    def piece(self, number: int, index: int = 0) -> str:
+        return self.archive.manifests[number].pieces[index].name
+
+    def restore(self) -> Restore:
+        """The step that puts into blocks what is there."""
+        work = self.recovery.plan([], TOKENS)
+        assert isinstance(work, Restore)
+        self.ranks._check(work)
+        self.recovery.commit()
+        return work
+
+    async def restore_all(self) -> None:
+        while not self.segments.holdings.is_whole:
+            await self.until(lambda: self.can_restore)
+            self.restore()
+
+    @property
+    def can_restore(self) -> bool:
+        restoring = self.recovery.restoring
+        return any(restoring._ready(one) for one in restoring._returns.values())
+
+    def end_epoch(self, *survivors: int) -> None:
+        """What is under way never was, and those that were these ranks are the next ones."""
+        self.recovery.undo([], LOSS)
+        self.recovery.change_ranks(Ranking(2, survivors, (32,) * len(survivors)))
+
+
+@asynccontextmanager
+async def opened(windows: Windows | None = None) -> AsyncIterator[Returning]:
+    bench = Returning(windows)
+    try:
+        yield bench
+    finally:
+        async with asyncio.timeout(3):
+            await bench.fetching.close()

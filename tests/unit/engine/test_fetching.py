@@ -1,0 +1,296 @@
+"""What comes back from storage beside the steps: who is asked, how often, and what becomes of what is not there."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.engine import fetching
+from coordinator.placement.holdings import Holding
+from longleaf.errors import DataLoss, LongleafError, NotFound
+from longleaf.geometry import Reach, Windows
+from tests.support.coming import comes
+from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
+
+pytestmark = pytest.mark.timeout(60)
+WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=16)
+
+
+def promised(holding: Holding) -> bool:
+    """Whether it may come from storage yet."""
+    return holding.loss is not None and holding.loss.may_return
+
+
+async def test_what_storage_has_comes_back_and_members_keep_nothing_of_it() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        await bench.restore_all()
+        assert holding.loss is None
+        assert sorted((run.start, run.end) for run in holding.runs) == [(0, 8), (8, 16)]
+        assert {member for member, _ in bench.ranks.orders} == {0, 1}, "they share the work"
+        assert sorted(bench.ranks.names) == [bench.piece(3, 0), bench.piece(3, 1)]
+        await bench.until(lambda: not bench.ranks.fetched)
+        assert bench.archive.asked == [3]
+        assert not bench.archive.forgotten
+
+
+async def test_a_manifest_is_read_once_for_all_who_ask_and_none_waits_for_another() -> None:
+    async with opened() as bench:
+        bench.archive.is_answering.clear()
+        bench.lost(3)
+        await bench.turn_often()
+        bench.segments.retain(bench.segments.holdings.lossy[0].segment.path)  # another one needs it, too
+        bench.lost(4)
+        await bench.until(lambda: 4 in bench.archive.asked)
+        assert bench.archive.asked == [3, 4]
+        assert bench.num_changes == 0
+        bench.archive.is_answering.set()
+        await bench.restore_all()
+        assert bench.archive.asked == [3, 4]
+        assert len(bench.ranks.orders) == 4
+
+
+async def test_what_has_come_is_told_so_that_recovery_goes_on() -> None:
+    async with opened() as bench:
+        bench.lost(3)
+        bench.turn()
+        await comes(lambda: bench.num_changes == 1)  # the manifest
+        bench.turn()
+        await comes(lambda: bench.num_changes == 3)  # each of the pieces
+
+
+@pytest.mark.parametrize("error", [NotFound("the manifest"), DataLoss("the manifest", "a byte is flipped")])
+async def test_a_segment_without_a_sound_manifest_is_read_again_and_forgotten(error: LongleafError) -> None:
+    async with opened() as bench:
+        holding, other = bench.lost(3), bench.lost(4)
+        bench.archive.failures[3] = error
+        await bench.until(lambda: not promised(holding))
+        assert promised(other)
+        await bench.until(lambda: 3 not in bench.archive.manifests)
+        assert bench.archive.forgotten == [(3, str(error))]
+        assert bench.archive.asked == [3, 4]
+
+
+async def test_what_is_saved_anew_is_believed_until_it_is_damaged_again() -> None:
+    async with opened() as bench:
+        for count in (1, 2):
+            holding = bench.lost(3)
+            bench.archive.failures[3] = DataLoss("the manifest", "a byte is flipped")
+            await bench.until(lambda: 3 not in bench.archive.manifests)
+            assert len(bench.archive.forgotten) == count
+            bench.segments.release(holding.segment.path)
+            bench.archive.failures.clear()
+        again = bench.lost(3)
+        await bench.restore_all()
+        assert again.loss is None
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_a_storage_that_is_away_is_not_waited_for_and_loses_nothing(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        if is_slow:
+            monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.0)
+            bench.archive.is_answering.clear()
+        else:
+            bench.archive.failures[3] = AWAY
+        await bench.until(lambda: not promised(holding))
+        bench.turn()
+        assert bench.archive.manifests.keys() == {3}
+        assert not bench.archive.forgotten
+        assert not bench.ranks.orders
+        assert "segment 3 is read again" in caplog.text
+        assert ("it takes longer than" if is_slow else str(AWAY)) in caplog.text
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(is_missing: bool) -> None:
+    async with opened() as bench:
+        holding = bench.lost(3, num_pieces=4)
+        name = bench.piece(3, 1)
+        bench.ranks.pieces[name] = frozenset()
+        if is_missing:
+            del bench.ranks.pieces[name]
+        await bench.until(lambda: len(bench.ranks.fetched) == 3)
+        await bench.turn_often()
+        assert not bench.archive.forgotten, "others of its pieces may come yet"
+        while promised(holding):
+            bench.turn()
+            bench.restore()
+        assert holding.loss is not None
+        assert holding.loss.left == [(4, 8)]
+        await bench.until(lambda: 3 not in bench.archive.manifests)
+        (told,) = bench.archive.forgotten
+        assert name in told[1]
+        assert bench.ranks.names.count(name) == 1
+        await bench.until(lambda: not bench.ranks.fetched)
+
+
+async def test_with_windows_a_segment_of_which_a_piece_is_damaged_is_read_again_as_a_whole() -> None:
+    async with opened(WINDOWS) as bench:
+        holding = bench.lost(3)
+        bench.ranks.pieces[bench.piece(3)] = frozenset()
+        await bench.until(lambda: bench.archive.forgotten)
+        assert holding.loss is not None
+        assert (holding.loss.left, promised(holding)) == ([(0, TOKENS)], False)
+        await bench.until(lambda: not bench.ranks.fetched)
+
+
+async def test_windows_are_fetched_by_every_member() -> None:
+    async with opened(WINDOWS) as bench:
+        holding = bench.lost(3)
+        windows = bench.archive.manifests[3].windows
+        assert windows is not None
+        await bench.restore_all()
+        assert sorted(member for member, order in bench.ranks.orders if order.name == windows.name) == [0, 1]
+        assert [(run.start, run.end) for run in holding.window_runs] == [(TOKENS - BLOCK, TOKENS)]
+        await bench.until(lambda: not bench.ranks.fetched)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.ranks.is_fetching.clear()
+        monkeypatch.setattr(fetching, "FETCH_SECONDS", 30.0)
+        await bench.until(lambda: bench.recovery.restoring._returns[3].left is not None)
+        if is_slow:
+            monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.0)
+        else:
+            bench.ranks.storage_trouble = "the storage is away"
+            bench.ranks.is_fetching.set()
+        await bench.until(lambda: not promised(holding))
+        bench.turn()
+        assert bench.archive.manifests.keys() == {3}
+        assert not bench.archive.forgotten
+        told = [record.message for record in caplog.records if record.name == fetching.__name__]
+        assert len(told) == 1, "once for a segment, however many pieces it has"
+
+
+async def test_what_cannot_be_forgotten_is_not_believed_nor_tried_again() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.archive.may_forget = False
+        bench.archive.failures[3] = NotFound("the manifest")
+        await bench.until(lambda: bench.archive.forgotten)
+        await bench.turn_often()
+        assert len(bench.archive.forgotten) == 1
+        bench.segments.release(holding.segment.path)
+        again = bench.call(holding.segment)
+        bench.turn()
+        assert not bench.recovery.restoring.has(again)
+        assert bench.archive.asked == [3]
+
+
+async def test_a_member_that_is_lost_is_no_fault_of_storage_and_others_fetch_in_the_next_epoch() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.ranks.is_fetching.clear()
+        await bench.until(lambda: len(bench.ranks.orders) == 2)
+        bench.ranks.lose(1, "it died")
+        bench.ranks.is_fetching.set()
+        await comes(lambda: bench.ranks.fetched)
+        assert promised(holding), "the epoch ends, and that is all"
+        bench.end_epoch(0)
+        tickets = {order.ticket for _, order in bench.ranks.orders}
+        await bench.restore_all()
+        again = bench.ranks.orders[2:]
+        assert {member for member, _ in again} == {0}
+        assert tickets.isdisjoint(order.ticket for _, order in again)
+        assert not bench.archive.forgotten
+        await bench.until(lambda: not bench.ranks.fetched)
+
+
+async def test_what_was_fetched_in_an_epoch_that_is_over_is_discarded() -> None:
+    async with opened() as bench:
+        bench.lost(3)
+        await bench.until(lambda: len(bench.ranks.fetched) == 2)
+        bench.end_epoch(0, 1)
+        bench.fetching.turn()
+        await comes(lambda: not bench.ranks.fetched)
+
+
+async def test_a_manifest_that_comes_after_the_end_of_its_epoch_serves_the_next_one() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.archive.is_answering.clear()
+        await bench.until(lambda: bench.archive.asked)
+        bench.end_epoch(0, 1)
+        bench.archive.is_answering.set()
+        await comes(lambda: bench.num_changes)
+        await bench.restore_all()
+        assert holding.loss is None
+        assert len(bench.ranks.orders) == 2
+
+
+async def test_a_manifest_of_what_nobody_needs_any_more_is_nothing() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.archive.is_answering.clear()
+        await bench.until(lambda: bench.archive.asked)
+        bench.segments.release(holding.segment.path)
+        bench.archive.is_answering.set()
+        await comes(lambda: bench.num_changes)
+        bench.turn()
+        assert not bench.ranks.orders
+        assert not bench.fetching._pieces
+
+
+async def test_what_nobody_needs_any_more_is_discarded_while_it_is_fetched() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.ranks.is_fetching.clear()
+        await bench.until(lambda: len(bench.ranks.orders) == 2)
+        discarded = noted(bench.ranks)
+        bench.segments.release(holding.segment.path)
+        await bench.until(lambda: len(discarded) == 2)
+        assert sorted(discarded) == sorted((member, order.ticket) for member, order in bench.ranks.orders)
+
+
+def noted(ranks: Members) -> list[tuple[int, int]]:
+    """Which member was told to discard what, from now on."""
+    found, discard = list[tuple[int, int]](), ranks.discard
+
+    async def note(member: int, tickets: Sequence[int]) -> None:
+        found.extend((member, ticket) for ticket in tickets)
+        await discard(member, tickets)
+
+    ranks.discard = note
+    return found
+
+
+async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member() -> None:
+    async with opened() as bench:
+        holding = bench.lost(3)
+        bench.turn()
+        await comes(lambda: bench.num_changes)
+        bench.recovery.promise([])  # it is ordered
+        bench.segments.release(holding.segment.path)
+        bench.recovery.promise([])  # and given up, all before the turn that would tell of it
+        other = bench.lost(4)
+        bench.turn()
+        await bench.restore_all()
+        assert other.loss is None
+        await bench.until(lambda: not bench.ranks.fetched)
+
+
+async def test_closing_ends_what_is_fetched() -> None:
+    async with opened() as bench:
+        bench.lost(3)
+        await bench.until(lambda: bench.recovery.restoring._returns[3].left is not None)
+        bench.ranks.is_fetching.clear()
+        bench.archive.is_answering.clear()
+        bench.lost(4)
+        await bench.until(lambda: 4 in bench.archive.asked and len(bench.ranks.orders) == 2)
+        before = bench.num_changes
+        async with asyncio.timeout(3):
+            await bench.fetching.close()
+        bench.ranks.is_fetching.set()
+        bench.archive.is_answering.set()
+        assert not bench.fetching._tasks
+        assert not bench.ranks.fetched
+        assert bench.num_changes == before

@@ -1,0 +1,198 @@
+"""Contexts that come into an engine: what is there once they are adopted, and what is left where they are not."""
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.engine.engine import Engine
+from coordinator.engine.house import EngineArriving, EngineLeaving
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.snapshots.policy import Policy
+from longleaf.channel.step import Prefill, Restore
+from longleaf.config import EngineConfig
+from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
+from longleaf.geometry import Rope
+from longleaf.storage.manifest import encode_manifest
+from tests.support.catalog import context, segment
+from tests.support.running import running
+from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
+
+pytestmark = pytest.mark.timeout(60)
+DEMAND = Policy("demand", grace=NOW)
+AWAY = StorageUnavailable("the disk is full")
+BOOK = context("book", 7, 30, capacity=2_000)
+
+
+async def move(leaving: EngineLeaving, arriving: EngineArriving, storage: Storage) -> list[SegmentRecord]:
+    """Puts all that leaves where it arrives; what its segments are there. What is put becomes known to the ranks."""
+    found = list[SegmentRecord]()
+    for each in leaving.segments:
+        parent = found[-1].id if found else None
+        found.append(replace(each, id=arriving.new_segment(), parent=parent))
+        manifest, attempt = leaving.manifests[each.id], arriving.new_attempt(found[-1].id)
+        pieces = [replace(piece, name=attempt.piece(i)) for i, piece in enumerate(manifest.pieces)]
+        for old, new in zip(manifest.pieces, pieces, strict=True):
+            await arriving.put(new.name, await leaving.read(old))
+            storage.pieces[new.name] = frozenset(position for run in new.runs for position in range(*run))
+        moved = replace(manifest, service=attempt.service, segment=attempt.segment, pieces=tuple(pieces))
+        await arriving.put(attempt.manifest, encode_manifest(moved))
+    return found
+
+
+def snapshots_of(segments: Sequence[SegmentRecord], storage: Storage) -> list[SnapshotRecord]:
+    """Of segments whose manifests lie on a storage."""
+    names = [name for name in storage.names if name.endswith("/manifest")]
+    pairs = zip(segments, names, strict=True)
+    return [SnapshotRecord(segment=one.id, manifest=name, form=f"{FORM}|", num_bytes=9) for one, name in pairs]
+
+
+async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
+    old, new = Storage(), Storage()
+    async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
+        await ingest_two(before.engine)
+        await ingest(after.engine, range(7), "other")
+        leaving = await before.engine.house.open_export("book", with_keys=True)
+        arriving = await after.engine.house.begin_import(leaving.context)
+        assert (arriving.form, arriving.fingerprint) == (f"{FORM}|", "checkpoint")
+        segments = await move(leaving, arriving, new)
+        assert len(after.snapshots._needed()) == 2, "nothing of it is swept"
+        record = replace(leaving.context, segment=segments[-1].id)
+        adopted = await arriving.adopt(record, segments, snapshots_of(segments, new))
+        assert (adopted.state, adopted.tokens) == ("parked", 60)
+        assert not after.snapshots._needed()
+        count = new.num_objects
+        await arriving.drop()
+        assert new.num_objects == count, "it is there for good"
+        assert await ask(after.engine) == await ask(before.engine)
+        works = [plan.work for plan in after.ranks.plans]
+        ids = {each.id for each in segments}
+        assert ids == {work.segment for work in works if isinstance(work, Restore)}
+        assert not any(isinstance(work, Prefill) and work.path[-1] in ids for work in works)
+
+
+async def arrive(service: Service) -> EngineArriving:
+    """A context of one segment without keys is about to come."""
+    return await service.engine.house.begin_import(BOOK)
+
+
+async def adopt(arriving: EngineArriving, rope: Rope | None = None) -> ContextRecord:
+    """It is there."""
+    number = arriving.new_segment()
+    record = replace(BOOK, segment=number)
+    told = segment(number, 30) if rope is None else segment(number, 30, rope=rope)
+    await arriving.adopt(record, [told], [])
+    return record
+
+
+async def test_what_is_dropped_leaves_nothing_on_storage() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempt = arriving.new_attempt(arriving.new_segment())
+        await arriving.put(attempt.piece(0), b"keys")
+        assert storage.num_objects == 1
+        await arriving.drop()
+        await arriving.drop()
+        assert not storage.num_objects
+        assert not service.snapshots._needed()
+        with pytest.raises(NotFound):
+            service.engine.house.get_context("book")
+
+
+async def test_dropping_does_not_fail_where_storage_does() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempt = arriving.new_attempt(arriving.new_segment())
+        await arriving.put(attempt.piece(0), b"keys")
+        storage.files.fail(9)
+        await arriving.drop()
+        assert not service.snapshots._needed(), "the sweep will find it"
+
+
+async def test_ids_are_given_once() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        one, other = await arrive(service), await arrive(service)
+        given = [one.new_segment(), other.new_segment(), one.new_segment()]
+        await ingest(service.engine, range(8), "other")
+        given += [service.engine.named("other").path.ids[-1], one.new_segment()]
+        assert given == sorted(set(given))
+
+
+async def test_a_name_is_free_at_the_beginning_and_at_the_end() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        arriving = await arrive(service)
+        await ingest(service.engine, range(8))
+        with pytest.raises(AlreadyExists):
+            await arrive(service)
+        with pytest.raises(AlreadyExists):
+            await adopt(arriving)
+        assert service.engine.get_context("book").tokens == 8
+        await service.engine.delete_context("book")
+        await adopt(arriving)
+        assert service.engine.get_context("book").tokens == 30
+
+
+async def test_what_cannot_be_kept_is_kept_at_the_next_try() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempt = arriving.new_attempt(arriving.new_segment())
+        await arriving.put(attempt.piece(0), b"keys")
+        storage.lasting.catalog.failures.append(AWAY)
+        with pytest.raises(StorageUnavailable):
+            await adopt(arriving)
+        assert service.snapshots._needed(), "it may yet be adopted"
+        with pytest.raises(NotFound):
+            service.engine.house.get_context("book")
+        await adopt(arriving)
+        assert storage.lasting.contexts == {"book": 30}
+
+
+async def test_a_context_that_is_rotated_otherwise_is_not_taken_in() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        with pytest.raises(InvalidArgument, match="does not rotate contexts of 2,000 positions") as caught:
+            await adopt(arriving, Rope(scaled_for=4096))
+        assert caught.value.field == "rope"
+        assert not storage.lasting.contexts
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_tokens", "told"),
+    [(3_001, 30, "3,001 is more than 3,000"), (2_000, 3_001, "num_tokens: 3,001 is more than 3,000")],
+)
+async def test_contexts_that_are_too_long_are_refused_before_anything_comes(
+    capacity: int, num_tokens: int, told: str
+) -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        too_long = replace(BOOK, capacity=capacity, num_tokens=num_tokens)
+        with pytest.raises(InvalidArgument, match=told):
+            await service.engine.house.begin_import(too_long)
+        await service.engine.house.begin_import(replace(BOOK, capacity=3_000, num_tokens=3_000))
+
+
+async def test_keys_come_only_where_they_could_be_restored() -> None:
+    async with serving(Storage(), policy=Policy("off", grace=NOW)) as service:
+        arriving = await arrive(service)
+        assert arriving.form is None
+        await adopt(arriving)
+        assert service.engine.house.get_context("book").state == "parked"
+    storage = Storage()
+    async with serving(storage, storage.ranks(form=""), DEMAND) as service:
+        assert (await arrive(service)).form is None
+
+
+async def test_where_nothing_is_kept_contexts_only_leave() -> None:
+    config = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
+    async with running(Engine(FakeRanks(2, 100), config, 3000)) as found:
+        await ingest(found.engine, range(40))
+        leaving = await found.engine.house.open_export("book", with_keys=True)
+        assert len(leaving.segments) == 1
+        assert not leaving.manifests
+        await leaving.close()
+        with pytest.raises(FailedPrecondition, match="--data-dir"):
+            await found.engine.house.begin_import(replace(BOOK, id="other"))

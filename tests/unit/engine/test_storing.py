@@ -1,0 +1,272 @@
+"""Storage as an engine sees it: what may be saved of what ranks hold, and when it is looked at again."""
+
+import asyncio
+
+import pytest
+
+from coordinator.engine.engine import Engine
+from coordinator.engine.storing import Storing
+from coordinator.events import Document, Prompt, Tokens
+from coordinator.snapshots.policy import Policy
+from coordinator.snapshots.ports import ContextUse, Held
+from longleaf.channel.step import Prefill, Restore
+from longleaf.errors import Unavailable
+from longleaf.geometry import EVERY_RANK, Reach, Windows
+from longleaf.messages import ContextSettings
+from longleaf.sampling import Sampling
+from tests.support.coming import comes
+from tests.support.storing import FORM, Service, Storage, serving
+
+pytestmark = pytest.mark.timeout(60)
+IDS = list(range(96))
+WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=32)
+DEMAND = Policy("demand", grace=1e12)
+
+
+async def ingest(engine: Engine, name: str = "book", ids: list[int] = IDS) -> int:
+    """The id of the context's last segment."""
+    is_there = any(context.id == name for context in engine.list_contexts())
+    async for _ in engine.ingest(Document(context=name, token_ids=ids, append=is_there)):
+        pass
+    return engine.named(name).path.ids[-1]
+
+
+async def ask(engine: Engine, name: str = "book") -> list[int]:
+    prompt = Prompt(context=name, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    events = [event async for event in engine.submit(prompt)]
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def storing(service: Service) -> Storing:
+    assert service.engine._storing is not None
+    return service.engine._storing
+
+
+def held(service: Service, segment: int) -> Held | None:
+    return storing(service).held(segment)
+
+
+def num_reread(service: Service) -> int:
+    """Tokens of the first segment that were read."""
+    works = [plan.work for plan in service.ranks.plans]
+    return sum(len(work.token_ids) for work in works if isinstance(work, Prefill) and work.path == (0,))
+
+
+async def test_what_is_sealed_is_held_as_it_lies() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        found = held(service, number)
+        assert found is not None
+        assert list(found.segment.token_ids) == IDS
+        assert sum(len(run) for run in found.runs) == len(IDS)
+        assert (found.members, found.epoch, found.window_runs) == ((0, 1), 1, ())
+        assert found == held(service, number)
+        assert held(service, number + 1) is None
+
+
+async def test_what_every_rank_holds_of_windows_is_held_too() -> None:
+    storage = Storage()
+    async with serving(storage, storage.ranks(windows=WINDOWS), DEMAND) as service:
+        found = held(service, await ingest(service.engine))
+        assert found is not None
+        assert [(run.rank, run.end) for run in found.window_runs] == [(EVERY_RANK, len(IDS))]
+
+
+async def test_what_grows_is_not_held() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        service.ranks.may_step.clear()
+        reading = asyncio.create_task(ingest(service.engine))
+        scheduler = service.engine._current()
+        await comes(lambda: scheduler.segments.holdings.find(0) is not None)
+        assert held(service, 0) is None
+        service.ranks.may_step.set()
+        assert await reading == 0
+        assert held(service, 0) is not None
+
+
+async def test_what_is_parked_is_not_held_and_is_another_one_once_it_is_again() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        before = held(service, number := await ingest(service.engine))
+        assert before is not None
+    async with serving(storage, policy=DEMAND) as service:
+        assert held(service, number) is None
+        await ask(service.engine)
+        again = held(service, number)
+        assert again is not None
+        assert again.version != before.version
+
+
+async def test_what_is_lost_is_held_again_by_others_once_it_has_been_read() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        service.ranks.may_step.clear()
+        service.ranks.lose(1, "it died")
+        await comes(lambda: service.engine.cluster().epoch == 2)
+        assert held(service, number) is None
+        service.ranks.may_step.set()
+        await comes(lambda: (found := held(service, number)) and (found.epoch, found.members) == (2, (0,)))
+
+
+async def test_nothing_is_held_between_epochs() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        service.ranks.may_form.clear()
+        service.ranks.break_epoch("they hung")
+        await comes(lambda: service.engine._epochs.is_over)
+        assert held(service, number) is None
+        service.ranks.may_form.set()
+        await comes(lambda: (found := held(service, number)) and found.epoch == 2)
+
+
+async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        service.ranks.may_step.clear()
+        service.ranks.load(7)
+        await comes(lambda: service.engine.cluster().epoch == 2)
+        scheduler = service.engine._current()
+        assert scheduler.segments.holdings.is_whole
+        assert held(service, number) is None
+        service.ranks.may_step.set()
+        await comes(lambda: held(service, number))
+        found = held(service, number)
+        assert found is not None
+        assert {found.members[run.rank] for run in found.runs} == {0, 1, 7}
+
+
+@pytest.mark.parametrize(
+    ("form", "windows", "told"),
+    [
+        (FORM, None, f"{FORM}|"),
+        (FORM, WINDOWS, f"{FORM}|fake windows"),
+        ("", None, ""),
+    ],
+)
+async def test_the_form_is_that_of_all_pools_and_none_where_ranks_cannot_save(
+    form: str, windows: Windows | None, told: str
+) -> None:
+    storage = Storage()
+    async with serving(storage, storage.ranks(windows=windows, form=form), DEMAND) as service:
+        assert service.snapshots.form == told
+        assert service.snapshots.may_write == bool(told)
+
+
+async def test_contexts_are_told_with_their_paths_and_when_they_were_used() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        await service.engine.fork_context("book", "fork", 10)
+        await ingest(service.engine, "fork", [7, 8])
+        await service.engine.update_context("fork", ContextSettings(is_pinned=True))
+        path = service.engine.named("fork").path.ids
+        assert len(path) == 2
+        assert storing(service).uses() == [
+            ContextUse("book", 12.0, False, (number,)),
+            ContextUse("fork", 12.0, True, path),
+        ]
+
+
+async def test_what_was_saved_comes_back_and_is_not_read() -> None:
+    storage = Storage()
+    async with serving(storage) as service:
+        number = await ingest(service.engine)
+        answer = await ask(service.engine)
+        await comes(lambda: service.snapshots.is_usable(number))
+    async with serving(storage) as service:
+        assert await ask(service.engine) == answer
+        assert any(isinstance(plan.work, Restore) for plan in service.ranks.plans)
+        assert num_reread(service) == 0
+        await comes(lambda: not service.ranks.fetched)
+
+
+async def test_what_is_damaged_is_read_again_and_then_saved_anew() -> None:
+    storage = Storage()
+    async with serving(storage) as service:
+        number = await ingest(service.engine)
+        answer = await ask(service.engine)
+        await comes(lambda: service.snapshots.is_usable(number))
+    before, damaged = set(storage.pieces), min(storage.pieces)
+    num_lost = len(storage.pieces.pop(damaged))
+    async with serving(storage) as service:
+        assert await ask(service.engine) == answer
+        assert num_reread(service) == num_lost
+        await comes(lambda: storage.pieces.keys() - before)
+        await comes(lambda: service.snapshots.is_usable(number))
+        manifest = await service.snapshots.manifest(service.engine.named("book").path.segments[0])
+        assert before.isdisjoint(manifest.objects)
+
+
+async def test_a_storage_that_is_away_has_all_be_read_again_and_keeps_what_it_has() -> None:
+    storage = Storage()
+    async with serving(storage) as service:
+        number = await ingest(service.engine)
+        answer = await ask(service.engine)
+        await comes(lambda: service.snapshots.is_usable(number))
+    ranks = storage.ranks()
+    ranks.storage_trouble = "it is away"
+    async with serving(storage, ranks) as service:
+        assert await ask(service.engine) == answer
+        assert num_reread(service) == len(IDS)
+        assert service.snapshots.is_usable(number)
+
+
+async def test_what_could_not_be_saved_for_a_loss_is_saved_once_all_is_held_again() -> None:
+    async with serving(Storage()) as service:
+        service.ranks.may_save.clear()
+        number = await ingest(service.engine)
+        await comes(lambda: service.ranks.num_saves)
+        service.ranks.may_step.clear()
+        service.ranks.lose(1, "it died")
+        service.ranks.may_save.set()
+        await comes(lambda: service.engine.cluster().epoch == 2)
+        assert not service.snapshots.is_usable(number)
+        service.ranks.may_step.set()
+        await comes(lambda: service.snapshots.is_usable(number))
+        assert service.engine.cluster().epoch == 2
+
+
+async def test_what_could_not_be_saved_while_runs_moved_is_saved_once_they_lie_still() -> None:
+    async with serving(Storage()) as service:
+        service.ranks.may_save.clear()
+        number = await ingest(service.engine)
+        await comes(lambda: service.ranks.num_saves)
+        service.ranks.may_step.clear()
+        service.ranks.load(7)
+        await comes(lambda: service.engine.cluster().epoch == 2)
+        service.ranks.may_save.set()
+        await comes(lambda: not service.snapshots._attempts)
+        assert not service.snapshots.is_usable(number)
+        service.ranks.may_step.set()
+        await comes(lambda: held(service, number))
+        await comes(lambda: service.snapshots.is_usable(number))
+
+
+async def test_closing_waits_for_no_save_and_tells_who_waits() -> None:
+    async with serving(Storage(), policy=DEMAND) as service:
+        number = await ingest(service.engine)
+        service.ranks.may_save.clear()
+        saving = asyncio.create_task(service.snapshots.save([number]))
+        await comes(lambda: service.ranks.num_saves)
+        async with asyncio.timeout(3):
+            await service.engine.close()
+        with pytest.raises(Unavailable, match="is stopping"):
+            await saving
+
+
+async def test_closing_waits_for_nothing_that_is_fetched() -> None:
+    storage = Storage()
+    async with serving(storage) as service:
+        number = await ingest(service.engine)
+        await comes(lambda: service.snapshots.is_usable(number))
+    async with serving(storage) as service:
+        service.ranks.may_fetch.clear()
+        asking = asyncio.create_task(ask(service.engine))
+        await comes(lambda: service.ranks.num_fetches)
+        async with asyncio.timeout(3):
+            await service.engine.close()
+        with pytest.raises(Unavailable, match="is stopping"):
+            await asking
+        service.ranks.may_fetch.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not service.ranks.fetched
