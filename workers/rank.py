@@ -185,8 +185,8 @@ class Rank:
 
     def start(self, plan: StepPlan) -> Pending:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
-        self.desk.note_step()
-        return self._joined.start(plan)
+        with self.desk.beside_step():
+            return self._joined.start(plan)
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Begins what is to be done beside the steps. `answer` is told what became of it, perhaps by another thread."""

@@ -199,7 +199,7 @@ class Ranks(Protocol):
         ...
 
     async def discard(self, member: int, tickets: Sequence[int]) -> None:
-        """Has a member forget what it fetched, and what it has not begun, under these tickets."""
+        """Has a member forget what it fetched under these tickets, and fetch nothing more under them."""
         ...
 
     @property

@@ -69,8 +69,8 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 
 
 class Discard(msgspec.Struct, frozen=True, tag="discard"):
-    """Coordinator to member: nobody wants any more what was fetched or is to be done under these tickets. What has not
-    begun is answered as dropped; what was never heard of is no mistake."""
+    """Coordinator to member: nobody wants any more what was or is to be fetched under these tickets. What has not begun
+    is answered as dropped; what was never heard of is no mistake. Saves have tickets of their own, and go on."""
 
     tickets: tuple[int, ...]
 

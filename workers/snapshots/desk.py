@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ REST = 1.8
 MAX_REST_SECONDS = 0.5
 """Longer ones have waited for the storage, which takes nothing from steps."""
 BUSY_SECONDS = 0.5
-"""From the beginning of a step on the next one is expected."""
+"""From the end of a step on the next one is expected."""
 MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
 """Sends what has become of an order. Any thread may call it."""
@@ -64,41 +64,48 @@ class Desk:
         """That have ended. Changes before who ends one waits for `_copying`."""
         self._lock = threading.Lock()
         """Of what follows."""
-        self._wanted = set[tuple[type, int]]()
-        """Orders, by kind and ticket, that are not answered, unless they were discarded."""
+        self._wanted = set[int]()
+        """Tickets of fetches that are not answered, unless they were discarded."""
         self._pieces: dict[int, Piece] = {}
+        self._is_stepping = False
         self._stepped = float("-inf")
-        """When the last step has begun."""
-        self._orders = Orders(clock)
+        """When the last step has ended."""
+        self._orders = Orders(clock, lambda: self._limited(MAX_REST_SECONDS))  # one save at a time
         self._threads = [threading.Thread(target=self._work, name="snapshots", daemon=True) for _ in range(NUM_THREADS)]
 
     # --- the thread of the steps ---
 
-    def note_step(self) -> None:
-        """A step begins."""
-        self._stepped = self._clock()
+    @contextmanager
+    def beside_step(self) -> Generator[None, None, None]:
+        """A step is computed."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._stepped, self._is_stepping = self._clock(), False
 
     def save(self, order: Save, pool: Slots, answer: Answer) -> None:
         """Writes what lies in blocks of the pool, unless the epoch ends before it is begun."""
-        self._expect(order)
         self._orders.put_save(partial(self._save, order, pool, self._num_epochs, answer))
+        self._begin()
 
     def fetch(self, order: Fetch, pool: Slots, answer: Answer) -> None:
         """Reads a piece for pools like this one."""
-        self._expect(order)
-        self._orders.put_fetch(lambda: answer(self._fetched(order, pool)))
-
-    def _expect(self, order: Save | Fetch) -> None:
         with self._lock:
-            self._wanted.add((type(order), order.ticket))
+            self._wanted.add(order.ticket)
+        self._orders.put_fetch(lambda: answer(self._fetched(order, pool)))
+        self._begin()
+
+    def _begin(self) -> None:
         for thread in self._threads:
             if thread.ident is None:
                 thread.start()
 
     def discard(self, tickets: Sequence[int]) -> None:
+        """Forgets what was fetched, and what is not fetched yet. Saves have tickets of their own."""
         with self._lock:
             for ticket in tickets:
-                self._wanted -= {(Save, ticket), (Fetch, ticket)}
+                self._wanted.discard(ticket)
                 self._pieces.pop(ticket, None)
 
     def piece(self, ticket: int) -> Piece | None:
@@ -128,32 +135,28 @@ class Desk:
 
     def _save(self, order: Save, pool: Slots, epoch: int, answer: Answer) -> None:
         began = self._clock()
-        self._rest(MAX_REST_SECONDS)  # one at a time
         saved = self._saved(order, pool, epoch)
-        self._rest(REST * (self._clock() - began))
+        self._orders.rest(self._limited(REST * (self._clock() - began)))
         answer(saved)
 
-    def _rest(self, seconds: float) -> None:
-        """Has saves wait, if steps are computed by the same cores."""
-        if self._device == "cpu" and self._clock() - self._stepped < BUSY_SECONDS:
-            self._orders.rest(min(seconds, MAX_REST_SECONDS))
+    def _limited(self, rest: float) -> float:
+        """How long saves rest that should rest so long, in seconds: only if steps are computed by the same cores."""
+        has_steps = self._is_stepping or self._clock() - self._stepped < BUSY_SECONDS
+        return min(rest, MAX_REST_SECONDS) if has_steps and self._device == "cpu" else 0.0
 
     def _saved(self, order: Save, pool: Slots, epoch: int) -> Saved:
         try:
             with self._copying:
-                failure = self._refusal(order) or (ENDED if epoch != self._num_epochs else None)
-                copy = None if failure else Copy(pool, order.runs, of_windows=order.of_windows)
-            if copy is None:
-                return Saved(self._member, order.ticket, failure=failure)
+                if epoch != self._num_epochs:
+                    return Saved(self._member, order.ticket, failure=ENDED)
+                copy = Copy(pool, order.runs, of_windows=order.of_windows)
             written = self._opened().put(order.name, copy.parts())
             return Saved(self._member, order.ticket, written.num_bytes, written.digest)
         except Exception as error:
             return Saved(self._member, order.ticket, failure=failure_of(error))
-        finally:
-            self._finish(order)
 
     def _fetched(self, order: Fetch, pool: Slots) -> Fetched:
-        failure = self._refusal(order)
+        failure = None if self._is_wanted(order) else DISCARDED
         try:
             if failure is None:
                 data = self._opened().get(order.name, order.digest)
@@ -163,23 +166,20 @@ class Desk:
         except Exception as error:
             failure = failure_of(error)
         finally:
-            self._finish(order)
+            with self._lock:
+                self._wanted.discard(order.ticket)
         return Fetched(self._member, order.ticket, failure)
 
     def _keep(self, order: Fetch, piece: Piece) -> Failure | None:
         with self._lock:
-            if (Fetch, order.ticket) not in self._wanted:
+            if order.ticket not in self._wanted:
                 return DISCARDED
             self._pieces[order.ticket] = piece
         return None
 
-    def _refusal(self, order: Save | Fetch) -> Failure | None:
+    def _is_wanted(self, order: Fetch) -> bool:
         with self._lock:
-            return None if (type(order), order.ticket) in self._wanted else DISCARDED
-
-    def _finish(self, order: Save | Fetch) -> None:
-        with self._lock:
-            self._wanted.discard((type(order), order.ticket))
+            return order.ticket in self._wanted
 
     def _opened(self) -> Store:
         """Raises what the storage raises; then it is tried again with the next order."""

@@ -13,9 +13,11 @@ class Orders:
     """A queue where fetches go before saves, since somebody waits for them, and where saves may have to rest. Any
     thread may call."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        """`clock` counts seconds."""
+    def __init__(self, clock: Clock = time.monotonic, pause: Callable[[], float] = lambda: 0.0) -> None:
+        """`clock` counts seconds. `pause` tells how many of them other saves wait once one is taken, unless `rest` says
+        something else meanwhile."""
         self._clock = clock
+        self._pause = pause
         self._fetches: deque[Work] = deque()
         self._saves: deque[Work] = deque()
         self._rested = 0.0
@@ -54,6 +56,7 @@ class Orders:
                     return self._fetches.popleft()
                 rest = self._rested - self._clock()
                 if self._saves and rest <= 0:
+                    self._rested = self._clock() + self._pause()
                     return self._saves.popleft()
                 self._changed.wait(rest if self._saves else None)
         return None

@@ -59,6 +59,19 @@ def test_saves_rest_and_fetches_do_not(clock):
     assert orders.take().__name__ == "save"
 
 
+def test_who_takes_a_save_has_others_wait_at_once(clock):
+    orders = Orders(clock, lambda: 5.0)
+    for name in ("save 1", "save 2"):
+        orders.put_save(work(name))
+    assert orders.take().__name__ == "save 1"
+    thread, found = taken(orders)
+    orders.put_fetch(work("fetch"))
+    thread.join(SECONDS)
+    assert [one.__name__ for one in found] == ["fetch"]
+    clock.now += 5.0
+    assert orders.take().__name__ == "save 2"
+
+
 def test_the_last_word_on_a_rest_counts(clock):
     """Who waits for the end of a long one is told of a shorter one."""
     orders = Orders(clock)
