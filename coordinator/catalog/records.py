@@ -1,6 +1,7 @@
 """Records: what the catalog keeps, one struct per kind, and what changes in one transaction."""
 
 from array import array
+from functools import cached_property
 
 import msgspec
 
@@ -118,7 +119,7 @@ class Committed(msgspec.Struct, frozen=True):
     segments that are not there. That they are to be deleted is outgoing."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class Kept(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All that a catalog holds, but for the ids of uploads and what is outgoing. Records are in the order of their
     keys. What is damaged is in none of them."""
 
@@ -142,14 +143,17 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     other_damage: tuple[str, ...] = ()
     """What else is damaged, in words."""
 
+    @cached_property
+    def _by_id(self) -> dict[int, SegmentRecord]:
+        return {segment.id: segment for segment in self.segments}
+
     def path(self, context: ContextRecord) -> tuple[SegmentRecord, ...]:
         """The segments of a context's path, the first one first. Raises DataLoss where one of them is damaged or
         missing, or does not continue the one before."""
-        by_id = {segment.id: segment for segment in self.segments}
         found: list[SegmentRecord] = []
         next_id, end = context.segment, context.num_tokens
         while next_id is not None:
-            segment = by_id.get(next_id)
+            segment = self._by_id.get(next_id)
             if segment is None or not segment.start < end <= segment.end:
                 raise _lost(context, self.damaged.get(next_id, f"segment {next_id} is missing, or ends too early"))
             found.append(segment)
