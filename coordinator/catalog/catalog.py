@@ -76,8 +76,8 @@ class Catalog:
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
 
-    async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
-        return await self._call(self._write, writing.read_outgoing, limit)
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        return await self._call(self._write, writing.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
         await self._call(self._write, writing.drop_outgoing, keys)

@@ -55,8 +55,9 @@ class FakeCatalog:
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
 
-    async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
-        return sorted(self._outbox.items())[:limit]
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        found = sorted(self._outbox.items())
+        return [(key, each) for key, each in found if each.content is None or not only_deletions][:limit]
 
     async def done(self, keys: Sequence[int]) -> None:
         await self._do(self._done, keys)

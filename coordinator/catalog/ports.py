@@ -55,7 +55,7 @@ class Outbox(Protocol):
     """Keeps what is to be written to storage until it is there. One task at a time may send it: of several of one name
     the last one counts, and is handed out after those before it are done with."""
 
-    async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
         """The oldest ones with their keys, at most `limit`; what is damaged is left out."""
         ...
 

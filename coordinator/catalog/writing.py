@@ -188,10 +188,13 @@ def _send(connection: Connection, outgoing: Sequence[Outgoing]) -> None:
     _set_state(connection, {**state, "next_outgoing": state["next_outgoing"] + len(outgoing)})
 
 
-def read_outgoing(connection: Connection, limit: int) -> list[tuple[int, Outgoing]]:
+def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> list[tuple[int, Outgoing]]:
     """The oldest ones, but for those that are damaged."""
     found: list[tuple[int, Outgoing]] = []
-    for row in connection.execute(select(outbox).order_by(outbox.c.key)).mappings():
+    chosen = select(outbox).order_by(outbox.c.key)
+    if only_deletions:
+        chosen = chosen.where(outbox.c.content.is_(None))
+    for row in connection.execute(chosen).mappings():
         if len(found) == limit:
             break
         if rows.is_whole(outbox, row):

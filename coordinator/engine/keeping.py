@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
 from coordinator.engine.lasting import Lasting
@@ -131,13 +129,8 @@ class Keeping:
                 log.warning("when contexts were used last is not kept: %s", error)
 
     async def _commit(self, change: Change) -> None:
-        if (lasting := self._lasting) is None:
-            return
-        if lasting.snapshots is not None:
-            change = replace(change, outgoing=lasting.snapshots.outgoing(change))
-        committed = await lasting.catalog.commit(change)
-        if lasting.snapshots is not None:
-            lasting.snapshots.committed(change, committed)
+        if self._lasting is not None:
+            await (self._lasting.snapshots or self._lasting.catalog).commit(change)
 
     def num_bytes(self, context: NamedPath) -> int:
         """Bytes kept of a context: of its token ids, and on storage."""

@@ -5,10 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from collections.abc import Set as AnySet
 
-from coordinator.catalog.records import Change, Kept
-from coordinator.snapshots.notes import Notes
+from coordinator.catalog.records import Kept
 from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.ports import ContextUse, SnapshotCatalog
+from coordinator.snapshots.ports import ContextUse
 from coordinator.snapshots.records import Records
 from coordinator.snapshots.store import AsyncStore
 from coordinator.snapshots.trouble import MOST_SECONDS
@@ -24,40 +23,41 @@ class Cleaner:
     """Looks through the storage of one service at the start, and every hour.
 
     `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
-    used last, and `needed` has the folders that stay though no record names them.
+    used last, `needed` has the folders that stay though no record names them, and `tell_again` has storage be told of
+    all contexts but those of which it has a note.
     """
 
     def __init__(
         self,
         store: AsyncStore,
-        catalog: SnapshotCatalog,
         kept: Kept,
         records: Records,
         policy: Policy,
         needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
         lose: Callable[[Sequence[int]], Awaitable[None]],
+        tell_again: Callable[[AnySet[str]], Awaitable[None]],
         uses: Callable[[], Sequence[ContextUse]],
         wall_clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._catalog = catalog
         self._kept = kept
         self._records = records
         self._policy = policy
         self._needed = needed
         self._drop = drop
         self._lose = lose
+        self._tell_again = tell_again
         self._uses = uses
         self._wall_clock = wall_clock
 
-    async def run(self, notes: Notes, on_outgoing: Callable[[], None]) -> None:
-        """Until it is cancelled. `on_outgoing` is called when notes are."""
+    async def run(self) -> None:
+        """Until it is cancelled."""
         is_first = True
         while True:
             try:
                 if is_first:
-                    await self._compare(notes, on_outgoing)
+                    await self._compare()
                     is_first = False
                 await self.trim()
                 await self._sweep()
@@ -72,7 +72,7 @@ class Cleaner:
             log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
             await self._drop(surplus)
 
-    async def _compare(self, notes: Notes, on_outgoing: Callable[[], None]) -> None:
+    async def _compare(self) -> None:
         """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
         another one than before."""
         service = self._kept.service_id
@@ -84,11 +84,7 @@ class Cleaner:
         if lost:
             log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
             await self._lose(lost)
-        if outgoing := notes.again(noted):
-            change = Change(outgoing=outgoing)
-            await self._catalog.commit(change)
-            notes.note(change)
-            on_outgoing()
+        await self._tell_again(noted)
 
     async def _sweep(self) -> None:
         live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())

@@ -60,9 +60,19 @@ class Sender:
                 await self._there_is_more.wait()
 
     async def _send_some(self) -> bool:
-        """Whether there was something. Behind a note that cannot be written deletions are sent all the same: they may
-        make the room that it needs."""
-        found = await self._outbox.outgoing(AT_ONCE + len(self._held))  # what is held keeps nobody waiting
+        """Whether there was something. Behind notes that cannot be written deletions are sent all the same: they may
+        make the room that these need. Raises StorageUnavailable."""
+        done, failure = await self._send_first(only_deletions=False)
+        if failure is not None and not done:
+            done, _ = await self._send_first(only_deletions=True)
+        if failure is not None and not done:
+            raise failure
+        return bool(done)
+
+    async def _send_first(self, *, only_deletions: bool) -> tuple[list[int], StorageUnavailable | None]:
+        """What has been sent of the oldest, and why a note was not, if one was not."""
+        limit = AT_ONCE + len(self._held)  # what is held keeps nobody waiting
+        found = await self._outbox.outgoing(limit, only_deletions=only_deletions)
         done, failure = list[int](), None
         try:
             for key, outgoing in found:
@@ -79,9 +89,7 @@ class Sender:
         finally:
             if done:
                 await self._outbox.done(done)
-        if failure is not None and not done:
-            raise failure
-        return bool(done)
+        return done, failure
 
     async def _send(self, outgoing: Outgoing) -> None:
         if outgoing.content is not None:

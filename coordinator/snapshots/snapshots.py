@@ -3,9 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Set as AnySet
 from typing import Any
 
-from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SnapshotRecord
+from msgspec.structs import replace
+
+from coordinator.catalog.records import Change, Committed, Kept, SnapshotRecord
 from coordinator.catalog.rows import little_endian
 from coordinator.placement.paths import Segment
 from coordinator.snapshots.cleaner import Cleaner
@@ -50,6 +53,8 @@ class Snapshots:
         self._wall_clock = wall_clock
         self._records = Records(kept.snapshots, policy)
         self._notes = Notes(kept)
+        self._turn = asyncio.Lock()
+        """Of changes that make notes: these are numbered as they are kept."""
         self._sender = Sender(self._store, catalog)
         self._trouble = Trouble("writing snapshots")
         self._holdings: Holdings | None = None
@@ -75,18 +80,17 @@ class Snapshots:
         self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
         self._cleaner = Cleaner(
             self._store,
-            self._catalog,
             self._kept,
             self._records,
             self._policy,
             self._needed,
             self._drop,
             self._lose,
+            self._tell_again,
             holdings.uses,
             self._wall_clock,
         )
-        cleaning = self._cleaner.run(self._notes, self._sender.wake)
-        for work in (self._sender.run(), self._save_for_ever(), cleaning):
+        for work in (self._sender.run(), self._save_for_ever(), self._cleaner.run()):
             self._start(work)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -170,11 +174,20 @@ class Snapshots:
 
     # --- changes ---
 
-    def outgoing(self, change: Change) -> tuple[Outgoing, ...]:
-        """What a change must be kept with."""
-        return self._notes.of(change)
+    async def commit(self, change: Change) -> None:
+        """Keeps a change in the catalog, with what storage must be told of it. Raises what the catalog does."""
+        async with self._turn:
+            change = replace(change, outgoing=self._notes.of(change))
+            self._committed(change, await self._catalog.commit(change))
 
-    def committed(self, change: Change, committed: Committed) -> None:
+    async def _tell_again(self, noted: AnySet[str]) -> None:
+        """Tells storage of all contexts but those of which it has a note."""
+        async with self._turn:
+            if outgoing := self._notes.again(noted):
+                change = Change(outgoing=outgoing)
+                self._committed(change, await self._catalog.commit(change))
+
+    def _committed(self, change: Change, committed: Committed) -> None:
         """A change is kept."""
         self._notes.note(change)
         self._records.forget(committed.segments)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.records import Change, ContextRecord, SegmentRecord
@@ -64,11 +63,6 @@ class Bench:
         """At each change that was told of."""
         self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
 
-    async def commit(self, what: Change) -> None:
-        what = replace(what, outgoing=self.snapshots.outgoing(what))
-        committed = await self.catalog.commit(what)
-        self.snapshots.committed(what, committed)
-
     def hold(self, number: int, version: int = 0) -> None:
         runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
         self.ranks.hold(segment(number), runs, version=version)
@@ -76,7 +70,7 @@ class Bench:
 
     async def ingest(self, number: int, name: str = "book") -> None:
         self.hold(number)
-        await self.commit(change(number, name))
+        await self.snapshots.commit(change(number, name))
 
     @property
     def objects(self) -> set[str]:
@@ -174,7 +168,7 @@ async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) 
         bench.ranks.may_answer.clear()
         await bench.ingest(3)
         await until(lambda: bench.ranks.orders)
-        await bench.commit(Change(dropped_contexts=("book",)))
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         bench.ranks.may_answer.set()
         await until(lambda: len(bench.ranks.orders) >= 3)
         await until(lambda: not bench.objects and not bench.snapshots._attempts)
@@ -185,9 +179,28 @@ async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Pat
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
-        await bench.commit(Change(dropped_contexts=("book",)))
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.objects)
         await until(lambda: bench.is_noted_as_deleted("book"))
+
+
+async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted(tmp_path: Path) -> None:
+    """A storage that is empty, or another one, is told of all contexts at the start; changes go on meanwhile."""
+    catalog = FakeCatalog()
+    for number, name in enumerate(("book", "other")):
+        await catalog.commit(change(number, name))
+    catalog.hold()
+    async with opened(tmp_path, catalog=catalog) as bench:
+        await until(bench.snapshots._turn.locked)
+        deleting = asyncio.create_task(bench.snapshots.commit(Change(dropped_contexts=("book",))))
+        await asyncio.sleep(0)
+        catalog.release()
+        await deleting
+        await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
+        await until(lambda: bench.is_noted_as_deleted("book"))
+        assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
+        numbers = [note.number for note in read_notes(bench.store).newest.values()]
+        assert len(set(numbers)) == len(numbers)
 
 
 async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
@@ -195,7 +208,7 @@ async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         name = bench.snapshots.hold(3)
-        await bench.commit(Change(dropped_contexts=("book",)))
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: bench.is_noted_as_deleted("book"))
         assert "manifest" in bench.objects
         bench.snapshots.release(name)
@@ -220,7 +233,7 @@ async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
         await until(lambda: bench.snapshots.view().trouble)
-        await bench.commit(Change(dropped_contexts=("book",)))
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.snapshots.view().trouble)
         assert not bench.snapshots._wanted
 

@@ -1,6 +1,7 @@
 """What is outgoing reaches storage in its order, and nothing of it is lost."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -32,8 +33,11 @@ class NotingFiles(MemoryFiles):
     def __init__(self) -> None:
         super().__init__()
         self.done: list[str] = []
+        self.is_full = False
 
     def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
         super().write(name, parts, is_new)
         self.done.append(f"+{name}")
 
@@ -100,6 +104,17 @@ async def test_more_than_is_taken_at_once_is_sent() -> None:
         assert len(found.names) == 2 * AT_ONCE + 3
 
 
+async def test_deletions_are_sent_past_any_number_of_notes_that_cannot_be_written() -> None:
+    """A storage that is full takes nothing else, and has room only then."""
+    async with sending() as found:
+        found.memory.is_full = True
+        await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
+        await comes(lambda: f"-{note(5000).name}" in found.memory.done)
+        found.memory.is_full = False
+        await found.all_sent()
+        assert len(found.names) == 2 * AT_ONCE
+
+
 async def test_a_storage_that_is_away_loses_nothing_and_is_told_of() -> None:
     async with sending() as found:
         found.files.fail(3)
@@ -124,11 +139,11 @@ async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more()
     class Damaged(FakeCatalog):
         is_damaged = True
 
-        async def outgoing(self, limit: int) -> list[tuple[int, Outgoing]]:
+        async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
             if self.is_damaged:
                 self.is_damaged = False
                 raise DataLoss("the catalog", "its pages are torn")
-            return await super().outgoing(limit)
+            return await super().outgoing(limit, only_deletions=only_deletions)
 
     found = Sending()
     catalog = Damaged()
