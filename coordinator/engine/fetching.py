@@ -17,6 +17,8 @@ from longleaf.units import human_seconds
 FETCH_SECONDS = 30.0
 """After which nothing more of a segment is fetched, nor what storage has of it: reading its tokens again takes no
 longer."""
+FORGET_SECONDS = 30.0
+"""After which it is tried again to have a catalog forget what is damaged."""
 log = logging.getLogger(__name__)
 
 
@@ -108,13 +110,15 @@ class Fetching:
         self._on_change()
 
     async def _forget(self, segment_id: int) -> None:
-        try:
-            await self._manifests.forget(segment_id, self._damaged[segment_id])
-        except LongleafError as error:  # it stays where it is, and is not believed
-            log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
-        else:
-            self._forgetting.discard(segment_id)
-            del self._damaged[segment_id]
+        while True:
+            try:
+                await self._manifests.forget(segment_id, self._damaged[segment_id])
+                break
+            except LongleafError as error:  # until then it is not believed
+                log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
+            await asyncio.sleep(FORGET_SECONDS)
+        self._forgetting.discard(segment_id)
+        del self._damaged[segment_id]
 
     # --- pieces ---
 

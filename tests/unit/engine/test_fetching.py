@@ -171,7 +171,7 @@ async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
         assert len(told) == 1, "once for a segment, however many pieces it has"
 
 
-async def test_what_cannot_be_forgotten_is_not_believed_nor_tried_again() -> None:
+async def test_what_cannot_be_forgotten_is_not_believed_until_it_is_tried_again() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.archive.may_forget = False
@@ -184,6 +184,17 @@ async def test_what_cannot_be_forgotten_is_not_believed_nor_tried_again() -> Non
         bench.turn()
         assert not bench.recovery.restoring.has(again)
         assert bench.archive.asked == [3]
+
+
+async def test_what_could_not_be_forgotten_is_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "FORGET_SECONDS", 0.01)
+    async with opened() as bench:
+        bench.lost(3)
+        bench.archive.may_forget = False
+        bench.archive.failures[3] = NotFound("the manifest")
+        await bench.until(lambda: len(bench.archive.forgotten) > 2)
+        bench.archive.may_forget = True
+        await bench.until(lambda: 3 not in bench.archive.manifests)
 
 
 async def test_a_member_that_is_lost_is_no_fault_of_storage_and_others_fetch_in_the_next_epoch() -> None:
