@@ -163,7 +163,7 @@ class Service:
         if (durability := self._durability) is None:
             return UseCases(engine, tokenizer, describe, house=engine.house)
         uploads = KeptUploads(durability.catalog, durability.kept.uploads)
-        uploads.drop_old()
+        uploads.begin()
         return UseCases(engine, tokenizer, describe, durability.journal, uploads, engine.house)
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:

@@ -18,6 +18,10 @@ from longleaf.messages import IngestHeader
 
 KEEP_SECONDS = 7 * 86_400.0
 """How long a document is kept that nobody goes on with."""
+SWEEP_SECONDS = 3600.0
+"""How often is looked for such."""
+NEVER = 1 << 62
+"""So many ids are kept, or about to be, where no more shall be."""
 log = logging.getLogger(__name__)
 
 
@@ -26,6 +30,8 @@ class Beginning(msgspec.Struct, frozen=True):
 
     header: IngestHeader
     num_lead: int
+    num_tokens: int | None = None
+    """Ids that are kept with it; early versions did not say."""
 
 
 class KeptUploads:
@@ -41,21 +47,32 @@ class KeptUploads:
         self._catalog = catalog
         self._wall_clock = wall_clock
         self._records: dict[UploadKey, UploadRecord] = {record.key: record for record in records}
+        """As they are kept."""
         self._num_kept: dict[UploadKey, int] = {}
         """Ids that are kept, or about to be."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """From here on those are dropped that nobody has gone on with for long."""
+        self._sweeping = asyncio.create_task(self._drop_old_for_ever())
 
     async def take_up(self, header: IngestHeader, document: Intake) -> None:
         """Has a new document go on where an earlier service had come, if one had. Raises InvalidArgument when it began
         in another way, and StorageUnavailable."""
         key = _key(header)
-        if not header.upload_id or (record := self._records.get(key)) is None:
+        if not header.upload_id:
+            return
+        await asyncio.gather(*self._tasks)  # what an earlier call has brought may not be kept yet
+        if (record := self._records.get(key)) is None:
             return
         beginning = msgspec.msgpack.decode(record.header, type=Beginning)
         if beginning.header.append != header.append:
             raise InvalidArgument("config.append", "is not what this upload began with")
         try:
             ids = await self._catalog.upload_ids(key)
+            if beginning.num_tokens not in (None, len(ids)):
+                raise DataLoss(f"upload {key[1]} of {key[0]}", f"it has {len(ids)} ids of {beginning.num_tokens}")
         except DataLoss as error:
             log.warning("%s", error)
             self.forget(header)
@@ -73,30 +90,35 @@ class KeptUploads:
         record = UploadRecord(
             context=header.context,
             upload_id=header.upload_id,
-            header=msgspec.msgpack.encode(Beginning(header, settled.num_lead)),
+            header=msgspec.msgpack.encode(Beginning(header, settled.num_lead, document.num_tokens)),
             settled_bytes=settled.num_bytes,
             updated=self._wall_clock(),
         )
-        self._records[key] = record
-        self._start(self._append(record, ids))
+        self._start(self._append(record, num_kept, ids))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
 
-    async def _append(self, record: UploadRecord, ids: "array[int]") -> None:
+    async def _append(self, record: UploadRecord, start: int, ids: "array[int]") -> None:
+        """What comes behind one that could not be kept is refused, as its ids do not follow those that are."""
         try:
-            await self._catalog.append_upload(record, ids)
+            await self._catalog.append_upload(record, start, ids)
         except (StorageUnavailable, DataLoss) as error:
-            log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
-            self._num_kept[record.key] = 1 << 62
+            if self._num_kept.get(record.key, NEVER) != NEVER:  # it is still on its way, and this is its first failure
+                log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
+                self._num_kept[record.key] = NEVER
+        else:
+            if record.key in self._num_kept:  # else it has ended meanwhile
+                self._records[record.key] = record
 
     def forget(self, header: IngestHeader) -> None:
         """A document is part of its context, or nobody will go on with it."""
-        self._num_kept.pop(_key(header), None)
-        if self._records.pop(_key(header), None) is not None:
-            self._start(self._drop(_key(header)))
+        key = _key(header)
+        is_kept = self._records.pop(key, None) is not None
+        if self._num_kept.pop(key, 0) or is_kept:
+            self._start(self._drop(key))
 
     async def _drop(self, key: UploadKey) -> None:
         try:
@@ -112,8 +134,15 @@ class KeptUploads:
                 del self._records[record.key]
                 self._start(self._drop(record.key))
 
+    async def _drop_old_for_ever(self) -> None:
+        while True:
+            self.drop_old()
+            await asyncio.sleep(SWEEP_SECONDS)
+
     async def close(self) -> None:
         """Returns when all is kept."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

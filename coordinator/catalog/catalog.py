@@ -67,8 +67,8 @@ class Catalog:
     async def note_epoch(self, epoch: int) -> None:
         await self._call(self._write, writing.write_epoch, epoch)
 
-    async def append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
-        await self._call(self._write, writing.append_upload, record, new_ids)
+    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+        await self._call(self._write, writing.append_upload, record, start, new_ids)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return await self._call(self._write, writing.read_upload, key)

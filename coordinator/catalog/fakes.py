@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SegmentRecord, UploadKey, UploadRecord
-from longleaf.errors import LongleafError, Unavailable
+from longleaf.errors import DataLoss, LongleafError, Unavailable
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class FakeCatalog:
     async def note_epoch(self, epoch: int) -> None:
         await self._do(self._note_epoch, epoch)
 
-    async def append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
-        await self._do(self._append_upload, record, new_ids)
+    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+        await self._do(self._append_upload, record, start, new_ids)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return self._upload_ids.get(key, array("I"))[:]
@@ -81,9 +81,9 @@ class FakeCatalog:
 
     def _commit(self, change: Change) -> Committed:
         self.changes.append(change)
-        for key in change.dropped_uploads:
-            self._upload_ids.pop(key, None)
         self.kept, committed = changed(self.kept, change)
+        left = {each.key for each in self.kept.uploads}
+        self._upload_ids = {key: ids for key, ids in self._upload_ids.items() if key in left}
         for outgoing in (*change.outgoing, *(Outgoing(name, None) for name in committed.manifests)):
             self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
             self._outbox[self.kept.next_outgoing] = outgoing
@@ -93,8 +93,11 @@ class FakeCatalog:
     def _note_epoch(self, epoch: int) -> None:
         self.kept = replace(self.kept, epoch=max(self.kept.epoch, epoch))
 
-    def _append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
-        self._upload_ids[record.key] = self._upload_ids.get(record.key, array("I")) + new_ids
+    def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+        known = self._upload_ids.get(record.key, array("I"))
+        if len(known) != start:
+            raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
+        self._upload_ids[record.key] = known + new_ids
         uploads = {**{each.key: each for each in self.kept.uploads}, record.key: record}
         self.kept = replace(self.kept, uploads=tuple(uploads[key] for key in sorted(uploads)))
 
@@ -119,7 +122,11 @@ def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
         contexts=tuple(contexts[key] for key in sorted(contexts)),
         segments=tuple(segments[key] for key in sorted(segments.keys() - gone)),
         snapshots=tuple(after[key] for key in sorted(after)),
-        uploads=tuple(each for each in kept.uploads if each.key not in change.dropped_uploads),
+        uploads=tuple(
+            each
+            for each in kept.uploads
+            if each.key not in change.dropped_uploads and each.context not in change.dropped_contexts
+        ),
         next_segment=max([kept.next_segment, *(each.id + 1 for each in change.segments)]),
     )
     lost = manifests - {each.manifest for each in after.values()}

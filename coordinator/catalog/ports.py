@@ -38,8 +38,9 @@ class ContextCatalog(Protocol):
 class UploadCatalog(Protocol):
     """Keeps documents on their way."""
 
-    async def append_upload(self, record: UploadRecord, new_ids: "array[int]") -> None:
-        """Keeps a record, new or instead of that with the same key, and more token ids behind those that it has."""
+    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+        """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
+        it has. Raises DataLoss when it has others, as after a call that failed: nothing is changed then."""
         ...
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":

@@ -30,6 +30,8 @@ def write_change(connection: Connection, change: Change) -> Committed:
     manifests = _manifests(connection, [*change.dropped_snapshots, *anew])
     _drop(connection, contexts, change.dropped_contexts)
     _drop(connection, snapshots, change.dropped_snapshots)
+    for context in change.dropped_contexts:
+        connection.execute(delete(uploads).where(uploads.c.context == context))
     for key in change.dropped_uploads:
         drop_upload(connection, key)
     for segment in change.segments:
@@ -130,10 +132,12 @@ def write_epoch(connection: Connection, epoch: int) -> None:
 # --- documents on their way ---
 
 
-def append_upload(connection: Connection, record: UploadRecord, new_ids: "array[int]") -> None:
-    """Its row, and the ids behind those that it has. Raises DataLoss when the row is damaged."""
+def append_upload(connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+    """Its row, and the ids behind the first `start`, which it has. Raises DataLoss when it has others, or the row is
+    damaged."""
     row = _upload(connection, record.key)
-    start = row["num_tokens"] if row else 0
+    if (num_tokens := row["num_tokens"] if row else 0) != start:
+        raise _lost_upload(record.key, f"{num_tokens} ids of it are kept, and those behind {start} do not follow them")
     new = rows.upload_row(record, start + len(new_ids))
     if row:
         connection.execute(update(uploads).where(_is_upload(uploads, record.key)), new)

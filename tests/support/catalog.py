@@ -82,8 +82,8 @@ FIRST_EPOCH = 9
 async def write_first(path: Path) -> None:
     catalog = await Catalog.open(path)
     await catalog.commit(FIRST)
-    await catalog.append_upload(FIRST_UPLOAD, ids(1, 25))
-    await catalog.append_upload(FIRST_UPLOAD, ids(2, 5))
+    await catalog.append_upload(FIRST_UPLOAD, 0, ids(1, 25))
+    await catalog.append_upload(FIRST_UPLOAD, 25, ids(2, 5))
     await catalog.note_epoch(FIRST_EPOCH)
     await catalog.close()
 

@@ -1,6 +1,7 @@
 """Documents that are sent to one service, and go on with the next one."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,10 +13,11 @@ from coordinator.calls.ingest import Ingest
 from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
 
@@ -30,9 +32,14 @@ class Desk:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
         self.threads = TextThreads()
+        self.catalog = catalog
         self.kept = KeptUploads(catalog, records, lambda: date)
-        tokenizer = Tokenizer.load(write_model(folder / "model"), split_template)
-        self.ingest = Ingest(self.engine, tokenizer, self.threads, Uploads(kept=self.kept))
+        self._tokenizer = Tokenizer.load(write_model(folder / "model"), split_template)
+        self.ingest = self.ingest_with(self.kept)
+
+    def ingest_with(self, kept: KeptUploads) -> Ingest:
+        """That of a service that has no document in memory."""
+        return Ingest(self.engine, self._tokenizer, self.threads, Uploads(kept=kept))
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -115,14 +122,63 @@ async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
         assert one.engine.contexts["moby"] == ids
 
 
+class Failing:
+    """A catalog that cannot keep the second part of an upload."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.num_calls = 0
+
+    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise StorageUnavailable("the disk is full")
+        await self._catalog.append_upload(record, start, new_ids)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return await self._catalog.upload_ids(key)
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self._catalog.drop_upload(key)
+
+
+@pytest.mark.parametrize("is_another_service", [False, True])
+async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_service: bool) -> None:
+    """Also where what came behind it could be, and when the service that had it in memory has let it go."""
+    expected = await whole(tmp_path, cut(TEXT))
+    async with desk(tmp_path) as one:
+        one.kept = KeptUploads(failing := Failing(one.catalog), ())
+        one.ingest = one.ingest_with(one.kept)
+        await one.run(HEADER, *cut(TEXT[:400_000]), ends=False)
+        assert failing.num_calls > 1
+        await one.kept.close()
+        if not is_another_service:
+            one.ingest = one.ingest_with(one.kept)
+            await goes_on(one, expected)
+    if is_another_service:
+        async with desk(tmp_path) as one:
+            await goes_on(one, expected)
+
+
+async def goes_on(one: Desk, expected: list[int]) -> None:
+    """Sends the document from where the service says."""
+    (first, *_) = await one.run(HEADER, ends=False)
+    assert 0 < first.received_bytes < 300_000
+    reports = await one.run(HEADER, *cut(TEXT[first.received_bytes :]))
+    assert reports[-1].phase == "ready"
+    assert one.engine.contexts["moby"] == expected
+
+
 async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
     async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
-        one.kept.drop_old()
+        one.kept.begin()
+        await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes > 0
     async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
-        one.kept.drop_old()
+        one.kept.begin()
+        await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 

@@ -175,13 +175,34 @@ async def test_what_another_reader_holds_up_is_gone_with_the_next_commit(
 
 async def test_an_upload_becomes_a_context_in_one_change(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
-    await catalog.append_upload(upload(), ids(0, PIECE_IDS + 5))
-    await catalog.append_upload(upload(settled_bytes=200), ids(1, 5))
+    await catalog.append_upload(upload(), 0, ids(0, PIECE_IDS + 5))
+    await catalog.append_upload(upload(settled_bytes=200), PIECE_IDS + 5, ids(1, 5))
     assert await catalog.upload_ids(("doc", "u1")) == ids(0, PIECE_IDS + 5) + ids(1, 5)
     assert (await catalog.load()).uploads == (upload(settled_bytes=200),)
     await catalog.commit(Change(dropped_uploads=(("doc", "u1"),)))
     assert await catalog.upload_ids(("doc", "u1")) == array("I")
     await catalog.drop_upload(("doc", "u1"))
+    await catalog.close()
+
+
+async def test_what_does_not_follow_the_ids_of_an_upload_is_refused(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.append_upload(upload(), 0, ids(0, 20))
+    with pytest.raises(DataLoss, match="20 ids of it are kept, and those behind 25 do not follow them"):
+        await catalog.append_upload(upload(settled_bytes=200), 25, ids(1, 5))
+    assert await catalog.upload_ids(("doc", "u1")) == ids(0, 20)
+    assert (await catalog.load()).uploads == (upload(),)
+    await catalog.close()
+
+
+async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("doc", 0))
+    await catalog.append_upload(upload(), 0, ids(7, 20))
+    await catalog.append_upload(upload("other"), 0, ids(8, 20))
+    await catalog.commit(Change(dropped_contexts=("doc",)))
+    assert (await catalog.load()).uploads == (upload("other"),)
+    assert not remains(tmp_path, ids(7, 20))
     await catalog.close()
 
 

@@ -6,6 +6,7 @@ from array import array
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,6 +24,7 @@ from coordinator.catalog.records import (
     SnapshotRecord,
     UploadRecord,
 )
+from longleaf.errors import DataLoss
 from longleaf.geometry import Rope
 from tests.support.catalog import context, ids, remains
 
@@ -118,8 +120,11 @@ class CatalogMachine(RuleBasedStateMachine):
         self.next_segment += 1
         new_ids = ids(self.next_segment, count)
         self.seen_uploads[record.key] = new_ids
+        num_kept = len(self.run(self.catalog.upload_ids(record.key)))
         for catalog in (self.fake, self.catalog):
-            self.run(catalog.append_upload(record, new_ids))
+            with pytest.raises(DataLoss, match=f"{num_kept} ids of it are kept"):
+                self.run(catalog.append_upload(record, num_kept + 1, new_ids))
+            self.run(catalog.append_upload(record, num_kept, new_ids))
 
     @rule(name=NAMES)
     def end_upload(self, name: str) -> None:
