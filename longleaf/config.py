@@ -168,6 +168,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, snapshot_url: str | None) -> None:
         """Raises InvalidArgument naming the first setting that makes no sense."""
+        if self.data_dir == "":
+            raise InvalidArgument("data_dir", "is empty: give a folder, or leave it out to keep nothing")
         if self.data_dir is None:
             needs = {"warm": self.warm, "snapshot_url": snapshot_url, "snapshot_quota": self.snapshot_quota}
             needs |= {"snapshot_expiry": self.snapshot_expiry}

@@ -1,6 +1,7 @@
 """`longleaf contexts rebuild`."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,12 @@ from longleaf.messages import Rebuild, RebuildReport
 
 
 def rebuild(
-    url: Annotated[str, typer.Option("--from", metavar="URL", help="The storage: what --snapshot-url was.")],
+    url: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="URL", help="The storage: what --snapshot-url was, else DIR/FINGERPRINT/snapshots."
+        ),
+    ],
     data_dir: Annotated[Path, typer.Option(help="Folder in which the service keeps contexts.")],
     model: Annotated[
         Path | None, typer.Option(help="Folder of the checkpoint.", show_default="the small model in the package")
@@ -56,6 +62,18 @@ def rebuild(
         print_json(report)
     else:
         _show(report)
+        print(f"start the service over it: longleaf serve {_serve_options(asked, report)}")
+
+
+def _serve_options(asked: Rebuild, report: RebuildReport) -> str:
+    """Those without which it would not find contexts, or their keys and values."""
+    options = ["--model", asked.model, "--data-dir", asked.data_dir]
+    if asked.dtype != "auto":
+        options += ["--dtype", asked.dtype]
+    url = asked.url if "://" in asked.url else os.path.abspath(asked.url)
+    if url != os.path.join(report.folder, "snapshots"):
+        options += ["--snapshot-url", url]
+    return shlex.join(options)
 
 
 def _run(asked: Rebuild) -> RebuildReport:

@@ -196,7 +196,7 @@ class ServeFlags:
     def data(self) -> DataConfig:
         """What of it outlives the service."""
         return DataConfig(
-            data_dir=None if self.data_dir is None else os.path.abspath(self.data_dir),
+            data_dir=os.path.abspath(self.data_dir) if self.data_dir else self.data_dir,
             warm=self.warm,
             snapshots=self.snapshots,
             snapshot_quota=self.snapshot_quota,
