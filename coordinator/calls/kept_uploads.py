@@ -63,7 +63,9 @@ class KeptUploads:
         key = _key(header)
         if not header.upload_id:
             return
-        await asyncio.gather(*self._tasks)  # what an earlier call has brought may not be kept yet
+        await asyncio.gather(
+            *self._tasks, return_exceptions=True
+        )  # what an earlier call has brought may not be kept yet
         if (record := self._records.get(key)) is None:
             return
         beginning = msgspec.msgpack.decode(record.header, type=Beginning)

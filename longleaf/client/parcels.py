@@ -1,6 +1,7 @@
 """Parcels on this side of the wire: files that they are written to, and the streams that bring and take them."""
 
 import os
+import re
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -29,6 +30,9 @@ from longleaf.messages import (
 T = TypeVar("T")
 PART, DIGEST = ".part", ".part.digest"
 """What is added to a file's name while it is incomplete, and where is noted of which parcel it is."""
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Writable(Protocol):
@@ -82,9 +86,12 @@ class FileTarget(Target):
         part, noted = _beside(path, PART), _beside(path, DIGEST)
         if resume and not (part.exists() and noted.exists()):
             raise InvalidArgument("resume", f"there is no {part} to go on with")
+        digest = noted.read_text().strip() if resume else ""
+        if resume and not _DIGEST.fullmatch(digest):
+            raise InvalidArgument("resume", f"{noted} does not say what {part} is of; export it anew, without it")
         target = cls(path, part.open("ab" if resume else "wb"))
         if resume:
-            target.num_bytes, target.digest = part.stat().st_size, noted.read_text().strip()
+            target.num_bytes, target.digest = part.stat().st_size, digest
         else:
             noted.unlink(missing_ok=True)
         return target
@@ -105,7 +112,12 @@ class FileTarget(Target):
         _beside(self._path, DIGEST).unlink(missing_ok=True)
 
     async def close(self) -> None:
-        await _told(self._part.close)
+        await _told(self._close)
+
+    def _close(self) -> None:
+        self._part.close()
+        if not self.digest:  # nothing has come
+            _beside(self._path, PART).unlink(missing_ok=True)
 
 
 def _beside(path: Path, ending: str) -> Path:

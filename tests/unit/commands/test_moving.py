@@ -1,6 +1,7 @@
 """`longleaf contexts export` and `import`."""
 
 import io
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -96,6 +97,10 @@ async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path
     code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
     told = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
     assert (code, err) == (2, told)
+    digest.write_text("")
+    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    told = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
+    assert (code, err, part.read_bytes()) == (2, told, WHOLE[:500])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ async def test_what_cannot_be_done_is_one_line(
     file = str(tmp_path / "file")
     code, out, err = await leaving.run("contexts", *(each.replace("FILE", file) for each in arguments))
     assert (code, out, err) == (2, "", told.replace("FILE", file))
+    assert not any(name.startswith("file") for name in os.listdir(tmp_path))
 
 
 async def test_files_that_are_no_contexts_are_told(arriving: Terminal, new: FakeHouse, tmp_path: Path) -> None:
