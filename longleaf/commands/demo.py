@@ -125,8 +125,9 @@ def _print_report(report: Report) -> None:
         table.add_row(str(rank.rank), rank.node, str(rank.pid), f"{rank.tokens:,}", human_bytes(rank.kv_bytes))
     console.print()
     console.print(table)
-    right = sum(question.correct for question in report.questions)
-    console.print(f"{right} of {len(report.questions)} answers right")
+    questions = [*report.questions, *([] if report.restart is None else [report.restart.question])]
+    right = sum(question.correct for question in questions)
+    console.print(f"{right} of {len(questions)} answers right")
     console.print(f"time to the first token  {report.ttft_s:8.2f} s (median)")
     console.print(f"answering                {report.decode_tokens_per_s:8,.1f} tokens/s")
     console.print(f"ingesting                {report.ingest_tokens_per_s:8,.1f} tokens/s")

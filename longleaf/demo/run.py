@@ -133,7 +133,7 @@ def run(settings: DemoSettings, show: Show) -> Report:
         show.say(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
         with _serving(command, settings, show) as client:
             report = _examine(client, haystack, show)
-        show.say("\nthe service has ended; another one starts over the same folder …")
+        show.say("\nthe service was stopped, with all its ranks; another one starts over the same folder …")
         began = time.monotonic()
         with _serving(command, settings, show) as client:
             start_s = time.monotonic() - began
