@@ -128,7 +128,8 @@ class _Saving:
     async def all(self, saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
         """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
         ranks write later than that nobody would delete."""
-        found = await asyncio.gather(*saves, return_exceptions=True)
+        tasks = [asyncio.ensure_future(save) for save in saves]
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
-        return [one for one in found if isinstance(one, Piece)]
+        return [task.result() for task in tasks]
