@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -44,6 +45,7 @@ from coordinator.service import ServiceConfig
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.launch import BAD_INPUT, ERROR, LISTENING
+from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
@@ -70,15 +72,18 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> ServiceConfig:
     """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
-    own = [field for field in fields(ServiceConfig) if field.name not in ("engine", "data")]
-    for field in (*own, *fields(DataConfig), *fields(EngineConfig)):
+    parts = {"engine": EngineConfig, "data": DataConfig, "security": SecurityConfig, "telemetry": TelemetryConfig}
+    own = [field for field in fields(ServiceConfig) if field.name not in parts]
+    for field in chain(own, *(fields(part) for part in parts.values())):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, required=field.required)
     given = vars(parser.parse_args(arguments))
-    engine = {name: given.pop(name) for name in EngineConfig.__struct_fields__ if name in given}
-    engine["model"] = os.path.abspath(engine["model"])  # ranks may be in another folder
-    data = {name: given.pop(name) for name in DataConfig.__struct_fields__ if name in given}
-    return msgspec.convert(given | {"engine": engine, "data": data}, ServiceConfig, strict=False)
+    given["model"] = os.path.abspath(given["model"])  # ranks may be in another folder
+    found = {
+        part: {name: given.pop(name) for name in struct.__struct_fields__ if name in given}
+        for part, struct in parts.items()
+    }
+    return msgspec.convert(given | found, ServiceConfig, strict=False)
 
 
 def _of_option(error: msgspec.ValidationError) -> str:

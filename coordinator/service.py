@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from coordinator.access.authenticator import Anybody, Authenticator
+from coordinator.access.credentials import Credentials
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.use_cases import UseCases
 from coordinator.durability import Durability
@@ -22,6 +24,7 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
 from coordinator.serving.server import LOADING_SECONDS, Server
+from coordinator.telemetry.observers import Observers
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
@@ -37,6 +40,7 @@ from longleaf.config import (
 )
 from longleaf.errors import StartError, Unavailable
 from longleaf.messages import Cluster, Draining, ModelInfo
+from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
@@ -69,6 +73,10 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that running calls may take to end once the service is told to."""
     data: DataConfig = DataConfig()
     """What outlives the service."""
+    security: SecurityConfig = SecurityConfig()
+    """Who may come in."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """What it tells of itself."""
     as_json: bool = False
     """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
 
@@ -83,6 +91,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.engine.check()
         check_waits(self.wait_for_ranks, self.drain_seconds)
         self.data.check(self.engine.snapshot_url)
+        self.security.check(self.host)
+        self.telemetry.check()
         if self.model_name is not None:
             check_model_name(self.model_name)
 
@@ -116,6 +126,7 @@ class Service:
         self._loop: asyncio.Task[None] | None = None
         self._durability: Durability | None = None
         self._end = End()
+        self._observers = Observers()
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
 
@@ -131,6 +142,8 @@ class Service:
             loading=self._not_yet,
             drain=self.answer_drain,
             refill=self._refill,
+            authenticator=self._authenticator(),
+            observers=self._observers,
         )
         port = await self._server.start(self._config.host, self._config.port)
         tokenizer = await self._load_tokenizer(config)
@@ -159,12 +172,19 @@ class Service:
         self._server.open(self._use_cases)
         return port
 
+    def _authenticator(self) -> Authenticator:
+        """Raises InvalidArgument."""
+        path = self._config.security.credentials
+        return Anybody() if path is None else Credentials.of(path)
+
     def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
         if (durability := self._durability) is None:
-            return UseCases(engine, tokenizer, describe, house=engine.house)
+            return UseCases(engine, tokenizer, describe, house=engine.house, observers=self._observers)
         uploads = KeptUploads(durability.catalog, durability.kept.uploads)
         uploads.begin()
-        return UseCases(engine, tokenizer, describe, durability.journal, uploads, engine.house)
+        return UseCases(
+            engine, tokenizer, describe, durability.journal, uploads, engine.house, observers=self._observers
+        )
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:
         """Raises CatalogError."""

@@ -106,6 +106,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     target_itl_ms: float = 100.0
     """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
+    share_prefixes: bool = False
+    """Tenants may reuse keys of each other's beginnings of prompts; how long one waits then tells what another has
+    asked."""
     allow_long: bool = False
     """Take what goes beyond the positions that the model was trained for: nobody knows what it answers there."""
     snapshot_url: str | None = None

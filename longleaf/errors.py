@@ -7,7 +7,8 @@
     ├── ResourceExhausted    no room now; says when to try again
     ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
     ├── Cancelled            another call ended what this one reads, or its client was closed
-    ├── PermissionDenied     the caller may not ask for this from where it is
+    ├── PermissionDenied     the caller may not ask for this, or not from where it is
+    ├── Unauthenticated      the service does not know who calls
     ├── NotFinite            the model's numbers became NaN or infinite; names the tokens
     ├── ContextLost          a context was given up after a loss of ranks; says why
     ├── DataLoss             what was kept is damaged; names it and says what to do
@@ -77,7 +78,11 @@ class Cancelled(LongleafError):
 
 
 class PermissionDenied(LongleafError):
-    """The caller may not ask for this from where it is."""
+    """The caller may not ask for this, or not from where it is."""
+
+
+class Unauthenticated(LongleafError):
+    """The service does not know who calls: there are no credentials, or not the right ones."""
 
 
 class NotFinite(LongleafError):

@@ -14,6 +14,7 @@ from typing import IO, Self
 
 from longleaf.config import DRAIN_SECONDS, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
+from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 
 LISTENING = "listening on "
@@ -23,6 +24,8 @@ BAD_INPUT = 2
 """Exit code of a service whose settings cannot work."""
 STOP_SECONDS = 60.0
 NOTHING_KEPT = DataConfig()
+OPEN = SecurityConfig()
+SILENT = TelemetryConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
@@ -38,6 +41,8 @@ def coordinator_command(
     wait_for_ranks: float = 0.0,
     drain_seconds: float = DRAIN_SECONDS,
     data: DataConfig = NOTHING_KEPT,
+    security: SecurityConfig = OPEN,
+    telemetry: TelemetryConfig = SILENT,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
@@ -52,12 +57,14 @@ def coordinator_command(
     if ray_address is not None and launcher != "ray":
         raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
     data.check(config.snapshot_url)
+    security.check(host)
+    telemetry.check()
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
     options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
-    for struct in (data, config):
+    for struct in (data, security, telemetry, config):
         options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.

@@ -11,18 +11,22 @@ from typing import Protocol
 import msgspec
 
 from coordinator import events
+from coordinator.access.caller import CALLER, OWNER
+from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.answer import Answer
 from coordinator.calls.replay import CallLater, Replays, call_later, question_of
 from coordinator.calls.retelling import retell
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.journal.entries import Held
 from coordinator.journal.journal import Journal, Record
+from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
 from coordinator.text.encoder import Encoder
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
+from longleaf.tenants import scoped
 
 
 class EventStream(Protocol):
@@ -70,6 +74,8 @@ class Generation:
         later: CallLater = call_later,
         journal: Journal | None = None,
         wall_clock: Callable[[], float] = time.time,
+        observers: Observers = NOBODY,
+        ledger: Ledger = UNLIMITED,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -77,6 +83,8 @@ class Generation:
         self._clock = clock
         self._wall_clock = wall_clock
         self._journal = journal
+        self._observers = observers
+        self._ledger = ledger
         self._replays = Replays(later, self._forget)
         self._running: set[str] = set()
         """Ids of those that are not held, so that a repeated request does not run twice."""
@@ -88,13 +96,15 @@ class Generation:
         ResourceExhausted, Unavailable, WorkerLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
+            _note(request.request_id)
             return self._replays.find(request.request_id).read(request.token_index)
+        request_id = request.request_id or scoped(request.tenant, random_id())
+        _note(request_id)
         if (held := self._replays.get(request.request_id)) is not None:
             if not held.answers(request):
                 raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
             return held.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
-        request_id = request.request_id or random_id()
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
         if request.resume_seconds:
@@ -124,12 +134,14 @@ class Generation:
         token_ids = await self._check(request)
         answer = self._answer(request_id, request)
         prompt = self._prompt(request, token_ids, deadline)
-        async with aclosing(self._engine.submit(prompt)) as stream:
-            with self._begin_record(request_id, request, token_ids, deadline) as record:
-                del request, token_ids, prompt  # the text may be large, and the answer long
-                async with aclosing(self._told(stream, record, answer)) as told:
-                    async for message in told:
-                        yield message
+        self._ledger.begin_generation(len(token_ids))
+        with self._observers.generation(request_id, request.tenant) as saw:
+            async with aclosing(self._engine.submit(prompt)) as stream:
+                with self._begin_record(request_id, request, token_ids, deadline) as record:
+                    del request, token_ids, prompt  # the text may be large, and the answer long
+                    async with aclosing(self._told(stream, record, answer, saw)) as told:
+                        async for message in told:
+                            yield message
 
     async def _go_on(
         self, held: Held, answer: Answer, generated: Mapping[int, Sequence[int]]
@@ -142,12 +154,13 @@ class Generation:
         prompt = self._prompt(held.request, held.token_ids, deadline)
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
-        async with aclosing(await self._submit_again(prompt)) as stream:
-            with self._journal.go_on(held.request_id) as record:
-                del held, prompt, generated
-                async with aclosing(self._told(stream, record, answer)) as told:
-                    async for message in told:
-                        yield message
+        with self._observers.generation(held.request_id, held.request.tenant) as saw:
+            async with aclosing(await self._submit_again(prompt)) as stream:
+                with self._journal.go_on(held.request_id) as record:
+                    del held, prompt, generated
+                    async with aclosing(self._told(stream, record, answer, saw)) as told:
+                        async for message in told:
+                            yield message
 
     async def _submit_again(self, prompt: events.Prompt) -> EventStream:
         """The stream of a prompt that was admitted before: it waits, where a new one is refused for now."""
@@ -159,11 +172,14 @@ class Generation:
                     raise
                 await asyncio.sleep(error.retry_seconds)
 
-    async def _told(self, stream: EventStream, record: Record | None, answer: Answer) -> AsyncGenerator[Event, None]:
+    async def _told(
+        self, stream: EventStream, record: Record | None, answer: Answer, saw: Saw
+    ) -> AsyncGenerator[Event, None]:
         """What the client is told, after it was written down."""
         async for event in stream:
             if record is not None:
                 record.append(event)
+            saw(event)
             for message in answer.take(event):
                 if isinstance(message, Finished) and message.reason == "stop":
                     stream.cancel_sample(message.sample)
@@ -204,13 +220,22 @@ class Generation:
 
     def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
         is_held = request.resume_seconds > 0
+        tenant, client = request.tenant, request.client
+        claim = events.Claim(
+            priority=request.priority,
+            tenant=tenant,
+            client=client,
+            at_once=CALLER.get(OWNER).quotas.generations,
+            deadline=deadline,
+            is_held=is_held,
+        )
         return events.Prompt(
             context=request.context,
             token_ids=token_ids,
             sampling=request.sampling,
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
-            claim=events.Claim(priority=request.priority, client=request.client, deadline=deadline, is_held=is_held),
+            claim=claim,
         )
 
     def _answer(self, request_id: str, request: Generate) -> Answer:
@@ -247,6 +272,12 @@ class Generation:
         if wanted and not has_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
         return self._tokenizer.prompt_encoder(has_template if wanted is None else wanted)
+
+
+def _note(request_id: str) -> None:
+    """Tells those who watch the call whose generation it runs or reads."""
+    if (call := CURRENT.get()) is not None:
+        call.request_id = request_id
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
+from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import STEP_BYTES, Intake
 from coordinator.calls.text_limit import Capacity, TextLimit
@@ -77,8 +78,10 @@ class Ingest:
         uploads: Uploads,
         wall_clock: Callable[[], float] = time.time,
         idle_seconds: float = IDLE_SECONDS,
+        ledger: Ledger = UNLIMITED,
     ) -> None:
         self._engine = engine
+        self._ledger = ledger
         self._tokenizer = tokenizer
         self._threads = threads
         self._clock = uploads.clock
@@ -141,6 +144,8 @@ class Ingest:
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
+        self._ledger.check_context(0 if header.append else 1, 1)
+        self._ledger.check_upload(self._uploads.num_of(header.tenant))
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
         if self._uploads.kept is not None:
@@ -221,6 +226,7 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
+        self._ledger.begin_document(0 if header.append else 1, document.num_tokens)
         stream = self._engine.ingest(
             events.Document(
                 context=header.context,
@@ -228,7 +234,9 @@ class Ingest:
                 append=header.append,
                 settings=header.settings,
                 upload_id=header.upload_id,
-                claim=events.Claim(priority=header.priority, client=header.client, deadline=upload.deadline),
+                claim=events.Claim(
+                    priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
+                ),
             )
         )
         begun = _report("prefilling", document, total=document.num_tokens)

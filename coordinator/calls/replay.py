@@ -60,7 +60,7 @@ class Replay:
         on_end: Callable[["Replay"], None],
         told: Iterable[Event] = (),
     ) -> None:
-        self.client = request.client
+        self.account = request.account
         self._question = question
         self._seconds = request.resume_seconds
         self._events = events
@@ -235,7 +235,7 @@ class Replays:
 
     def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
         """Holds a new generation. Raises ResourceExhausted."""
-        share = sum(replay.client == request.client for replay in self._by_id.values())
+        share = sum(replay.account == request.account for replay in self._by_id.values())
         if share >= MAX_HELD_PER_CLIENT:
             told = f"client {request.client!r} holds {share} to be resumed already, its share of all {MAX_HELD}"
             raise ResourceExhausted("generations", told, RETRY_SECONDS)

@@ -14,7 +14,7 @@ from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.messages import IngestHeader, IngestProgress
+from longleaf.messages import Account, IngestHeader, IngestProgress
 
 KEEP_SECONDS = 600.0
 """How long an ingest without a stream is kept."""
@@ -178,13 +178,18 @@ class Uploads:
         self._keep_seconds, self._max_uploads, self._max_bytes = keep_seconds, max_uploads, max_bytes
         self._all: set[Upload] = set()
         self._by_key: dict[tuple[str, str], Upload] = {}
-        self._num_bytes = Counter[str]()
+        self._num_bytes = Counter[Account]()
         """What the uploads of each client hold."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that all hold, about."""
         return self._num_bytes.total()
+
+    def num_of(self, tenant: str) -> int:
+        """Uploads of a tenant that are open, or kept to be resumed."""
+        self._trim()
+        return sum(upload.header.tenant == tenant for upload in self._all)
 
     def find(self, header: IngestHeader) -> Upload | None:
         """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
@@ -197,10 +202,10 @@ class Uploads:
     def add(self, upload: Upload) -> None:
         """Raises ResourceExhausted when there are too many."""
         self._trim()
-        client = upload.header.client
-        of_client = sum(other.header.client == client for other in self._all)
-        if of_client >= self._max_uploads * SHARE and not self._drop_oldest(client):
-            told = f"{of_client} of client {client!r} are open or kept to be resumed, at most"
+        account = upload.header.account
+        of_client = sum(other.header.account == account for other in self._all)
+        if of_client >= self._max_uploads * SHARE and not self._drop_oldest(account):
+            told = f"{of_client} of client {upload.header.client!r} are open or kept to be resumed, at most"
             raise ResourceExhausted("uploads", f"{told} {int(self._max_uploads * SHARE)} may be", RETRY_SECONDS)
         if len(self._all) >= self._max_uploads and not self._drop_oldest():
             told = f"{len(self._all)} are open, and there may be no more"
@@ -212,15 +217,15 @@ class Uploads:
     def count(self, upload: Upload, num_arrived: int = 0) -> None:
         """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
         it. Raises ResourceExhausted when that is too much."""
-        client = upload.header.client
+        account = upload.header.account
         self._count(upload, upload.num_held_bytes + num_arrived)
         share = int(self._max_bytes * SHARE)
         if upload.num_counted > share:
             told = f"one holds {upload.num_counted:,} bytes, at most {share:,} are for a client"
             raise ResourceExhausted("uploads", told)
-        while self._num_bytes[client] > share:
-            if not self._drop_oldest(client):
-                held = f"those of client {client!r} hold {self._num_bytes[client]:,} bytes"
+        while self._num_bytes[account] > share:
+            if not self._drop_oldest(account):
+                held = f"those of client {upload.header.client!r} hold {self._num_bytes[account]:,} bytes"
                 told = f"{held}, at most {share:,} are for a client"
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
@@ -229,7 +234,7 @@ class Uploads:
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
-        self._num_bytes[upload.header.client] += num_bytes - upload.num_counted
+        self._num_bytes[upload.header.account] += num_bytes - upload.num_counted
         upload.num_counted = num_bytes
 
     def forget(self, upload: Upload) -> None:
@@ -272,8 +277,8 @@ class Uploads:
     def _remove(self, upload: Upload) -> None:
         self._count(upload, 0)
         self._all.discard(upload)
-        if not self._num_bytes[upload.header.client]:
-            del self._num_bytes[upload.header.client]
+        if not self._num_bytes[upload.header.account]:
+            del self._num_bytes[upload.header.account]
 
     def _kept(self) -> list[Upload]:
         """Uploads that wait to be resumed, the oldest first."""
@@ -281,9 +286,9 @@ class Uploads:
         ordered = sorted(kept, key=lambda entry: entry[0])
         return [upload for _, upload in ordered if not upload.is_prefilling]
 
-    def _drop_oldest(self, client: str | None = None) -> bool:
+    def _drop_oldest(self, account: Account | None = None) -> bool:
         """Makes room, where something is kept that can be dropped; says whether it was. None: of any client."""
-        found = next((upload for upload in self._kept() if client in (None, upload.header.client)), None)
+        found = next((upload for upload in self._kept() if account in (None, upload.header.account)), None)
         if found is not None:
             self.forget(found)
         return found is not None
@@ -306,9 +311,9 @@ class Uploads:
 
     def audit(self) -> None:
         """What is counted is what all hold, by client. Raises AssertionError."""
-        counted = Counter[str]()
+        counted = Counter[Account]()
         for upload in self._all:
-            counted[upload.header.client] += upload.num_counted
+            counted[upload.header.account] += upload.num_counted
         assert +counted == +self._num_bytes, (counted, self._num_bytes)
         assert set(self._by_key.values()) <= self._all
         assert all(u.idle_since is None or self._by_key.get(_key(u.header)) is u for u in self._all)

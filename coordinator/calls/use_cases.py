@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from coordinator.access.ledger import Ledger
+from coordinator.access.usage import Usage
 from coordinator.calls.generation import Generation, Submitter
 from coordinator.calls.house.exports import Exports
 from coordinator.calls.house.imports import Imports
@@ -14,6 +16,7 @@ from coordinator.calls.uploads import Uploads
 from coordinator.calls.verification import Verifications
 from coordinator.changes import Changes
 from coordinator.journal.journal import Journal
+from coordinator.telemetry.observers import NOBODY, Observers
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import FailedPrecondition
@@ -27,8 +30,8 @@ class ContextStore(Protocol):
         """Raises NotFound."""
         ...
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
-        """By id, those that come after `after`, at most `limit`."""
+    def list_contexts(self, after: str = "", limit: int | None = None, *, tenant: str) -> list[Context]:
+        """Those of a tenant by id, those that come after `after`, at most `limit`."""
         ...
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
@@ -51,11 +54,15 @@ class Rereader(Protocol):
         """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
         ...
 
-    async def reread_contexts(self, vocabulary_size: int) -> Reread: ...
+    async def reread_contexts(self, vocabulary_size: int, tenant: str) -> Reread: ...
 
 
 class ServedEngine(Submitter, Ingester, ContextStore, Rereader, Protocol):
     """All that the use cases ask of the engine."""
+
+    def usage(self, tenant: str) -> Usage:
+        """What a tenant takes."""
+        ...
 
     @property
     def changes(self) -> Changes:
@@ -78,11 +85,16 @@ class UseCases:
         journal: Journal | None = None,
         kept_uploads: KeptUploads | None = None,
         house: House | None = None,
+        observers: Observers = NOBODY,
     ) -> None:
+        self._ledger = ledger = Ledger(engine.usage)
+        observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
-        self.generation = Generation(engine, tokenizer, self.threads, journal=journal)
-        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads))
+        self.generation = Generation(
+            engine, tokenizer, self.threads, journal=journal, observers=observers, ledger=ledger
+        )
+        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads), ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
         self._rereader: Rereader = engine
@@ -90,19 +102,25 @@ class UseCases:
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
         self._exports = Exports(house, self.threads, cluster) if house is not None else None
-        self._imports = Imports(house, tokenizer.vocabulary_size) if house is not None else None
+        self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger) if house is not None else None
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+        """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
+        held = self.contexts.get_context(source).tokens
+        self._ledger.check_context(1, held if num_tokens is None else min(held, num_tokens))
+        return await self.contexts.fork_context(source, context_id, num_tokens)
 
     async def reread_context(self, context_id: str) -> Context:
         """Has a context read anew that an earlier checkpoint has read. Raises NotFound, AlreadyExists,
         CheckpointChanged, DataLoss or StorageUnavailable."""
         return await self._rereader.reread_context(context_id, self._vocabulary_size)
 
-    async def reread_contexts(self) -> Reread:
-        """Has all of these read anew whose names are free."""
-        return await self._rereader.reread_contexts(self._vocabulary_size)
+    async def reread_contexts(self, tenant: str) -> Reread:
+        """Has all of these of a tenant read anew whose names are free."""
+        return await self._rereader.reread_contexts(self._vocabulary_size, tenant)
 
     @property
     def exports(self) -> Exports:

@@ -3,6 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
+from coordinator.access.usage import Usage
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
@@ -11,6 +14,7 @@ from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
 from longleaf.messages import ContextSettings, LeftOut
+from longleaf.tenants import DEFAULT_TENANT
 
 
 class ContextCalls(ABC):
@@ -54,9 +58,17 @@ class ContextCalls(ABC):
         self._recoveries.forget(context.id)
         return self._view(context)
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[messages.Context]:
-        """Sorted by id: those that come after `after`, at most `limit`."""
-        return [self._view(context) for context in self._open().contexts.list(after, limit)]
+    def list_contexts(
+        self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> list[messages.Context]:
+        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
+
+    def usage(self, tenant: str) -> Usage:
+        """What a tenant takes."""
+        scheduler = self._open()
+        views = map(self._view, scheduler.contexts.of_tenant(tenant))
+        return replace(scheduler.usage(tenant), storage_bytes=sum(view.storage_bytes for view in views))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -76,10 +88,10 @@ class ContextCalls(ABC):
             context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
         return self.welcome(context)
 
-    async def reread_contexts(self, vocabulary_size: int) -> messages.Reread:
-        """All contexts that earlier checkpoints have read."""
+    async def reread_contexts(self, vocabulary_size: int, tenant: str = DEFAULT_TENANT) -> messages.Reread:
+        """All contexts of a tenant that earlier checkpoints have read."""
         self._open()
-        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size)
+        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant)
         told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
         return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
 

@@ -13,6 +13,7 @@ from coordinator.engine.lasting import Lasting
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from longleaf.errors import CheckpointChanged, LongleafError, NotFound
+from longleaf.tenants import tenant_of
 
 
 class EarlierContexts:
@@ -34,11 +35,12 @@ class EarlierContexts:
         return await self._keeping.adopt(*anew(found, positions, vocabulary_size))
 
     async def adopt_all(
-        self, positions: Positions, vocabulary_size: int
+        self, positions: Positions, vocabulary_size: int, tenant: str
     ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
-        """All of them, by name, and what kept those away that are missing."""
+        """All of a tenant, by name, and what kept those away that are missing."""
         adopted, refused = list[NamedPath](), dict[str, LongleafError]()
-        for name, found in sorted((await self._read()).items()):
+        own = {name: found for name, found in (await self._read()).items() if tenant_of(name) == tenant}
+        for name, found in sorted(own.items()):
             try:
                 adopted.append(await self._keeping.adopt(*anew(found, positions, vocabulary_size)))
             except LongleafError as error:

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -16,8 +16,10 @@ from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError
 from longleaf.messages import ContextSettings
+from longleaf.tenants import tenant_of
 
 ID_BYTES = 4
+NOBODYS = ""
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
 T = TypeVar("T")
@@ -89,9 +91,10 @@ class Keeping:
         found = dict[int, Segment]()
         contexts = sorted(_sound(kept), key=lambda each: each[0].last_used)
         needed = {record.id: record for _, path in contexts for record in path}
+        tenants = _tenants(contexts)
         for record in (needed[number] for number in sorted(needed)):
             before = found[record.parent].path if record.parent is not None else NOWHERE
-            segment = found[record.id] = segment_of(record, before)
+            segment = found[record.id] = segment_of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
             self._contexts.adopt(context_of(record, found[record.segment].path.cut(record.num_tokens)))
@@ -243,7 +246,7 @@ class Keeping:
         """Has the scheduler know a context and its path. Nothing of it is held."""
         before = NOWHERE
         for each in path:
-            segment = segment_of(each, before)
+            segment = segment_of(each, before, tenant_of(record.id))
             self._scheduler.segments.adopt(segment)
             before = segment.path
         context = context_of(record, before.cut(record.num_tokens))
@@ -339,3 +342,13 @@ def _sound(kept: Kept) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...
     for record in kept.contexts:
         with suppress(DataLoss):
             yield record, kept.path(record)
+
+
+def _tenants(contexts: Iterable[tuple[ContextRecord, Sequence[SegmentRecord]]]) -> dict[int, str]:
+    """Whose segments are, by id. What several tenants came to share, while they might, nobody finds any more."""
+    found = dict[int, str]()
+    for record, path in contexts:
+        tenant = tenant_of(record.id)
+        for segment in path:
+            found[segment.id] = tenant if found.get(segment.id, tenant) == tenant else NOBODYS
+    return found

@@ -18,9 +18,9 @@ def segment_record(segment: Segment) -> SegmentRecord:
     )
 
 
-def segment_of(record: SegmentRecord, before: Path) -> Segment:
-    """The segment that was kept, behind the path that it continues."""
-    segment = Segment(record.id, before.cut(record.start), record.rope)
+def segment_of(record: SegmentRecord, before: Path, tenant: str) -> Segment:
+    """The segment of a tenant that was kept, behind the path that it continues."""
+    segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
     segment.extend(record.token_ids)
     return segment
 

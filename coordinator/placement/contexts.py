@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Sequence
+from itertools import islice
 
 from msgspec import UNSET
 
@@ -13,6 +14,7 @@ from coordinator.placement.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.geometry import Rope
 from longleaf.messages import UNCHANGED, ContextSettings
+from longleaf.tenants import tenant_of
 from longleaf.units import human_number
 
 LAST_ENDS = 4
@@ -124,10 +126,14 @@ class Contexts:
         self._num_uses += 1
         context.last_use = self._num_uses
 
-    def list(self, after: str = "", limit: int | None = None) -> list[NamedPath]:
-        """Sorted by id: those that come after `after`, at most `limit`."""
-        start = bisect_right(self._ids, after)
-        ids = self._ids[start:] if limit is None else self._ids[start : start + limit]
+    def list(self) -> list[NamedPath]:
+        """All, sorted by id."""
+        return [self._by_id[context_id] for context_id in self._ids]
+
+    def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedPath]:
+        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        rest = islice(self._ids, bisect_right(self._ids, after), None)
+        ids = islice((each for each in rest if tenant_of(each) == tenant), limit)
         return [self._by_id[context_id] for context_id in ids]
 
     def _add(self, context: NamedPath) -> None:

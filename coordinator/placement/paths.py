@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from longleaf.geometry import OWN_ROPE, Rope, Windows
+from longleaf.tenants import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,13 @@ class Segment:
     That is all that lasts: where their keys lie, and who needs them, is the matter of an epoch.
     """
 
-    def __init__(self, segment_id: int, before: Path, rope: Rope = OWN_ROPE) -> None:
+    def __init__(self, segment_id: int, before: Path, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> None:
         self.id = segment_id
         self.before = before
         self.rope = rope
         """How the keys are rotated, here and in all of the path."""
+        self.tenant = tenant
+        """Who may find its tokens. A path is found by whoever may find its first segment."""
         self.token_ids = array("I")
         self.is_sealed = False
 

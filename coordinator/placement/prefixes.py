@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.paths import Path, Segment
 from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.tenants import DEFAULT_TENANT
 
 BLOCKS_AT_ONCE = 512
 """Blocks whose ids are copied at once: a segment may be long."""
@@ -15,12 +16,16 @@ class Prefixes:
     """The sealed segments, by the tokens that lead to places in them.
 
     Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
-    of the rope's. So the link at the end of a block stands for all the tokens up to there, rotated so. It only finds
-    where to look: what is found is compared id by id. A beginning shorter than a block is not found.
+    of the rope's and the tenant's. So the link at the end of a block stands for all the tokens up to there, rotated so,
+    of that tenant. It only finds where to look: what is found is compared id by id. A beginning shorter than a block is
+    not found. With `is_shared` tenants find each other's.
     """
 
-    def __init__(self, block_size: int, holdings: Holdings, blocks_at_once: int = BLOCKS_AT_ONCE) -> None:
+    def __init__(
+        self, block_size: int, holdings: Holdings, blocks_at_once: int = BLOCKS_AT_ONCE, *, is_shared: bool = False
+    ) -> None:
         self._block_size = block_size
+        self._is_shared = is_shared
         self._holdings = holdings
         self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
@@ -46,18 +51,18 @@ class Prefixes:
             if not self._segments[link]:
                 del self._segments[link]
 
-    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
-        """The longest path found that `token_ids`, rotated by `rope`, begin with and that can be continued; empty when
-        there is none."""
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with, that the tenant may find and that can
+        be continued; empty when there is none."""
         found: list[list[Segment]] = []
-        for link in self._chain(hash(rope), token_ids):
+        for link in self._chain(self._root(rope, tenant), token_ids):
             if link not in self._segments:
                 break
             found.append(self._segments[link])
         best, size, tried = Path(), self._block_size, set[int]()
         while found and best.end < (len(found) + 1) * size:  # who has fewer blocks in common has no longer beginning
             for segment in found.pop():
-                if segment.rope == rope and segment.id not in tried:
+                if segment.id not in tried and segment.rope == rope and self._may_find(tenant, segment):
                     tried.add(segment.id)
                     best = max(best, self._beginning(segment.path, token_ids), key=lambda path: path.end)
         return best if best.end >= size else Path()
@@ -67,10 +72,17 @@ class Prefixes:
         end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
         return path.cut(end)
 
+    def _root(self, rope: Rope, tenant: str) -> int:
+        """The link before the first block."""
+        return hash((rope, "" if self._is_shared else tenant))
+
+    def _may_find(self, tenant: str, segment: Segment) -> bool:
+        return self._is_shared or segment.tenant == tenant
+
     def _link(self, continued: Segment, num_blocks: int) -> int:
         """The link after so many blocks of the path before a segment, whose segments are all entered."""
         if num_blocks == 0:
-            return hash(continued.rope)
+            return self._root(continued.rope, continued.path.segments[0].tenant)
         segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
         return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
 
@@ -87,7 +99,8 @@ class Prefixes:
         for segment_id, links in self._links.items():
             segment = alive[segment_id]
             assert segment.is_sealed
-            whole = list(self._chain(hash(segment.rope), segment.path.token_ids()))
+            root = self._root(segment.rope, segment.path.segments[0].tenant)
+            whole = list(self._chain(root, segment.path.token_ids()))
             assert links == whole[segment.start // self._block_size :]
             assert all(segment in self._segments[link] for link in links)
         assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))

@@ -10,6 +10,7 @@ from coordinator.placement.losses import Loss
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.placement.prefixes import Prefixes
 from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.tenants import DEFAULT_TENANT
 
 
 def nothing_more(lacking: Blocks) -> bool:
@@ -26,10 +27,10 @@ class Segments:
     least recently first.
     """
 
-    def __init__(self, placer: Placer) -> None:
+    def __init__(self, placer: Placer, *, share_prefixes: bool = False) -> None:
         self._placer = placer
         self.holdings = Holdings(placer.windows)
-        self._prefixes = Prefixes(placer.block_size, self.holdings)
+        self._prefixes = Prefixes(placer.block_size, self.holdings, is_shared=share_prefixes)
         self._kept: OrderedDict[int, Holding] = OrderedDict()
         self._next_id = 0
         self._num_parked = 0
@@ -40,9 +41,10 @@ class Segments:
         self.make_more: Callable[[Blocks], bool] = nothing_more
         """Sees to it that so many more blocks are free or reclaimable, or says that this cannot be."""
 
-    def create(self, before: Path, rope: Rope = OWN_ROPE) -> Holding:
-        """Holding of a new, growing segment with one reference: the caller's. What it continues has the same rope."""
-        holding = Holding(Segment(self._next_id, before, rope))
+    def create(self, before: Path, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> Holding:
+        """Holding of a new, growing segment of a tenant with one reference: the caller's. What it continues has the
+        same rope."""
+        holding = Holding(Segment(self._next_id, before, rope, tenant))
         self.holdings.add(holding)
         self._next_id += 1
         return holding
@@ -273,10 +275,10 @@ class Segments:
 
     # --- prompts ---
 
-    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE) -> Path:
-        """The longest path found that `token_ids`, rotated by `rope`, begin with and that can be continued, which
-        counts as used; empty when there is none."""
-        path = self._prefixes.match(token_ids, rope)
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> Path:
+        """The longest path found that `token_ids`, rotated by `rope`, begin with, that the tenant may find and that can
+        be continued, which counts as used; empty when there is none."""
+        path = self._prefixes.match(token_ids, rope, tenant)
         self._touch(path)
         return path
 
@@ -285,7 +287,8 @@ class Segments:
         self.close(segment)
         size = self._placer.block_size
         is_short = segment.start // size == segment.end // size
-        if is_short or self._prefixes.match(segment.path.token_ids(), segment.rope).end == segment.end:
+        found = Path() if is_short else self._prefixes.match(segment.path.token_ids(), segment.rope, segment.tenant)
+        if is_short or found.end == segment.end:
             return
         self.seal(segment)
         self._kept[segment.id] = self.holdings[segment]

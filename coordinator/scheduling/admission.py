@@ -159,8 +159,10 @@ class Admission:
 
     def _num_held(self, job: Job) -> int:
         """Tokens that need not be read, because an earlier prompt began with them."""
-        is_sharing = isinstance(job, Sequence) and job.is_sharing
-        return self._segments.match(job.reading.token_ids[:-1], job.request.rope).end if is_sharing else 0
+        if not (isinstance(job, Sequence) and job.is_sharing):
+            return 0
+        request = job.request
+        return self._segments.match(job.reading.token_ids[:-1], request.rope, request.claim.tenant).end
 
 
 def _array(token_ids: TokenIds[int]) -> "array[int]":

@@ -35,13 +35,13 @@ class Lives:
 
     def enter(self, job: Job) -> None:
         """Queues a job that is admitted."""
-        origin, client = job.request.origin, job.request.claim.client
+        origin = job.request.origin
         for part in self._sharing.parts(job):
             self._segments.retain(origin)
             self._segments.retain(part.reading.path, origin)
             self.requests.add(part)
             self.queue.add(part)
-        self.planner.turns.enter(client)
+        self.planner.turns.enter(job.request.claim.account)
         self.may_begin = True
 
     def preempt(self, job: Sequence) -> None:
@@ -71,9 +71,9 @@ class Lives:
         self._segments.release(origin)
         self.may_begin = True
         self.requests.remove(job)
-        clients = self.requests.clients
-        self.queue.turns.keep(clients)
-        self.planner.turns.keep(clients)
+        accounts = self.requests.accounts
+        self.queue.turns.keep(accounts)
+        self.planner.turns.keep(accounts)
 
     def drop(self, job: Job) -> None:
         """Ends a job wherever it is."""

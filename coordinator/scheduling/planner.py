@@ -159,7 +159,7 @@ class Planner:
             return None
         size = self._budget.chunk_size(job, is_alone=is_alone)
         work = job.next_chunk(self._placer, size, self.step + 1)
-        self.turns.take(job.request.claim.client, len(work.token_ids))
+        self.turns.take(job.request.claim.account, len(work.token_ids))
         return self._plan(work, [job], is_apart=is_apart)
 
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:

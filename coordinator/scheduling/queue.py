@@ -1,23 +1,54 @@
 """Who is next: the jobs that wait, and the order in which jobs take turns. Integers only."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
 
 from coordinator.events import Claim
 from coordinator.scheduling.jobs import Job
+from longleaf.messages import Account
+
+Whom = TypeVar("Whom", bound=Hashable)
 
 AGEING = 8
 """One of so many turns goes to whoever waits longest, whatever its priority and its client."""
 
 
-class Turns:
-    """Deals turns. Higher priorities go first; among equals the client that was served the fewest tokens.
+class Served(Generic[Whom]):
+    """Tokens that each has been served.
 
-    A client that comes counts as served as few as the least served one that is there, so that absence saves nothing up
-    and nobody must be remembered after leaving. Every client of a job must have come.
+    Whoever comes counts as served as few as the least served one that is there, so that absence saves nothing up and
+    nobody must be remembered after leaving.
     """
 
     def __init__(self) -> None:
-        self._served: dict[str, int] = {}
+        self._tokens: dict[Whom, int] = {}
+
+    def __getitem__(self, whom: Whom) -> int:
+        return self._tokens[whom]
+
+    def enter(self, whom: Whom) -> None:
+        """Somebody has come, or is there already."""
+        self._tokens.setdefault(whom, min(self._tokens.values(), default=0))
+
+    def charge(self, whom: Whom, num_tokens: int) -> None:
+        """Counts tokens; fewer than 0 give back."""
+        self._tokens[whom] += num_tokens
+
+    def keep(self, those: Container[Whom]) -> None:
+        """Forgets all but those."""
+        self._tokens = {whom: served for whom, served in self._tokens.items() if whom in those}
+
+
+class Turns:
+    """Deals turns. The tenant that was served the fewest tokens goes first; within it higher priorities, and among
+    equal ones the client that was served the fewest. Nobody gets ahead of another tenant by a priority or many clients.
+
+    Every account of a job must have come.
+    """
+
+    def __init__(self) -> None:
+        self._tenants = Served[str]()
+        self._accounts = Served[Account]()
         self._num_turns = 0
 
     @property
@@ -25,9 +56,10 @@ class Turns:
         """The next turn goes by age."""
         return self._num_turns % AGEING == AGEING - 1
 
-    def enter(self, client: str) -> None:
+    def enter(self, account: Account) -> None:
         """A client has come, or is there already."""
-        self._served.setdefault(client, min(self._served.values(), default=0))
+        self._tenants.enter(account[0])
+        self._accounts.enter(account)
 
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
         """Jobs as they are next; `since` tells which of them waits longer: the smaller number."""
@@ -38,21 +70,23 @@ class Turns:
             ordered.insert(0, oldest)
         return ordered
 
-    def _rank(self, claim: Claim) -> tuple[int, int]:
-        return -claim.priority, self._served[claim.client]
+    def _rank(self, claim: Claim) -> tuple[int, int, int]:
+        return self._tenants[claim.tenant], -claim.priority, self._accounts[claim.account]
 
-    def take(self, client: str, num_tokens: int) -> None:
+    def take(self, account: Account, num_tokens: int) -> None:
         """Counts a turn."""
         self._num_turns += 1
-        self.charge(client, num_tokens)
+        self.charge(account, num_tokens)
 
-    def charge(self, client: str, num_tokens: int) -> None:
+    def charge(self, account: Account, num_tokens: int) -> None:
         """Counts tokens; fewer than 0 give back."""
-        self._served[client] += num_tokens
+        self._tenants.charge(account[0], num_tokens)
+        self._accounts.charge(account, num_tokens)
 
-    def keep(self, clients: Container[str]) -> None:
+    def keep(self, accounts: Collection[Account]) -> None:
         """Forgets all clients but these."""
-        self._served = {client: served for client, served in self._served.items() if client in clients}
+        self._accounts.keep(accounts)
+        self._tenants.keep({tenant for tenant, _ in accounts})
 
 
 class Queue:
@@ -72,7 +106,7 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
-        self.turns.enter(job.request.claim.client)
+        self.turns.enter(job.request.claim.account)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
@@ -99,14 +133,14 @@ class Queue:
 
     def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
-        client, is_for_the_oldest = job.request.claim.client, self.turns.is_for_the_oldest
+        account, is_for_the_oldest = job.request.claim.account, self.turns.is_for_the_oldest
         # Whoever is spared begins for its age: else it might never get to its end.
         num_tokens = job.take_turn(passed, is_spared=is_for_the_oldest and not passed)
         if passed and is_for_the_oldest:
-            self.turns.charge(client, num_tokens)  # the oldest keeps its turn
+            self.turns.charge(account, num_tokens)  # the oldest keeps its turn
         else:
-            self.turns.take(client, num_tokens)
+            self.turns.take(account, num_tokens)
 
     def settle(self, job: Job) -> None:
         """Gives back what a job that was running did not use."""
-        self.turns.charge(job.request.claim.client, -job.refund())
+        self.turns.charge(job.request.claim.account, -job.refund())

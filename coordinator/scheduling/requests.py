@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from coordinator.deadlines import Deadlines
 from coordinator.scheduling.jobs import IngestJob, Job, Request
+from longleaf.messages import Account
 
 
 class Requests:
@@ -61,8 +62,8 @@ class Requests:
         return {job.context for job in self.jobs()}
 
     @property
-    def clients(self) -> set[str]:
-        return {request.claim.client for request in self}
+    def accounts(self) -> set[Account]:
+        return {request.claim.account for request in self}
 
     @property
     def num_in_line(self) -> int:
@@ -91,8 +92,8 @@ class Requests:
         """When too many are paused: of the client that has most, the one that has been so longest."""
         if self.num_paused <= self.max_unread:
             return None
-        [(greedy, _)] = Counter(request.claim.client for request in self._paused.values()).most_common(1)
-        return next(request for request in self._paused.values() if request.claim.client == greedy)
+        [(greedy, _)] = Counter(request.claim.account for request in self._paused.values()).most_common(1)
+        return next(request for request in self._paused.values() if request.claim.account == greedy)
 
     def audit(self) -> None:
         assert all(request.jobs for request in self)

@@ -6,6 +6,7 @@ room; a higher priority may send it back to the queue.
 
 from functools import partial
 
+from coordinator.access.usage import Usage
 from coordinator.events import Acknowledged, Admitted, Document, Outcome, Prompt, Sealed, Tokens
 from coordinator.placement.blocks import Placer
 from coordinator.placement.contexts import Contexts, NamedPath
@@ -57,7 +58,7 @@ class Scheduler(AcrossEpochs):
         """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
         those that nobody asks make room for others."""
         self._placer = placer
-        self.segments = Segments(placer)
+        self.segments = Segments(placer, share_prefixes=config.share_prefixes)
         self.contexts = Contexts(self.segments)
         self.speeds = Speeds()
         self.num_answered = 0
@@ -89,6 +90,22 @@ class Scheduler(AcrossEpochs):
     def num_running(self) -> int:
         """Requests, however many samples each of them has."""
         return len(self._requests) - self.num_waiting
+
+    def usage(self, tenant: str) -> Usage:
+        """What a tenant takes, but for storage."""
+        own = [request for request in self._requests if request.claim.tenant == tenant]
+        documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
+        contexts = self.contexts.of_tenant(tenant)
+        names = {context.id for context in contexts} | {document.context for document in documents}
+        answers = [request for request in own if not any(isinstance(job, IngestJob) for job in request.jobs)]
+        num_running = sum(request.is_running for request in answers)
+        return Usage(
+            contexts=len(names),
+            tokens=sum(each.num_tokens for each in contexts) + sum(len(each.token_ids) for each in documents),
+            running=num_running,
+            waiting=len(answers) - num_running,
+            uploads=len(documents),
+        )
 
     @property
     def num_unread(self) -> int:
@@ -138,14 +155,12 @@ class Scheduler(AcrossEpochs):
     def _begin_waiting(self) -> None:
         if self._healing.is_between_epochs:
             return
-        is_ready = None
         if not self._healing.is_over:
             self._healing.go_on()
-        if not self._healing.is_over:
-            is_ready = self._healing.is_ready
+        is_healing = not self._healing.is_over
         while self._lives.may_begin:
-            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), is_ready)) is None:
-                may_wait = self._running or is_ready or not self._healing.is_settled or not self._queue.order()
+            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), self._is_ready)) is None:
+                may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
                     continue
@@ -158,6 +173,18 @@ class Scheduler(AcrossEpochs):
                     self._outcomes.append((job.request.id, job.admitted()))
                 self._answer(job)
 
+    def _is_ready(self, job: Job) -> bool:
+        """Whether a job may begin, if there is room for it."""
+        at_once = job.request.claim.at_once
+        if at_once is not None and not job.request.is_running:
+            tenant = job.request.claim.tenant
+            others = (
+                other for other in self._requests if other.claim.tenant == tenant and other.claim.at_once is not None
+            )
+            if sum(other.is_running for other in others) >= at_once:
+                return False
+        return self._healing.is_over or self._healing.is_ready(job)
+
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then it begins."""
         has_places = self._preemption.has_places(job, crowd)
@@ -169,7 +196,7 @@ class Scheduler(AcrossEpochs):
                 self._lives.preempt(victim)
             reservation = self._sharing.reserve(job)
             assert reservation is not None
-        holding = self.segments.create(job.reading.path, job.request.rope)
+        holding = self.segments.create(job.reading.path, job.request.rope, job.request.claim.tenant)
         job.begin(Tail(holding, reservation), self._planner.step)
         return True
 

@@ -24,7 +24,8 @@ class Sharing:
         whole, though a beginning may be all that the prompt needs.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            self._reuse(job, self._segments.match(job.reading.token_ids[:-1], job.request.rope))
+            rope, tenant = job.request.rope, job.request.claim.tenant
+            self._reuse(job, self._segments.match(job.reading.token_ids[:-1], rope, tenant))
             if job.reading.path.end and (reservation := self._reserve(job)):
                 return reservation
             self._reuse(job, NOWHERE)

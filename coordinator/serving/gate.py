@@ -1,6 +1,8 @@
 """Requests on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,6 +26,8 @@ MAX_FIELDS = 4096
 """Fields of a request that is not small, its messages' included: fields take far longer to parse than bytes."""
 MAX_CALLS = 8192
 """Calls that are open at once."""
+SHARE = 0.75
+"""Of these, what one host may have open."""
 MAX_HELD_BYTES = 64 << 20
 """Bytes of all large requests that are not answered yet."""
 ARRIVAL_SECONDS = 120.0
@@ -61,14 +65,19 @@ class Gate:
         self._max_calls = max_calls
         self._max_held = max_held_bytes
         self._num_calls = 0
+        self._calls = Counter[str]()
+        """Open ones by host."""
         self._num_held = 0
         self._turn = asyncio.Lock()
 
     @contextmanager
-    def of(self, method: str, handler: Handler) -> Generator["Incoming", None, None]:
-        """The requests of one call, which is open meanwhile. Raises ResourceExhausted."""
+    def of(self, method: str, handler: Handler, host: str) -> Generator["Incoming", None, None]:
+        """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted."""
         if self._num_calls >= self._max_calls:
             raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
+        if self._calls[host] >= (most := math.ceil(self._max_calls * SHARE)):
+            raise ResourceExhausted("calls", f"{most:,} from your host are open already", RETRY_SECONDS)
+        self._calls[host] += 1
         self._num_calls += 1
         incoming = Incoming(self, method, handler)
         try:
@@ -76,6 +85,9 @@ class Gate:
         finally:
             incoming.release()
             self._num_calls -= 1
+            self._calls[host] -= 1
+            if not self._calls[host]:
+                del self._calls[host]
 
     def hold(self, num_bytes: int) -> None:
         """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""

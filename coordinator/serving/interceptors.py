@@ -1,4 +1,4 @@
-"""The one place where errors become statuses."""
+"""What every call goes through: who makes it, who is told of it, and how errors become statuses."""
 
 import asyncio
 import logging
@@ -8,10 +8,17 @@ from typing import Any
 
 import grpc
 
+from coordinator.access.authenticator import Authenticator
+from coordinator.access.caller import CALLER
+from coordinator.access.permissions import check_role
+from coordinator.access.refusals import Refusals
 from coordinator.serving.gate import Gate, Handler, Incoming, StreamCall
-from coordinator.serving.lobby import Lobby
+from coordinator.serving.lobby import SERVED, Lobby
+from coordinator.serving.peers import certified_names, plain_headers
+from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
-from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import LongleafError, ResourceExhausted, Unauthenticated, Unavailable
+from longleaf.tenants import unscoped
 from longleaf.units import human_seconds
 
 logger = logging.getLogger(__name__)
@@ -20,18 +27,23 @@ Refusal = tuple[Any, ...]
 """A status code, its message, and what trails it."""
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-    """Reads the requests of every call, and answers every LongleafError with its status, all else with INTERNAL. What
-    makes a stream that nobody reads for `unread_timeout` seconds is let go.
+class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+    """Asks who makes a call before anything else, reads its requests, and answers every LongleafError with its status,
+    all else with INTERNAL. What makes a stream that nobody reads for `unread_timeout` seconds is let go.
 
     Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
     come as bytes, when they are asked for, and the library holds none of them while it is answered.
     """
 
-    def __init__(self, lobby: Lobby, gate: Gate, unread_timeout: float) -> None:
+    def __init__(
+        self, lobby: Lobby, gate: Gate, unread_timeout: float, authenticator: Authenticator, observers: Observers
+    ) -> None:
         self._lobby = lobby
         self._gate = gate
         self._unread_timeout = unread_timeout
+        self._authenticator = authenticator
+        self._observers = observers
+        self._refusals = Refusals()
 
     async def intercept_service(
         self,
@@ -45,20 +57,42 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
         method = name.decode() if isinstance(name, bytes) else name
 
         async def answer(_: object, call: StreamCall) -> None:
-            await _answer(method, self._serve(method, handler, call), call)
+            if not method.startswith(SERVED):
+                record = CallRecord(method, call.peer(), {})
+                await _answer(record, self._serve(record, handler, call), call)
+                return
+            record = CallRecord(method, call.peer(), plain_headers(call))
+            CURRENT.set(record)
+            with self._observers.call(record):
+                await _answer(record, self._serve(record, handler, call), call)
 
         untyped: Any = grpc
         return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
-    async def _serve(self, method: str, handler: Handler, call: StreamCall) -> None:
-        with self._gate.of(method, handler) as incoming:
+    async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
+        with self._gate.of(record.method, handler, record.host) as incoming:
             try:
-                with self._lobby.visit(method):
+                if record.method.startswith(SERVED):
+                    await self._admit(record, call)
+                with self._lobby.visit(record.method):
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:
                     await incoming.drain(call)
                 raise
+
+    async def _admit(self, record: CallRecord, call: StreamCall) -> None:
+        """Asks who calls about the model. Raises Unauthenticated and PermissionDenied, before anything is looked up."""
+        try:
+            caller = self._authenticator.authenticate(dict(call.invocation_metadata()), certified_names(call))
+        except Unauthenticated:
+            if seconds := self._refusals.note():
+                with self._refusals.waiting():
+                    await asyncio.sleep(seconds)
+            raise
+        record.tenant = caller.tenant
+        CALLER.set(caller)
+        check_role(record.method, caller)
 
     async def _respond(self, handler: Handler, call: StreamCall, incoming: Incoming) -> None:
         if not handler.response_streaming:
@@ -98,33 +132,46 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMis
                 await asyncio.gather(*closing)
 
 
-async def _answer(method: str, work: Awaitable[None], call: StreamCall) -> None:
+async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -> None:
     """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
     try:
         await work
+        record.code = grpc.StatusCode.OK.name
         return
     except asyncio.CancelledError:
+        record.code = grpc.StatusCode.CANCELLED.name
         raise
     except LongleafError as error:
         is_failure = isinstance(error, Unavailable) and error.retry_seconds is None
-        logger.log(logging.WARNING if is_failure else logging.INFO, "%s: %s", method, error)
+        logger.log(logging.WARNING if is_failure else logging.INFO, "%s: %s", record.method, error)
+        _readdress(error, record.tenant)
         refusal = _refusal(error)
         _forget(error)
     except grpc.aio.AbortError as error:  # the library's own services say no by themselves
         _forget(error)
         return
     except grpc.aio.InternalError as error:  # nothing can be sent: the client left
+        record.code = grpc.StatusCode.CANCELLED.name
         raise asyncio.CancelledError from error
     except Exception as error:
-        logger.exception("%s failed", method)
+        logger.exception("%s failed", record.method)
         refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
         _forget(error)
+    record.code, record.message = refusal[0].name, refusal[1]
     try:
         await call.abort(*refusal)
     except grpc.aio.AbortError as error:
         _forget(error)
     except grpc.aio.InternalError:  # the client left, so nobody is there to be told
         return
+
+
+def _readdress(error: LongleafError, tenant: str) -> None:
+    """Has an error speak to `tenant`, by the names that it gave."""
+    error.args = tuple(unscoped(each, tenant) if isinstance(each, str) else each for each in error.args)
+    for name, value in vars(error).items():
+        if isinstance(value, str):
+            setattr(error, name, unscoped(value, tenant))
 
 
 def _refusal(error: LongleafError) -> Refusal:

@@ -8,10 +8,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
+from coordinator.access.authenticator import Anybody, Authenticator
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.gate import MAX_CALLS, Gate
 from coordinator.serving.health import HealthServicer
-from coordinator.serving.interceptors import ErrorInterceptor
+from coordinator.serving.interceptors import CallInterceptor
 from coordinator.serving.lobby import Lobby
 from coordinator.serving.servicers import (
     ClusterServicer,
@@ -21,6 +22,7 @@ from coordinator.serving.servicers import (
     Refill,
     TokenizerServicer,
 )
+from coordinator.telemetry.observers import NOBODY, Observers
 from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS, join_address
 from longleaf.errors import LongleafError, StartError, Unavailable
 from longleaf.messages import Draining
@@ -51,6 +53,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 )
+
+
+ANYBODY = Anybody()
 
 
 def check_address(host: str, port: int) -> None:
@@ -87,11 +92,14 @@ class Server:
         loading: Callable[[], LongleafError] = _loading,
         drain: Drain = _undrained,
         refill: Refill = _unfilled,
+        authenticator: Authenticator = ANYBODY,
+        observers: Observers = NOBODY,
     ) -> None:
         self._lobby = lobby = Lobby(loading)
         if use_cases is not None:
             lobby.open(use_cases)
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(lobby, Gate(), unread_timeout)], options=OPTIONS)
+        interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
         self._health = HealthServicer()
         self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
         self._add(context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
@@ -100,7 +108,8 @@ class Server:
         self._add(health_pb2_grpc, "Health", self._health)
         untyped: Any = health
         names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        if authenticator.is_open:  # else strangers need not know what there is to call
+            reflection.enable_server_reflection(names, self._server)
 
     def _add(self, generated: Any, service: str, servicer: object) -> None:
         """Calls the generated function that registers the service; it carries no types."""

@@ -7,21 +7,21 @@ import binascii
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
-from functools import cached_property
 from typing import ParamSpec, Protocol, TypeVar
 
-import msgspec
 from google.protobuf.empty_pb2 import Empty
 
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.calls.tokens import MAX_TOKENS, Tokenization
 from coordinator.calls.use_cases import ContextStore
 from coordinator.changes import Watch
+from coordinator.serving import tenancy
 from coordinator.serving.lobby import Lobby
 from coordinator.serving.neighbours import is_here
 from coordinator.text.threads import TextThreads
 from longleaf import codec
 from longleaf.errors import InvalidArgument, PermissionDenied
-from longleaf.messages import Draining, Generate, IngestHeader, IngestPiece, Verify
+from longleaf.messages import Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece, ParcelPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -37,7 +37,6 @@ Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
 Drain = Callable[[bool], Awaitable[Draining]]
 Refill = Callable[[], int]
-Claiming = TypeVar("Claiming", Generate, IngestHeader, Verify)
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_IDS = 1 << 14
@@ -60,11 +59,6 @@ def caller(call: Call) -> str:
     """Who makes a call, as long as its requests do not say: the client's host."""
     peer = call.peer()
     return peer.rpartition(":")[0] or peer
-
-
-def _by(request: Claiming, client: str) -> Claiming:
-    """The request, of `client` unless it names another."""
-    return request if request.client else msgspec.structs.replace(request, client=client)
 
 
 async def _decoded(
@@ -98,14 +92,16 @@ class GenerationServicer(GenerationServiceServicer):
         use_cases = self._lobby.use_cases
         decoded = await _decoded(use_cases.threads, request.token_ids, codec.decode_generate, request, self._seed())
         if isinstance(decoded, Generate):
-            decoded = _by(decoded, caller(context))
+            decoded = tenancy.scope_generate(decoded, caller(context))
+        else:
+            decoded = tenancy.scope_resume(decoded)
         async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer long
             async for event in answer:
-                yield codec.encode_event(event)
+                yield codec.encode_event(tenancy.shown_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._lobby.use_cases.generation.cancel(codec.decode_cancel(request))
+        await self._lobby.use_cases.generation.cancel(tenancy.scope(codec.decode_cancel(request)))
         return Empty()
 
 
@@ -126,11 +122,11 @@ class ContextServicer(ContextServiceServicer):
         pieces = _pieces(request_iterator, use_cases.threads, caller(context))
         async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
-                yield codec.encode_ingest_progress(report)
+                yield codec.encode_ingest_progress(tenancy.shown_report(report))
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
-        view = self._contexts.get_context(codec.context_id(request.name))
-        return codec.encode_context(view)
+        view = self._contexts.get_context(tenancy.scope(codec.context_id(request.name)))
+        return codec.encode_context(tenancy.shown(view))
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -138,48 +134,51 @@ class ContextServicer(ContextServiceServicer):
         if request.page_size < 0:
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-        after = _decode_page_token(request.page_token)
-        views = self._contexts.list_contexts(after, size + 1)
+        after = tenancy.scope(_decode_page_token(request.page_token))
+        found = self._contexts.list_contexts(after, size + 1, tenant=tenancy.tenant())
+        views = [tenancy.shown(view) for view in found]
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
-        fork = codec.decode_fork(request)
-        view = await self._contexts.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(view)
+        fork = tenancy.scope_fork(codec.decode_fork(request))
+        view = await self._lobby.use_cases.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(tenancy.shown(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
-        return codec.encode_context(await self._contexts.update_context(*codec.decode_update(request)))
+        name, settings = codec.decode_update(request)
+        return codec.encode_context(tenancy.shown(await self._contexts.update_context(tenancy.scope(name), settings)))
 
     async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
-        view = await self._lobby.use_cases.reread_context(codec.context_id(request.name))
-        return codec.encode_context(view)
+        view = await self._lobby.use_cases.reread_context(tenancy.scope(codec.context_id(request.name)))
+        return codec.encode_context(tenancy.shown(view))
 
     async def RereadContexts(
         self, request: ingest_pb.RereadContextsRequest, context: object
     ) -> ingest_pb.RereadContextsResponse:
-        return codec.encode_reread(await self._lobby.use_cases.reread_contexts())
+        reread = await self._lobby.use_cases.reread_contexts(tenancy.tenant())
+        return codec.encode_reread(tenancy.shown_reread(reread))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
-        await self._contexts.delete_context(codec.context_id(request.name))
+        await self._contexts.delete_context(tenancy.scope(codec.context_id(request.name)))
         return Empty()
 
     async def ExportContext(
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
-        async with aclosing(self._lobby.use_cases.exports.run(codec.decode_export(request))) as parcel:
+        wanted = tenancy.scope_export(codec.decode_export(request))
+        async with aclosing(self._lobby.use_cases.exports.run(wanted)) as parcel:
             async for news in parcel:
                 yield codec.encode_exported(news)
 
     async def ImportContext(
         self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
-        pieces = (codec.decode_import_piece(request) async for request in request_iterator)
-        async with aclosing(self._lobby.use_cases.imports.run(pieces)) as reports:
+        async with aclosing(self._lobby.use_cases.imports.run(_parcel(request_iterator))) as reports:
             async for report in reports:
-                yield codec.encode_import_progress(report)
+                yield codec.encode_import_progress(tenancy.shown_report(report))
 
 
 async def _pieces(
@@ -189,9 +188,18 @@ async def _pieces(
     async for request in requests:
         piece = await _decoded(threads, request.token_ids, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader):
-            piece = _by(piece, client)
+            piece = tenancy.scope_ingest(piece, client)
         yield piece
         del request, piece  # they may be large, and the next ones long in coming
+
+
+async def _parcel(
+    requests: AsyncIterable[ingest_pb.ImportContextRequest],
+) -> AsyncGenerator[ImportHeader | ParcelPiece, None]:
+    """The requests decoded."""
+    async for request in requests:
+        piece = codec.decode_import_piece(request)
+        yield tenancy.scope_import(piece) if isinstance(piece, ImportHeader) else piece
 
 
 def _encode_page_token(last: str) -> str:
@@ -245,27 +253,36 @@ class ClusterServicer(ClusterServiceServicer):
         self._drain = drain
         self._refill = refill
 
-    @cached_property
-    def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
-        return Watch(self._look, self._lobby.use_cases.changes)
+        self._watches: dict[str, Watch[cluster_pb.WatchClusterResponse]] = {}
+        """By tenant; of admins together, without a name."""
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
-        return codec.encode_cluster(self._lobby.use_cases.cluster())
+        return codec.encode_cluster(self._cluster())
+
+    def _cluster(self) -> Cluster:
+        """As the caller may see it."""
+        return tenancy.shown_cluster(self._lobby.use_cases.cluster())
+
+    def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
+        viewer = "" if CALLER.get().is_admin else tenancy.tenant()
+        if viewer not in self._watches:
+            self._watches[viewer] = Watch(self._look, self._lobby.use_cases.changes)
+        return self._watches[viewer]
 
     async def WatchCluster(
         self, request: cluster_pb.WatchClusterRequest, context: object
     ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
-        async with aclosing(self._watch.values(codec.decode_watch(request))) as responses:
+        async with aclosing(self._watch().values(codec.decode_watch(request))) as responses:
             async for response in responses:
                 yield response
 
     def _look(self) -> cluster_pb.WatchClusterResponse:
-        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._lobby.use_cases.cluster()))
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
 
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call
     ) -> cluster_pb.VerifyClusterResponse:
-        wanted = _by(codec.decode_verify(request), caller(context))
+        wanted = tenancy.scope_verify(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
             await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
         )
@@ -282,8 +299,8 @@ class ClusterServicer(ClusterServiceServicer):
 
 
 def _check_here(context: Call, done: str) -> None:
-    """Raises PermissionDenied for a call from another machine."""
-    if not is_here(context.peer()):
+    """Raises PermissionDenied for a call from another machine, where nobody is asked who they are."""
+    if CALLER.get() is OWNER and not is_here(context.peer()):
         raise PermissionDenied(
             f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"
         )

@@ -35,6 +35,7 @@ from longleaf.errors import (
     ResourceExhausted,
     StartError,
     StorageUnavailable,
+    Unauthenticated,
     Unavailable,
     WorkerLost,
 )
@@ -286,6 +287,7 @@ KINDS = (
     ErrorKind(
         PermissionDenied, StatusCode.PERMISSION_DENIED, _info("PERMISSION_DENIED"), _of_message(PermissionDenied)
     ),
+    ErrorKind(Unauthenticated, StatusCode.UNAUTHENTICATED, _info("UNAUTHENTICATED"), _of_message(Unauthenticated)),
     ErrorKind(NotFinite, StatusCode.DATA_LOSS, _info("NOT_FINITE", "tokens"), _not_finite),
     ErrorKind(ContextLost, StatusCode.DATA_LOSS, _info("CONTEXT_LOST", "name", "reason"), _context_lost),
     ErrorKind(DataLoss, StatusCode.DATA_LOSS, _info("DATA_LOSS", "name", "reason"), _data_loss),

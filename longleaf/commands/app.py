@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, demo, generate, ingest, models, serve, tokens
+from longleaf.commands import contexts, credentials, demo, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.commands.drain import drain
 from longleaf.commands.refill import refill
 from longleaf.commands.verify import verify
-from longleaf.config import EngineConfig
+from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
+from longleaf.operations import SecurityConfig, TelemetryConfig
 
 app = typer.Typer(
     name="longleaf",
@@ -49,6 +50,7 @@ app.command()(tokens.tokenize)
 app.command()(tokens.detokenize)
 app.add_typer(contexts.app, name="contexts")
 app.add_typer(models.app, name="models")
+app.add_typer(credentials.app, name="credentials")
 app.command()(cluster)
 app.command()(drain)
 app.command()(refill)
@@ -95,7 +97,9 @@ def describe(error: LongleafError) -> str:
     """The error in the words of the command line."""
     if not isinstance(error, InvalidArgument):
         return str(error)
-    settings = {name: f"--{name.replace('_', '-')}" for name in EngineConfig.__struct_fields__}
+    structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig)
+    names = (name for struct in structs for name in struct.__struct_fields__)
+    settings = {name: f"--{name.replace('_', '-')}" for name in names}
     return f"{(settings | OPTIONS).get(error.field, error.field)}: {error.description}"
 
 

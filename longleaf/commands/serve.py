@@ -5,7 +5,9 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+import msgspec
 
 from longleaf.commands.flags import takes_flags
 from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
@@ -28,6 +30,7 @@ from longleaf.config import (
     embedded_model,
 )
 from longleaf.launch import coordinator_command
+from longleaf.operations import LogFormat, LogLevel, SecurityConfig, TelemetryConfig
 from longleaf.topology import count_ranks
 
 SERVICE = "What is served, and where"
@@ -36,7 +39,10 @@ KEYS = "Keys and values"
 KEEPING = "What is kept"
 REQUESTS = "Requests and times"
 LOSSES = "Ranks that are lost"
+SECURITY = "Who may come in"
+TELEMETRY = "What the service tells of itself"
 _DEFAULTS = EngineConfig(model="")
+_TELEMETRY = TelemetryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +190,57 @@ class ServeFlags:
     max_losses_per_minute: Annotated[
         int, option(LOSSES, "Losses of ranks in a minute beyond which further ones are not replaced at once.")
     ] = _DEFAULTS.max_losses_per_minute
+    tls_cert: Annotated[
+        Path | None,
+        option(SECURITY, "Certificate chain of this service, in PEM; read again when it changes.", default="no TLS"),
+    ] = None
+    tls_key: Annotated[Path | None, option(SECURITY, "Its private key, without a passphrase.", default="none")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        option(SECURITY, "Authorities whose certificates clients must show.", default="clients need none"),
+    ] = None
+    credentials: Annotated[
+        Path | None,
+        option(
+            SECURITY,
+            "Who may come in, as which tenant and role: lines of longleaf credentials new. Read again when it changes.",
+            default="everybody, as admin",
+        ),
+    ] = None
+    health_port: Annotated[
+        int | None, option(SECURITY, "With TLS: a port for health checks alone, in plain text.", default="none")
+    ] = None
+    insecure: Annotated[
+        bool,
+        option(
+            SECURITY,
+            "Listen beyond this machine without TLS or without credentials: a proxy has them, "
+            "or nobody else can reach it.",
+            "--insecure",
+        ),
+    ] = False
+    share_prefixes: Annotated[
+        bool,
+        option(
+            SECURITY,
+            "Let tenants reuse keys of each other's prompts; how long one waits then tells what another has asked.",
+            "--share-prefixes",
+        ),
+    ] = False
+    metrics_port: Annotated[
+        int | None, option(TELEMETRY, "Port of metrics for Prometheus; 0 lets the system choose.", default="none")
+    ] = _TELEMETRY.metrics_port
+    metrics_host: Annotated[str, option(TELEMETRY, "Address of that port.")] = _TELEMETRY.metrics_host
+    log_format: Annotated[LogFormat, option(TELEMETRY, "Lines for people, or a JSON object per line.")] = (
+        _TELEMETRY.log_format
+    )
+    log_level: Annotated[
+        LogLevel, option(TELEMETRY, "What is less important is not logged; info has a line for every call.")
+    ] = _TELEMETRY.log_level
+    traces: Annotated[
+        bool,
+        option(TELEMETRY, "Send traces over OTLP, as the variables OTEL_* say; needs longleaf[otel].", "--traces"),
+    ] = _TELEMETRY.traces
 
     def config(self) -> EngineConfig:
         """What ranks are told of it."""
@@ -202,6 +259,19 @@ class ServeFlags:
             snapshot_quota=self.snapshot_quota,
             snapshot_expiry=self.snapshot_expiry,
         )
+
+    def security(self) -> SecurityConfig:
+        """Whom it lets in."""
+        return SecurityConfig(**self._of(SecurityConfig))
+
+    def telemetry(self) -> TelemetryConfig:
+        """What it tells of itself."""
+        return TelemetryConfig(**self._of(TelemetryConfig))
+
+    def _of(self, struct: type[msgspec.Struct]) -> dict[str, Any]:
+        """The options that are fields of `struct`; paths from the root, for the service may run in another folder."""
+        found = {name: getattr(self, name) for name in struct.__struct_fields__}
+        return {name: os.path.abspath(value) if isinstance(value, Path) else value for name, value in found.items()}
 
 
 @takes_flags(ServeFlags)
@@ -224,6 +294,8 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         wait_for_ranks=flags.wait_for_ranks,
         drain_seconds=flags.drain_seconds,
         data=flags.data(),
+        security=flags.security(),
+        telemetry=flags.telemetry(),
         as_json=as_json,
     )
     print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 `longleaf.codec` alone turns them into protobuf messages and back.
 """
 
-from longleaf.messages.claims import Claimed, ClaimOptions
+from longleaf.messages.claims import Account, Claimed, ClaimOptions
 from longleaf.messages.cluster import (
     Cluster,
     Draining,
@@ -67,6 +67,7 @@ __all__ = [
     "CONTEXT_ID",
     "MAX_TIME",
     "UNCHANGED",
+    "Account",
     "BroughtBack",
     "ClaimOptions",
     "Claimed",

@@ -4,6 +4,11 @@ from typing import TypedDict
 
 import msgspec
 
+from longleaf.tenants import DEFAULT_TENANT
+
+Account = tuple[str, str]
+"""Whom shares are counted for: a tenant, and what a client of it calls itself."""
+
 
 class ClaimOptions(TypedDict, total=False):
     """A claim as a caller gives it."""
@@ -21,3 +26,10 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
     """Higher goes first."""
     client: str = ""
     """Whom fair share counts; the address of the peer when empty."""
+    tenant: str = DEFAULT_TENANT
+    """Whose it is. The service knows; a client does not say."""
+
+    @property
+    def account(self) -> Account:
+        """Whom shares are counted for."""
+        return self.tenant, self.client

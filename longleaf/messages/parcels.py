@@ -3,6 +3,7 @@
 import msgspec
 
 from longleaf.messages.contexts import Context
+from longleaf.tenants import DEFAULT_TENANT
 
 
 class ExportContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,8 @@ class ImportHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     context: str | None = None
     """None: the name that the context had."""
+    tenant: str = DEFAULT_TENANT
+    """Whose it will be. The service knows; a client does not say."""
     upload_id: str = ""
     total_bytes: int | None = None
 

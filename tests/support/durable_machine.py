@@ -108,7 +108,7 @@ def revive(old: Scheduler, new: Scheduler) -> None:
     segments: dict[int, Segment] = {}
     for segment in sorted(kept.values(), key=lambda segment: segment.id):
         before = Path(tuple(segments[part.id] for part in segment.before.segments), segment.before.end)
-        segments[segment.id] = found = Segment(segment.id, before, segment.rope)
+        segments[segment.id] = found = Segment(segment.id, before, segment.rope, segment.tenant)
         found.extend(segment.token_ids)
         new.segments.adopt(found)
     for context in contexts:

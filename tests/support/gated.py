@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from coordinator.access.authenticator import Authenticator
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
-from coordinator.serving.server import Server
+from coordinator.serving.server import ANYBODY, Server
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import StepPlan, StepResult
@@ -46,7 +47,11 @@ class GatedRanks(FakeRanks):
 
 @asynccontextmanager
 async def serving(
-    ranks: FakeRanks, folder: Path, clock: Callable[[], float] = time.monotonic, **settings: Any
+    ranks: FakeRanks,
+    folder: Path,
+    clock: Callable[[], float] = time.monotonic,
+    authenticator: Authenticator = ANYBODY,
+    **settings: Any,
 ) -> AsyncGenerator[tuple[Engine, str], None]:
     """The engine, whose clock may be the test's, and the address of its service."""
     config = EngineConfig(model="none", block_size=4, **settings)
@@ -54,7 +59,7 @@ async def serving(
     async with running(engine):
         tokenizer = Tokenizer.load(write_model(folder), split_template)
         use_cases = UseCases(engine, tokenizer, engine.cluster)
-        server = Server(use_cases, config.unread_timeout)
+        server = Server(use_cases, config.unread_timeout, authenticator=authenticator)
         try:
             yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         finally:

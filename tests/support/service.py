@@ -5,12 +5,14 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
+from coordinator.access.usage import Usage
 from coordinator.calls.house.ports import House
 from coordinator.calls.use_cases import UseCases
 from coordinator.changes import Changes
@@ -41,6 +43,7 @@ from longleaf.messages import (
     Worker,
 )
 from longleaf.sampling import Token
+from longleaf.tenants import DEFAULT_TENANT, tenant_of
 
 END = "<|end|>"
 TEMPLATE = (
@@ -215,8 +218,16 @@ class FakeEngine:
             is_exact=self.is_exact,
         )
 
-    def list_contexts(self, after: str = "", limit: int | None = None) -> list[Context]:
-        return [self.get_context(name) for name in sorted(self.contexts) if name > after][:limit]
+    def usage(self, tenant: str) -> Usage:
+        own = [ids for name, ids in self.contexts.items() if tenant_of(name) == tenant]
+        running = sum(not stream.closed.is_set() for stream in self.streams)
+        return Usage(contexts=len(own), tokens=sum(map(len, own)), running=running)
+
+    def list_contexts(
+        self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> list[Context]:
+        own = (name for name in sorted(self.contexts) if tenant_of(name) == tenant)
+        return [self.get_context(name) for name in own if name > after][:limit]
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         self.get_context(source)
@@ -235,9 +246,9 @@ class FakeEngine:
         self.contexts[context_id] = found
         return self.get_context(context_id)
 
-    async def reread_contexts(self, vocabulary_size: int) -> Reread:
+    async def reread_contexts(self, vocabulary_size: int, tenant: str) -> Reread:
         contexts, left_out = list[Context](), list[LeftOut]()
-        for name in sorted(self.earlier):
+        for name in sorted(name for name in self.earlier if tenant_of(name) == tenant):
             try:
                 contexts.append(await self.reread_context(name, vocabulary_size))
             except LongleafError as error:
@@ -297,11 +308,11 @@ class FakeEngine:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, folder: Path, host: str = "127.0.0.1", house: House | None = None
+    engine: FakeEngine, folder: Path, host: str = "127.0.0.1", house: House | None = None, **options: Any
 ) -> AsyncGenerator[tuple[Server, str], None]:
-    """The service on a port of its own; gives the server and its address."""
+    """The service on a port of its own; gives the server and its address. `options` are the server's."""
     use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe, house=house)
-    server = Server(use_cases)
+    server = Server(use_cases, **options)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.house.ports import Arriving, House
 from coordinator.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
@@ -17,6 +18,7 @@ from longleaf.parcel.records import ID_BYTES, Head, Keys, Part, SegmentHead
 from longleaf.parcel.unpacking import Ids, Told, Unpacking
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.tenants import scoped
 from longleaf.units import human_seconds
 
 MAX_TOLD = 3
@@ -28,8 +30,14 @@ class Arrival:
     next one does first. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
-        self, house: House, header: ImportHeader, vocabulary_size: int, wall_clock: Callable[[], float]
+        self,
+        house: House,
+        header: ImportHeader,
+        vocabulary_size: int,
+        wall_clock: Callable[[], float],
+        ledger: Ledger = UNLIMITED,
     ) -> None:
+        self._ledger = ledger
         self._house = house
         self._header = header
         self._vocabulary_size = vocabulary_size
@@ -115,12 +123,13 @@ class Arrival:
                 await self._put(told)
 
     async def _open(self, head: Head) -> None:
-        name = self._header.context or head.context
+        name = self._header.context or scoped(self._header.tenant, _checked(head.context))
         if self._is_made(name):
             self.made = ImportProgress(received_bytes=self.num_bytes, context=self._house.get_context(name))
             return
         _check_fingerprint(name, head, await self._house.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())
+        self._ledger.check_context(1, self._context.num_tokens)
         self._arriving = await self._house.begin_import(self._context)
 
     def _is_made(self, name: str) -> bool:
@@ -222,10 +231,15 @@ def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> Snaps
     return SnapshotRecord(segment=number, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes)
 
 
-def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
-    """What a context will be. Raises InvalidArgument where it cannot be."""
+def _checked(name: str) -> str:
+    """What the context was called where it comes from. Raises InvalidArgument where none may be called so here."""
     if CONTEXT_ID.fullmatch(name) is None:
         raise InvalidArgument("config.name", f"the context was called {name[:100]!r}; give it another name")
+    return name
+
+
+def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
+    """What a context will be. Raises InvalidArgument where it cannot be."""
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
         raise InvalidArgument(FIELD, "it tells times that are none")

@@ -11,6 +11,7 @@ from longleaf.messages import Cluster, ExportContext, Parcel
 from longleaf.parcel.packing import Packing
 from longleaf.parcel.records import MAX_NAME, Head
 from longleaf.storage.manifest import Piece
+from longleaf.tenants import name_of
 
 MAX_EXPORTS = 8
 """Those that are under way: each holds a piece of some ten megabytes."""
@@ -69,7 +70,7 @@ def _head(leaving: Leaving, fingerprint: Fingerprint, model: str) -> Head:
     return Head(
         fingerprint=fingerprint,
         model=model[:MAX_NAME],
-        context=context.id,
+        context=name_of(context.id),
         num_tokens=context.num_tokens,
         ends=context.ends,
         capacity=context.capacity,

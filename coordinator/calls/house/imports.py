@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
+from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.house.arrival import Arrival
 from coordinator.calls.house.ports import House
 from coordinator.calls.replay import CallLater, Timer, call_later
@@ -34,8 +35,8 @@ MAX_BYTES = 1 << 30
 """Memory of all of them."""
 REPORT_BYTES = 1 << 20
 RETRY_SECONDS = 5.0
-Key = tuple[str | None, str]
-"""The name that was asked for, and the upload id."""
+Key = tuple[str, str | None, str]
+"""The tenant, the name that was asked for, and the upload id."""
 
 
 class Import:
@@ -52,7 +53,7 @@ class Import:
 
     @property
     def key(self) -> Key:
-        return self.header.context, self.header.upload_id
+        return self.header.tenant, self.header.context, self.header.upload_id
 
     def check(self, owner: object) -> None:
         """Raises Unavailable when another stream took over."""
@@ -99,6 +100,7 @@ class Imports:
         later: CallLater = call_later,
         wall_clock: Callable[[], float] = time.time,
         *,
+        ledger: Ledger = UNLIMITED,
         idle_seconds: float = IDLE_SECONDS,
         keep_seconds: float = KEEP_SECONDS,
         max_imports: int = MAX_IMPORTS,
@@ -106,6 +108,7 @@ class Imports:
     ) -> None:
         self._house = house
         self._vocabulary_size = vocabulary_size
+        self._ledger = ledger
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
         self._max_bytes = max_bytes
@@ -164,7 +167,7 @@ class Imports:
     def _find(self, header: ImportHeader) -> Import | None:
         """The import that is resumed. Raises InvalidArgument when it began in another way."""
         self._trim()
-        found = self._by_key.get((header.context, header.upload_id)) if header.upload_id else None
+        found = self._by_key.get((header.tenant, header.context, header.upload_id)) if header.upload_id else None
         if found is not None and found.header.total_bytes != header.total_bytes:
             raise InvalidArgument("config.total_size_bytes", "is not what this upload began with")
         made = found.arrival.made if found is not None else None
@@ -184,7 +187,8 @@ class Imports:
         while len(self._all) >= self._max_imports and not self._forget_oldest():
             told = f"{len(self._all)} are under way, and there may be no more"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock))
+        self._ledger.check_upload(sum(other.header.tenant == header.tenant for other in self._all))
+        found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger))
         self._all.append(found)
         if header.upload_id:
             self._by_key[found.key] = found

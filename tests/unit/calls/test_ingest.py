@@ -13,6 +13,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.calls.ingest import Ingest
 from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
@@ -126,6 +127,7 @@ async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
 
 
 async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:
+    CALLER.set(OWNER)
     made_of: list[weakref.ref[array[int]]] = []
     held: list[object] = []
 

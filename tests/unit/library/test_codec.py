@@ -58,6 +58,7 @@ from longleaf.messages import (
     Worker,
 )
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.tenants import DEFAULT_TENANT
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -301,6 +302,7 @@ SAMPLING = Sampling(
 def test_requests_survive(request_: Generate) -> None:
     sampling: Any = {name: getattr(request_.sampling, name) for name in Sampling.__struct_fields__}
     values = msgspec.structs.asdict(request_) | {"sampling": sampling}
+    assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
     data = codec.encode_generate(**values).SerializeToString()
     assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
 

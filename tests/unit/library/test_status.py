@@ -29,6 +29,7 @@ from longleaf.errors import (
     ResourceExhausted,
     StartError,
     StorageUnavailable,
+    Unauthenticated,
     Unavailable,
     WorkerLost,
 )
@@ -52,6 +53,7 @@ EXAMPLES = [
     WorkerLost(3, "died"),
     EpochBroken("rank 1: raised"),
     PermissionDenied("not from there"),
+    Unauthenticated("nobody has these credentials"),
     Unavailable("starting"),
     Unavailable("loading", 2.5),
     ModelRefused("no rope"),

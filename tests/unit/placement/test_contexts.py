@@ -10,6 +10,7 @@ from coordinator.placement.paths import Path, Segment
 from coordinator.placement.segments import Segments
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.messages import ContextSettings
+from longleaf.tenants import DEFAULT_TENANT
 
 
 class Store:
@@ -83,11 +84,12 @@ def test_contexts_are_listed_by_id() -> None:
     for name in "cab":
         store.append(name, Path(), 1, now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
-    assert [context.id for context in store.contexts.list("a", 1)] == ["b"]
-    assert [context.id for context in store.contexts.list("aa")] == ["b", "c"]
+    assert [context.id for context in store.contexts.of_tenant(DEFAULT_TENANT, "a", 1)] == ["b"]
+    assert [context.id for context in store.contexts.of_tenant(DEFAULT_TENANT, "aa")] == ["b", "c"]
     store.contexts.delete("b")
-    assert [context.id for context in store.contexts.list("a", 5)] == ["c"]
-    assert store.contexts.list("c", 5) == []
+    assert [context.id for context in store.contexts.of_tenant(DEFAULT_TENANT, "a", 5)] == ["c"]
+    assert store.contexts.of_tenant(DEFAULT_TENANT, "c", 5) == []
+    assert store.contexts.of_tenant("a", "", 5) == []
     store.contexts.audit()
 
 

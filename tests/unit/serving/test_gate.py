@@ -2,6 +2,7 @@
 
 import asyncio
 import weakref
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 GENERATE = "/longleaf.v1.GenerationService/Generate"
 INGEST = "/longleaf.v1.ContextService/IngestContext"
+HOST = "ipv4:10.0.0.1"
 GET = "/longleaf.v1.ContextService/GetContext"
 LARGE = b"\x12\x80\x80\x08" + bytes(1 << 17)  # one field, `text`
 
@@ -43,7 +45,7 @@ def call(*requests: bytes) -> SimpleNamespace:
 async def refused(method: str, data: bytes) -> str:
     """Why a request is refused, which must not have come to the parser, alone or in a stream."""
     parser = Parser()
-    with Gate().of(method, parser) as incoming:
+    with Gate().of(method, parser, HOST) as incoming:
         with pytest.raises(InvalidArgument) as caught:
             await incoming.one(call(data))
         with pytest.raises(InvalidArgument):
@@ -90,13 +92,13 @@ async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None
 @pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
 async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
     parser = Parser()
-    with Gate().of(GENERATE, parser) as incoming:
+    with Gate().of(GENERATE, parser, HOST) as incoming:
         assert await incoming.one(call(data)) == data
         assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
 
 
 async def test_what_is_missing_or_no_message_is_told() -> None:
-    with Gate().of(GENERATE, Parser()) as incoming:
+    with Gate().of(GENERATE, Parser(), HOST) as incoming:
         with pytest.raises(InvalidArgument, match="request: is missing"):
             await incoming.one(call())
         with pytest.raises(InvalidArgument, match="request: is not a valid message"):
@@ -107,7 +109,7 @@ async def test_between_two_large_requests_others_have_their_turn() -> None:
     parser, requests = Parser(), Gate()
 
     async def read(data: bytes) -> None:
-        with requests.of(GENERATE, parser) as incoming:
+        with requests.of(GENERATE, parser, HOST) as incoming:
             await incoming.one(call(data))
 
     reading = [asyncio.create_task(read(data)) for data in (LARGE, LARGE + b"\0", LARGE + b"\0\0")]
@@ -121,7 +123,7 @@ async def test_between_two_large_requests_others_have_their_turn() -> None:
 
 async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
     requests = Gate(max_held_bytes=len(LARGE))
-    with requests.of(GENERATE, Parser()) as first, requests.of(GENERATE, Parser()) as second:
+    with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
             ResourceExhausted, match=f"{len(LARGE):,} bytes, {len(LARGE):,} more are over {len(LARGE):,}"
@@ -131,20 +133,35 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
         assert await second.one(call(b"small")) == b"small"
         first.release()
         assert await second.one(call(LARGE)) == LARGE
-    with requests.of(GENERATE, Parser()) as third:
+    with requests.of(GENERATE, Parser(), HOST) as third:
         assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
 
 
 async def test_open_calls_have_a_limit() -> None:
     requests = Gate(max_calls=1)
     with (
-        requests.of(GENERATE, Parser()),
+        requests.of(GENERATE, Parser(), HOST),
         pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
-        requests.of(GENERATE, Parser()),
+        requests.of(GENERATE, Parser(), HOST),
     ):
         pass
     assert caught.value.retry_seconds
-    with requests.of(GENERATE, Parser()):
+    with requests.of(GENERATE, Parser(), HOST):
+        pass
+
+
+async def test_one_host_leaves_calls_to_others() -> None:
+    requests, most = Gate(max_calls=4), 3
+    with ExitStack() as stack:
+        for _ in range(most):
+            stack.enter_context(requests.of(GENERATE, Parser(), HOST))
+        with (
+            pytest.raises(ResourceExhausted, match="calls: 3 from your host are open"),
+            requests.of(GENERATE, Parser(), HOST),
+        ):
+            pass
+        stack.enter_context(requests.of(GENERATE, Parser(), "ipv4:10.0.0.2"))
+    with requests.of(GENERATE, Parser(), HOST):
         pass
 
 
@@ -170,7 +187,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
             await asyncio.Event().wait()
         return make()
 
-    with Gate().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make())) as incoming:
+    with Gate().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
         requests = incoming.all(SimpleNamespace(read=read))
         assert isinstance(await anext(requests), Weighty)
         silent = asyncio.ensure_future(anext(requests))
@@ -182,7 +199,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
 async def test_a_request_that_does_not_come_ends_its_call() -> None:
     never = SimpleNamespace(read=asyncio.Event().wait)
     with (
-        Gate(arrival_seconds=0.001).of(GENERATE, Parser()) as incoming,
+        Gate(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
         pytest.raises(DeadlineExceeded, match="no request came within"),
     ):
         await incoming.one(never)

@@ -1,0 +1,61 @@
+"""The Authenticator of a file of credentials."""
+
+from collections.abc import Iterable, Mapping
+from hmac import compare_digest
+
+from coordinator.access.caller import Caller
+from coordinator.access.watched import WatchedFile
+from longleaf.credentials import Entry, digest_of, parse_credentials
+from longleaf.errors import Unauthenticated
+
+HEADER = "authorization"
+SCHEME = "bearer"
+
+
+class Credentials:
+    """Lets in who bears a credential of the file, or a certificate of one of its names. What leaves the file ends no
+    call that runs."""
+
+    is_open = False
+
+    def __init__(self, file: WatchedFile[tuple[Entry, ...]]) -> None:
+        self._file = file
+        self.num_refused = 0
+
+    @classmethod
+    def of(cls, path: str) -> "Credentials":
+        """Raises InvalidArgument."""
+        return cls(WatchedFile("credentials", path, parse_credentials))
+
+    @property
+    def num_failed_reloads(self) -> int:
+        return self._file.num_failed_reloads
+
+    def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
+        """Who calls; a credential goes before a certificate. Raises Unauthenticated."""
+        given = metadata.get(HEADER)
+        if given is None:
+            found = self._named(frozenset(names))
+            told = "no credentials came: --credential-file, LONGLEAF_CREDENTIAL or the argument `credential` give them"
+        else:
+            found = self._bearer(str(given))
+            told = "nobody has these credentials"
+        if found is None:
+            self.num_refused += 1
+            raise Unauthenticated(told)
+        return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas)
+
+    def _bearer(self, header: str) -> Entry | None:
+        """In constant time: every digest is compared with, to its end."""
+        scheme, _, credential = header.partition(" ")
+        if scheme.lower() != SCHEME:
+            return None
+        given, found = digest_of(credential.strip()), None
+        for entry in self._file.value:
+            for digest in entry.digests:
+                if compare_digest(digest, given):
+                    found = entry
+        return found
+
+    def _named(self, names: frozenset[str]) -> Entry | None:
+        return next((entry for entry in self._file.value if names.intersection(entry.names)), None)

@@ -1,0 +1,114 @@
+"""Holds what tenants take against their quotas."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from coordinator.access.bucket import Bucket
+from coordinator.access.caller import CALLER, OWNER, Caller
+from coordinator.access.usage import Usage
+from coordinator.events import Event, Tokens
+from coordinator.telemetry.observers import CallRecord, Saw
+from longleaf.errors import ResourceExhausted
+
+RETRY_SECONDS = 2.0
+"""When it may be worth asking again for what ends when something else of the tenant does."""
+
+
+class Ledger:
+    """What the caller's quotas allow, at the moment when it begins something. `usage` tells what a tenant takes now;
+    tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
+    quotas; where there are none, all of this costs nothing."""
+
+    def __init__(self, usage: Callable[[str], Usage], clock: Callable[[], float] = time.monotonic) -> None:
+        self._usage = usage
+        self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
+        self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
+
+    @property
+    def _caller(self) -> Caller:
+        return CALLER.get(OWNER)
+
+    def begin_generation(self, num_tokens: int) -> None:
+        """One of a prompt of so many tokens. Raises ResourceExhausted."""
+        caller, quotas = self._caller, self._caller.quotas
+        if quotas.generations == 0:
+            _refuse(caller, "generations", "none may run")
+        if quotas.generations is not None and quotas.waiting is not None:
+            usage = self._usage(caller.tenant)
+            if usage.running + usage.waiting >= quotas.generations + quotas.waiting:
+                limit = f"{quotas.waiting} may wait beside {quotas.generations} that run"
+                told = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
+                _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
+        self._check_rate(caller, "tokens_out_per_minute", self._outs)
+        self._take_in(caller, num_tokens)
+
+    def check_context(self, num_contexts: int, num_tokens: int) -> None:
+        """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
+        caller, quotas = self._caller, self._caller.quotas
+        if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
+            return
+        usage = self._usage(caller.tenant)
+        if quotas.contexts is not None and num_contexts and usage.contexts + num_contexts > quotas.contexts:
+            _refuse(caller, "contexts", f"there are {usage.contexts:,}, at most {quotas.contexts:,} may be")
+        if quotas.tokens is not None and usage.tokens + num_tokens > quotas.tokens:
+            told = f"its contexts have {usage.tokens:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+            _refuse(caller, "tokens", told)
+        if quotas.storage_bytes is not None and usage.storage_bytes >= quotas.storage_bytes:
+            told = (
+                f"its contexts take {usage.storage_bytes:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+            )
+            _refuse(caller, "storage_bytes", told)
+
+    def begin_document(self, num_contexts: int, num_tokens: int) -> None:
+        """One of so many tokens, into a new context or, for 0, one that is there. Raises ResourceExhausted."""
+        self.check_context(num_contexts, num_tokens)
+        self._take_in(self._caller, num_tokens)
+
+    def check_upload(self, num_open: int) -> None:
+        """Another one beside those `num_open` of the tenant. Raises ResourceExhausted."""
+        caller = self._caller
+        if caller.quotas.uploads is not None and num_open >= caller.quotas.uploads:
+            told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
+            _refuse(caller, "uploads", told, RETRY_SECONDS)
+
+    def _take_in(self, caller: Caller, num_tokens: int) -> None:
+        self._check_rate(caller, "tokens_in_per_minute", self._ins)
+        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+
+    def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, Bucket]) -> None:
+        rate: int | None = getattr(caller.quotas, name)
+        if rate is None:
+            return
+        if rate == 0:
+            _refuse(caller, name, "none are allowed")
+        if seconds := buckets[caller.tenant].seconds_until_free(rate):
+            _refuse(caller, name, f"more than {rate:,} were taken", seconds)
+
+    # --- as an Observer ---
+
+    @contextmanager
+    def call(self, record: CallRecord) -> Generator[None, None, None]:
+        """Calls cost nothing."""
+        yield
+
+    @contextmanager
+    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+        """Counts what comes out."""
+        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
+
+        def saw(event: Event) -> None:
+            if isinstance(event, Tokens):
+                bucket.take(len(event.tokens), rate)
+
+        yield saw
+
+
+def _refuse(caller: Caller, name: str, told: str, retry_seconds: float | None = None) -> NoReturn:
+    raise ResourceExhausted(f"quotas/{name}", f"of the tenant {caller.tenant}: {told}", retry_seconds)
+
+
+UNLIMITED = Ledger(lambda _: Usage())
+"""For callers without quotas."""

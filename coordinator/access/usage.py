@@ -1,0 +1,18 @@
+"""What a tenant takes of a service."""
+
+import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant takes now; documents that are being read count as contexts and tokens already."""
+
+    contexts: int = 0
+    tokens: int = 0
+    """Of its contexts. Those that share a beginning count it each."""
+    storage_bytes: int = 0
+    running: int = 0
+    """Generations that run."""
+    waiting: int = 0
+    """Generations that wait for room."""
+    uploads: int = 0
+    """Documents that are being read."""

@@ -1,0 +1,114 @@
+"""Between what a tenant calls its things and their ids in the service: every request is translated on its way in, and
+all that names something on its way out."""
+
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from coordinator.access.caller import CALLER
+from longleaf.messages import (
+    Cluster,
+    Context,
+    Event,
+    ExportContext,
+    ForkContext,
+    Generate,
+    ImportHeader,
+    ImportProgress,
+    IngestHeader,
+    IngestProgress,
+    LeftOut,
+    Reread,
+    Resume,
+    Started,
+    Verify,
+)
+from longleaf.tenants import name_of, scoped, tenant_of, unscoped
+
+Reporting = TypeVar("Reporting", IngestProgress, ImportProgress)
+
+
+def tenant() -> str:
+    """Whose the call is for which code runs."""
+    return CALLER.get().tenant
+
+
+def scope(name: str) -> str:
+    """The id of what the caller calls `name`."""
+    return scoped(tenant(), name)
+
+
+def scope_generate(request: Generate, client: str) -> Generate:
+    """The caller's; of `client` unless it names another."""
+    return replace(
+        request,
+        tenant=tenant(),
+        client=request.client or client,
+        context=None if request.context is None else scope(request.context),
+        request_id=scope(request.request_id) if request.request_id else "",
+    )
+
+
+def scope_resume(request: Resume) -> Resume:
+    return replace(request, request_id=scope(request.request_id))
+
+
+def scope_ingest(header: IngestHeader, client: str) -> IngestHeader:
+    """The caller's; of `client` unless it names another."""
+    return replace(header, tenant=tenant(), client=header.client or client, context=scope(header.context))
+
+
+def scope_import(header: ImportHeader) -> ImportHeader:
+    return replace(header, tenant=tenant(), context=None if header.context is None else scope(header.context))
+
+
+def scope_fork(fork: ForkContext) -> ForkContext:
+    return replace(fork, source=scope(fork.source), context=scope(fork.context))
+
+
+def scope_export(wanted: ExportContext) -> ExportContext:
+    return replace(wanted, context=scope(wanted.context))
+
+
+def scope_verify(wanted: Verify, client: str) -> Verify:
+    return replace(wanted, client=wanted.client or client)
+
+
+def shown(context: Context) -> Context:
+    """As its tenant calls it. How it is spread over ranks hangs on what others have there, so admins alone see it."""
+    shares = context.shares if CALLER.get().is_admin else ()
+    return replace(context, id=name_of(context.id), shares=shares)
+
+
+def shown_report(report: Reporting) -> Reporting:
+    return report if report.context is None else replace(report, context=shown(report.context))
+
+
+def shown_event(event: Event) -> Event:
+    return replace(event, request_id=name_of(event.request_id)) if isinstance(event, Started) else event
+
+
+def shown_reread(reread: Reread) -> Reread:
+    left_out = tuple(LeftOut(name_of(each.name), unscoped(each.reason, tenant())) for each in reread.left_out)
+    return replace(reread, contexts=tuple(map(shown, reread.contexts)), left_out=left_out)
+
+
+def shown_cluster(cluster: Cluster) -> Cluster:
+    """To an admin everything, with ids as they are. To others the model and the ranks: nothing by which they could tell
+    what others do, nor where machines and storage are."""
+    if CALLER.get().is_admin:
+        return cluster
+    recovery = cluster.recovery
+    if recovery is not None:
+        given_up = tuple(name_of(each) for each in recovery.given_up if tenant_of(each) == tenant())
+        recovery = replace(recovery, given_up=given_up, lost_tokens=0, recovered_tokens=0)
+    return replace(
+        cluster,
+        workers=tuple(replace(worker, pid=0, address="", tokens=0, kv_bytes=0) for worker in cluster.workers),
+        recovery=recovery,
+        waiting=0,
+        running=0,
+        window_tokens=0,
+        storage=None if cluster.storage is None else replace(cluster.storage, url="", trouble=""),
+    )
+

@@ -1,0 +1,81 @@
+"""Settings of whom a service lets in, and of what it tells of itself."""
+
+import ipaddress
+from typing import Literal
+
+import msgspec
+
+from longleaf.config import LOOPBACK
+from longleaf.errors import InvalidArgument
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+MAX_PORT = 65535
+
+
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who may come in, and over what connections. Files are read again when their content changes."""
+
+    tls_cert: str | None = None
+    """File of the certificate chain, in PEM; None: connections are plain."""
+    tls_key: str | None = None
+    """File of its private key."""
+    tls_client_ca: str | None = None
+    """File of the authorities whose certificates clients must have; None: they need none."""
+    credentials: str | None = None
+    """File of who may come in, and what they may; None: everybody, and everything."""
+    health_port: int | None = None
+    """With TLS: a port for health checks alone, in plain text; None: there is none."""
+    insecure: bool = False
+    """Listen beyond this machine without TLS or without credentials."""
+
+    def check(self, host: str) -> None:
+        """Raises InvalidArgument naming the first setting that makes no sense for a service at `host`."""
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
+        for name in ("tls_client_ca", "health_port"):
+            if getattr(self, name) is not None and self.tls_cert is None:
+                raise InvalidArgument(name, "needs tls_cert: connections are plain without it")
+        _check_port("health_port", self.health_port)
+        if self.insecure or is_loopback(host):
+            return
+        missing = [name for name in ("tls_cert", "credentials") if getattr(self, name) is None]
+        if self.tls_client_ca is not None and "credentials" in missing:
+            missing.remove("credentials")
+        if missing:
+            told = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+            rule = f"{host} can be reached from other machines: give {told}, or say --insecure"
+            raise InvalidArgument("host", rule)
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service tells of itself, and where."""
+
+    metrics_port: int | None = None
+    """Port of metrics for Prometheus; 0 lets the system choose; None: there is none."""
+    metrics_host: str = LOOPBACK
+    """Address of that port."""
+    log_format: LogFormat = "text"
+    """Lines for people, or one JSON object per line."""
+    log_level: LogLevel = "warning"
+    """What is less important is not logged."""
+    traces: bool = False
+    """Send traces over OTLP, as the variables OTEL_* say; needs the extra `otel`."""
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first setting that makes no sense."""
+        _check_port("metrics_port", self.metrics_port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_port(name: str, port: int | None) -> None:
+    if port is not None and not 0 <= port <= MAX_PORT:
+        raise InvalidArgument(name, f"{port} is not between 0 and {MAX_PORT}")

@@ -1,0 +1,154 @@
+"""Two tenants with the same names at work: whatever one does, the other's lists, statuses and tokens are those of being
+alone."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+from grpc import StatusCode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coordinator.ranks.fakes import FakeRanks
+from longleaf.credentials import Quotas
+from tests.support import gated
+from tests.support.tenants import ACME, BOLT, OPS, Caller, credentials, request_of
+
+Step = tuple[str, list[dict[str, Any]]]
+NAMES = ("book", "play")
+TEXTS = ("call me ishmael, some years ago", "call me ishmael, never mind how long", "it was the best of times")
+NAME = st.sampled_from(NAMES).map(lambda name: f"contexts/{name}")
+TEXT = st.sampled_from(TEXTS)
+REQUEST = st.sampled_from(["one", "two"])
+HIDDEN = ("Time", "time", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
+"""What differs from run to run."""
+
+
+def _generate(name: str | None, text: str, request_id: str) -> Step:
+    fields: dict[str, Any] = {"text": text, "sampling": {"max_token_count": 5, "seed": 1}, "request_id": request_id}
+    if name is not None:
+        fields["context"] = name
+    return "Generate", [fields | {"resume_duration": {"seconds": 60}}]
+
+
+def _ingest(name: str, text: str, append: bool = False) -> Step:
+    return "IngestContext", [{"config": {"name": name, "append": append}}, {"text": text.encode()}]
+
+
+STEPS = st.one_of(
+    st.builds(_ingest, NAME, TEXT, st.booleans()),
+    st.builds(_generate, st.none() | NAME, TEXT, REQUEST),
+    st.builds(lambda r: ("CancelGeneration", [{"request_id": r}]), REQUEST),
+    st.builds(lambda r: ("Generate", [{"request_id": r, "resume_token_index": 0}]), REQUEST),
+    st.builds(lambda n: ("GetContext", [{"name": n}]), NAME),
+    st.builds(lambda n: ("DeleteContext", [{"name": n}]), NAME),
+    st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), NAME, NAME),
+    st.just(("ListContexts", [{}])),
+    st.just(("GetCluster", [{}])),
+)
+SCRIPT = st.lists(STEPS, min_size=1, max_size=8)
+Said = list[tuple[str, StatusCode, list[Any], str]]
+
+
+def _plain(value: Any) -> Any:
+    """Without what differs from run to run."""
+    if isinstance(value, dict):
+        found = {key: _plain(each) for key, each in value.items() if not any(word in key for word in HIDDEN)}
+        return {key: each for key, each in found.items() if each not in ({}, [])}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
+    """What the tenant hears of its script."""
+    said: Said = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        caller = Caller(channel, tenant)
+        for name, requests in script:
+            code, responses, told = await caller.call(name, [request_of(name, **fields) for fields in requests])
+            found = [_plain(MessageToDict(response)) for response in responses]
+            if name in ("Generate", "IngestContext"):  # how its progress is cut depends on steps
+                found = [each for each in found if not {"progress", "phase"} & set(each) or "context" in each]
+                found = _joined([each for each in found if each])
+            said.append((name, code, found, told))
+    return said
+
+
+def _joined(found: list[Any]) -> list[Any]:
+    """With the tokens and the text of deltas in one: who reads late is told several tokens at once."""
+    deltas = [each["delta"] for each in found if "delta" in each]
+    if not deltas:
+        return found
+    token_ids = [token_id for delta in deltas for token_id in delta.get("tokenIds", [])]
+    rest = [each for each in found if "delta" not in each]
+    return [*rest, {"tokenIds": token_ids, "text": "".join(delta.get("text", "") for delta in deltas)}]
+
+
+async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Said]:
+    """What each tenant hears while all play their scripts at the same time."""
+    ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
+    options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2}
+    async with gated.serving(ranks, folder / "model", authenticator=credentials(folder, **quotas), **options) as (
+        _,
+        at,
+    ):
+        found = await asyncio.gather(*(play(at, tenant, script) for tenant, script in scripts.items()))
+    return dict(zip(scripts, found, strict=True))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(acme=SCRIPT, bolt=SCRIPT, ops=SCRIPT)
+def test_each_hears_what_it_would_hear_alone(
+    tmp_path: Path, acme: list[Step], bolt: list[Step], ops: list[Step]
+) -> None:
+    ops = [step for step in ops if step[0] == "Generate"]  # an admin sees how full ranks are
+    scripts: dict[str, Sequence[Step]] = {ACME: acme, BOLT: bolt, OPS: ops}
+    together = asyncio.run(served(tmp_path, scripts))
+    for tenant, script in scripts.items():
+        alone = asyncio.run(served(tmp_path, {tenant: script}))
+        assert together[tenant] == alone[tenant], tenant
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(acme=SCRIPT, bolt=SCRIPT, most=st.integers(0, 2))
+def test_a_quota_of_one_changes_nothing_for_the_other(
+    tmp_path: Path, acme: list[Step], bolt: list[Step], most: int
+) -> None:
+    quotas = {BOLT: Quotas(contexts=most, generations=1, waiting=most)}
+    together = asyncio.run(served(tmp_path, {ACME: acme, BOLT: bolt}, **quotas))
+    assert together[ACME] == asyncio.run(served(tmp_path, {ACME: acme}))[ACME]
+    for name, code, _, told in together[BOLT]:
+        if code == StatusCode.RESOURCE_EXHAUSTED:
+            assert told.startswith("quotas/"), (name, told)
+
+
+async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) -> None:
+    """Bolt asks what acme has just asked; the answer tells how much of it was held."""
+    step = _generate(None, TEXTS[0], "one")
+    for shares, held in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
+        ranks = FakeRanks(1, 400, vocab=gated.VOCAB)
+        options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "share_prefixes": shares}
+        folder = tmp_path / str(shares)
+        async with gated.serving(ranks, folder / "model", authenticator=credentials(folder), **options) as (_, address):
+            await play(address, ACME, [step])
+            [(_, code, found, _)] = await play(address, BOLT, [step])
+            [(_, _, again, _)] = await play(address, BOLT, [_generate(None, TEXTS[0], "two")])
+        assert code == StatusCode.OK
+        cached = [each["started"].get("cachedTokenCount", 0) for each in found if "started" in each]
+        assert [bool(count) for count in cached] == [bool(held)] * len(cached)
+        assert any(each["started"].get("cachedTokenCount", 0) for each in again if "started" in each)
+
+
+@pytest.mark.parametrize("tenant", [ACME, BOLT])
+async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str) -> None:
+    ingests = {
+        who: [("IngestContext", [{"config": {"name": f"contexts/{who}-{i}"}}, {"text": b"x"}]) for i in range(3)]
+        for who in (ACME, BOLT)
+    }
+    scripts = {who: [*steps, ("ListContexts", [{"page_size": 2}])] for who, steps in ingests.items()}
+    heard = (await served(tmp_path, scripts))[tenant]
+    [page] = heard[-1][2]
+    assert [each["name"] for each in page["contexts"]] == [f"contexts/{tenant}-0", f"contexts/{tenant}-1"]

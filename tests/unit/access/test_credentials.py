@@ -1,0 +1,156 @@
+"""Who comes in by a file of credentials, and what such a file must be."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from coordinator.access.authenticator import Anybody
+from coordinator.access.credentials import Credentials
+from coordinator.access.watched import LOOK_SECONDS, WatchedFile
+from longleaf.credentials import (
+    Entry,
+    Quotas,
+    digest_of,
+    line_of,
+    new_credential,
+    parse_credentials,
+)
+from longleaf.errors import InvalidArgument, Unauthenticated
+
+A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bearer(credential: str) -> dict[str, str | bytes]:
+    return {"authorization": f"Bearer {credential}"}
+
+
+def test_lines_survive() -> None:
+    entry = Entry(
+        tenant="acme",
+        role="admin",
+        digests=(digest_of("a"), digest_of("b")),
+        names=("spiffe://x/y", "ops.example"),
+        quotas=Quotas(contexts=5, tokens_out_per_minute=7),
+    )
+    assert parse_credentials(f"# them\n\n{line_of(entry)}  # ours\n".encode()) == (entry,)
+
+
+def test_no_credential_is_made_twice() -> None:
+    made = {new_credential() for _ in range(100)}
+    assert len(made) == 100
+    assert min(map(len, made)) > 40
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"", "no entries"),
+        (b"# nobody\n", "no entries"),
+        (b"\xef\xbb\xbfacme user sha256:" + A.encode(), "byte-order mark"),
+        (b"acme user \xff", "byte 10 is not UTF-8"),
+        (b"acme", "line 1: is not TENANT ROLE"),
+        (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
+        (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
+        (b"contexts user sha256:" + A.encode(), "none of contexts"),
+        (b"acme user", "nobody could come in"),
+        (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
+        (b"acme user sha256:" + A.upper().encode(), "its word 3"),
+        (b"acme user my-secret", "its word 3"),
+        (f"acme user sha256:{A} cats=3".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5"),
+        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
+        (
+            f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
+            "line 2: bolt has a credential or a name that is acme's",
+        ),
+        (b"acme user dns:x\nbolt admin dns:x", "line 2"),
+    ],
+)
+def test_what_a_file_may_not_say(text: bytes, told: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        parse_credentials(text)
+    assert told in str(refused.value)
+    assert "my-secret" not in str(refused.value)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "credentials"
+    path.write_text(f"acme user sha256:{A} contexts=3\nops admin sha256:{B} uri:spiffe://ops dns:ops.example\n")
+    return path
+
+
+def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
+    credentials = Credentials.of(str(file))
+    acme = credentials.authenticate(bearer("a"), [])
+    assert (acme.tenant, acme.role, acme.quotas) == ("acme", "user", Quotas(contexts=3))
+    for found in (
+        credentials.authenticate(bearer("b"), []),
+        credentials.authenticate({}, ["elsewhere", "ops.example"]),
+        credentials.authenticate({}, ["spiffe://ops"]),
+    ):
+        assert (found.tenant, found.is_admin) == ("ops", True)
+    assert credentials.num_refused == 0
+
+
+def test_a_credential_goes_before_a_certificate(file: Path) -> None:
+    assert Credentials.of(str(file)).authenticate(bearer("a"), ["ops.example"]).tenant == "acme"
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("c"), bearer(""), {"authorization": "a"}, {"authorization": "Basic a"}])
+def test_others_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
+    credentials = Credentials.of(str(file))
+    with pytest.raises(Unauthenticated):
+        credentials.authenticate(headers, ["elsewhere"])
+    assert credentials.num_refused == 1
+
+
+def test_without_a_file_everybody_is_the_one_who_serves() -> None:
+    assert Anybody().authenticate({}, []).is_admin
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="No such file"):
+        Credentials.of(str(tmp_path / "none"))
+
+
+def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watched = WatchedFile("credentials", str(file), parse_credentials, clock)
+    credentials = Credentials(watched)
+    file.write_text(f"bolt user sha256:{A}")
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # nobody looked yet
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
+    with pytest.raises(Unauthenticated):
+        credentials.authenticate(bearer("b"), [])
+
+
+def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    credentials = Credentials(WatchedFile("credentials", str(file), parse_credentials, clock))
+    file.write_text("half a line")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            clock.now += LOOK_SECONDS
+            assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == len(caplog.records) == 1
+    file.unlink()
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == 2
+    file.write_text(f"bolt user sha256:{A}")
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
+    assert credentials.num_failed_reloads == 2
