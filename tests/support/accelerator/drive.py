@@ -98,7 +98,7 @@ class Drive:
 
     def _act(self) -> None:
         """What a client does."""
-        contexts = [context.id for context in self.bench.scheduler.contexts.list("", None)]
+        contexts = [context.id for context in self.bench.scheduler.contexts.list()]
         context = self.dice.choice([None, *contexts])
         match self.dice.choice(("ask", "ask", "ask", "several", "ingest", "fork", "cancel", "delete")):
             case "ask" | "several" as what:
