@@ -149,12 +149,14 @@ class Source:
             told = "the service does not hold any more what it had acknowledged, and the document cannot be read again"
             self.error = Unavailable(told)
             raise self.error
-        await self.aclose()
+        await self._close()
         self._kept.clear()
         self._pieces, self._next, self._start = pieces_of(self._document), None, 0
 
     async def _read(self, reader: int) -> "bytes | Sequence[int] | None":
         """The next piece, kept. A reader that is cancelled while it waits leaves the piece to the next one."""
+        if reader != self._num_readers:
+            return None
         try:
             self._next = self._next or asyncio.create_task(self._take())
             piece = await asyncio.shield(self._next)
@@ -172,7 +174,11 @@ class Source:
         return await anext(self._pieces, None)
 
     async def aclose(self) -> None:
-        """Ends the reading of the document."""
+        """Ends the reading of the document, and who reads it."""
+        self._num_readers += 1
+        await self._close()
+
+    async def _close(self) -> None:
         if self._next is not None:
             self._next.cancel()
             await asyncio.wait([self._next])

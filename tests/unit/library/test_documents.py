@@ -1,0 +1,35 @@
+"""Documents on their way to a service."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from longleaf.client.documents import Source
+
+NUM_PIECES = 8
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    for _ in range(NUM_PIECES):
+        await asyncio.sleep(0)
+        yield b"piece"
+
+
+async def read_all(source: Source) -> int:
+    return len([piece async for piece in source.pieces_from(0)])
+
+
+@pytest.mark.parametrize("num_turns", range(6 * NUM_PIECES))
+async def test_a_document_may_be_ended_at_any_turn_of_its_reader(num_turns: int) -> None:
+    source = Source(pieces())
+    reader = asyncio.create_task(read_all(source))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await source.aclose()
+    await asyncio.wait([reader])
+    assert reader.cancelled() or reader.result() <= NUM_PIECES
+
+
+async def test_a_document_that_is_not_ended_is_read_to_its_end() -> None:
+    assert await read_all(Source(pieces())) == NUM_PIECES
