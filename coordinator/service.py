@@ -23,6 +23,7 @@ from coordinator.placement.positions import UNLIMITED
 from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
+from coordinator.serving.certificates import Certificates
 from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.telemetry.observers import Observers
 from coordinator.text.renderer import Renderer
@@ -144,8 +145,10 @@ class Service:
             refill=self._refill,
             authenticator=self._authenticator(),
             observers=self._observers,
+            certificates=Certificates.of(self._config.security),
         )
         port = await self._server.start(self._config.host, self._config.port)
+        own = await self._start_health(self._server)
         tokenizer = await self._load_tokenizer(config)
         self._durability = await self._open_durability(config)
         if self._durability is not None:
@@ -159,7 +162,7 @@ class Service:
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept)
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *own, *kept)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
@@ -171,6 +174,13 @@ class Service:
                 self._engine.warm()
         self._server.open(self._use_cases)
         return port
+
+    async def _start_health(self, server: Server) -> tuple[str, ...]:
+        """What there is to say of the port of health alone. Raises StartError."""
+        if (port := self._config.security.health_port) is None:
+            return ()
+        bound = await server.start_health(self._config.host, port)
+        return (f"health checks alone, in plain text: {join_address(self._config.host, bound)}",)
 
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""

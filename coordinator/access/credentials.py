@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from hmac import compare_digest
 
 from coordinator.access.caller import Caller
-from coordinator.access.watched import WatchedFile
+from coordinator.access.watched import WatchedFiles
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
 
@@ -18,14 +18,14 @@ class Credentials:
 
     is_open = False
 
-    def __init__(self, file: WatchedFile[tuple[Entry, ...]]) -> None:
+    def __init__(self, file: WatchedFiles[tuple[Entry, ...]]) -> None:
         self._file = file
         self.num_refused = 0
 
     @classmethod
     def of(cls, path: str) -> "Credentials":
         """Raises InvalidArgument."""
-        return cls(WatchedFile("credentials", path, parse_credentials))
+        return cls(WatchedFiles({"credentials": path}, parse_credentials))
 
     @property
     def num_failed_reloads(self) -> int:

@@ -1,9 +1,10 @@
-"""A file that is read again when its content changes."""
+"""Files that are read again when their content changes."""
 
 import hashlib
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -11,62 +12,73 @@ from longleaf.errors import InvalidArgument
 
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
-"""How often a file is looked at, at most: what changes is known within this."""
+"""How often files are looked at, at most: what changes is known within this."""
 MAX_BYTES = 16 << 20
 log = logging.getLogger(__name__)
 
 
-class WatchedFile(Generic[Parsed]):
-    """What `parse` made of a file, named `field` in errors. A file that is broken later changes nothing: it is logged
-    once and counted. By content, not by time: a Secret of Kubernetes is another folder behind the same link."""
+class WatchedFiles(Generic[Parsed]):
+    """What `parse` made of the files together, whose names in errors are the keys of `paths`. Files that are broken
+    later change nothing: that is logged once and counted. By content, not by time: a Secret of Kubernetes is another
+    folder behind the same link. Any thread may ask."""
 
     def __init__(
         self,
-        field: str,
-        path: str,
-        parse: Callable[[bytes], Parsed],
+        paths: Mapping[str, str],
+        parse: Callable[..., Parsed],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises InvalidArgument."""
-        self._field, self._path, self._parse, self._clock = field, Path(path), parse, clock
-        data = self._read()
-        self._value = parse(data)
-        self._digest: bytes = hashlib.sha256(data).digest()
+        """`parse` gets the bytes of each file, in order. Raises InvalidArgument."""
+        self._paths = {field: Path(path) for field, path in paths.items()}
+        self._parse, self._clock = parse, clock
+        self._lock = threading.Lock()
+        datas = self._read()
+        self._value = parse(*datas)
+        self._digest = _digest_of(datas)
         self._looked = clock()
         self._trouble = ""
         self.num_failed_reloads = 0
 
     @property
     def value(self) -> Parsed:
-        """Of the newest content that could be used."""
-        if self._clock() - self._looked >= LOOK_SECONDS:
-            self._looked = self._clock()
-            self._look()
-        return self._value
+        """Of the newest contents that could be used."""
+        with self._lock:
+            if self._clock() - self._looked >= LOOK_SECONDS:
+                self._looked = self._clock()
+                self._look()
+            return self._value
 
     def _look(self) -> None:
         try:
-            data = self._read()
-            digest = hashlib.sha256(data).digest()
+            datas = self._read()
+            digest = _digest_of(datas)
             if digest == self._digest:
                 self._trouble = ""
                 return
-            self._value, self._digest, self._trouble = self._parse(data), digest, ""
+            self._value, self._digest, self._trouble = self._parse(*datas), digest, ""
         except InvalidArgument as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
                 self.num_failed_reloads += 1
-                log.warning("%s; what it said before goes on", error)
+                log.warning("%s; what was there before goes on", error)
             return
-        log.info("read %s again", self._path)
+        log.info("read %s again", ", ".join(map(str, self._paths.values())))
 
-    def _read(self) -> bytes:
+    def _read(self) -> list[bytes]:
         """Raises InvalidArgument."""
-        try:
-            with self._path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise InvalidArgument(self._field, f"{self._path}: {error.strerror}") from None
-        if len(data) > MAX_BYTES:
-            raise InvalidArgument(self._field, f"{self._path} has more than {MAX_BYTES:,} bytes")
-        return data
+        return [_read(field, path) for field, path in self._paths.items()]
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgument(field, f"{path}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise InvalidArgument(field, f"{path} has more than {MAX_BYTES:,} bytes")
+    return data
+
+
+def _digest_of(datas: list[bytes]) -> tuple[bytes, ...]:
+    return tuple(hashlib.sha256(data).digest() for data in datas)

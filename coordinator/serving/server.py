@@ -1,4 +1,4 @@
-"""The gRPC server: the services, health and reflection on one port."""
+"""The gRPC server: the services, health and reflection on one port, and health alone on another."""
 
 import socket
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingT
 
 from coordinator.access.authenticator import Anybody, Authenticator
 from coordinator.calls.use_cases import UseCases
+from coordinator.serving.certificates import Certificates
 from coordinator.serving.gate import MAX_CALLS, Gate
 from coordinator.serving.health import HealthServicer
 from coordinator.serving.interceptors import CallInterceptor
@@ -41,12 +42,19 @@ LIVENESS = "liveness"
 """What is asked of health whether the process should live on; it says nothing of the model."""
 LOADING_SECONDS, DRAINING_SECONDS = 2.0, 1.0
 """When to come again: to this service, and to the one that takes its place."""
+MAX_METADATA_BYTES = 16 << 10
+"""Bytes of a call's headers: of more the library refuses the call."""
+MAX_HEALTH_CALLS = 64
+"""Calls that may be open at once on the port of health alone."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
     ("grpc.max_concurrent_streams", MAX_CALLS // 2),  # one connection leaves room for others
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_connection_age_ms", 3_600_000),  # so that certificates and balance are renewed; what runs goes on
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
     ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -82,7 +90,7 @@ def _unfilled() -> int:
 class Server:
     """The door for gRPC. It may be open before there is something to serve: `loading` tells callers what they wait for,
     until `open`. A stream that nobody reads for `unread_timeout` seconds is let go. `drain` ends the service, `refill`
-    starts ranks in places that were given up."""
+    starts ranks in places that were given up. With `certificates` connections are encrypted."""
 
     def __init__(
         self,
@@ -94,13 +102,16 @@ class Server:
         refill: Refill = _unfilled,
         authenticator: Authenticator = ANYBODY,
         observers: Observers = NOBODY,
+        certificates: Certificates | None = None,
     ) -> None:
+        self._certificates = certificates
         self._lobby = lobby = Lobby(loading)
         if use_cases is not None:
             lobby.open(use_cases)
         interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
         self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
         self._health = HealthServicer()
+        self._health_server: grpc.aio.Server | None = None
         self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
         self._add(context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
         self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
@@ -121,14 +132,21 @@ class Server:
 
         Raises StartError when the address cannot be had.
         """
-        check_address(host, port)
-        try:
-            bound = self._server.add_insecure_port(join_address(host, port))
-        except RuntimeError as error:
-            raise StartError(f"cannot listen on {join_address(host, port)}: port {port} was taken just now") from error
+        bound = _listen(self._server, host, port, self._certificates)
         self._tell_health(self._lobby.is_open)
         self._health.set(LIVENESS, True)
         await self._server.start()
+        return bound
+
+    async def start_health(self, host: str, port: int) -> int:
+        """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
+        when the address cannot be had."""
+        interceptor = CallInterceptor(self._lobby, Gate(MAX_HEALTH_CALLS), MAX_SECONDS, ANYBODY, NOBODY)
+        server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        bound = _listen(server, host, port, None)
+        await server.start()
+        self._health_server = server
         return bound
 
     def open(self, use_cases: UseCases) -> None:
@@ -165,3 +183,17 @@ class Server:
         self._tell_health(False)
         self._health.end()
         await self._server.stop(grace)
+        if self._health_server is not None:
+            await self._health_server.stop(grace)
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:
+    """The port that `server` got. Raises StartError."""
+    check_address(host, port)
+    address = join_address(host, port)
+    try:
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, certificates.credentials())
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error

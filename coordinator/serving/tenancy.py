@@ -111,4 +111,3 @@ def shown_cluster(cluster: Cluster) -> Cluster:
         window_tokens=0,
         storage=None if cluster.storage is None else replace(cluster.storage, url="", trouble=""),
     )
-

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, nothing
+from longleaf.client.channels import Access
 from longleaf.client.contexts import ContextCalls
 from longleaf.client.documents import Document, Source
 from longleaf.client.reception import Reception, may_go_on
@@ -61,13 +62,17 @@ class AsyncClient(ContextCalls):
         *,
         retries: int | Retries = DEFAULT_LIMIT,
         on_retry: Callback[Retry] = log_retry,
+        **access: Unpack[Access],
     ) -> None:
         """`server` is HOST:PORT, or HOST for the default port; None takes LONGLEAF_SERVER, else localhost:50051.
         `retries` is how often a call is tried again at most, 0 for never, or how exactly; `on_retry` is told before
-        each wait."""
+        each wait. `access` says how to come in where a service does not let everybody: with `tls_ca` the connection is
+        encrypted, `tls_cert` and `tls_key` are the client's own, `credential` says who calls. What is not given is
+        taken from LONGLEAF_TLS_CA, LONGLEAF_TLS_CERT, LONGLEAF_TLS_KEY and LONGLEAF_CREDENTIAL. Raises InvalidArgument
+        for files that cannot be used, and for a credential that would travel in plain text."""
         self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
-        calls = Calls(self.server, chosen, on_retry)
+        calls = Calls(self.server, access, chosen, on_retry)
         channel = calls.channel
         super().__init__(calls, context_grpc.ContextServiceStub(channel))
         # The generated stubs carry no types.

@@ -8,31 +8,21 @@ from typing import Any, TypeVar
 import grpc
 
 from longleaf.client.callbacks import Callback
+from longleaf.client.channels import Access, open_channel
 from longleaf.client.retries import Attempts, Retries, Retry
 from longleaf.codec.status import decode_error
-from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from longleaf.errors import Cancelled, LongleafError, Unavailable
 
 T = TypeVar("T")
-OPTIONS = (
-    ("grpc.primary_user_agent", CLIENT_NAME),
-    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
-    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # what making a connection may take
-    ("grpc.max_reconnect_backoff_ms", 5_000),
-    ("grpc.enable_http_proxy", 0),
-)
 
 
 class Calls:
     """A channel to `server`. Requests and responses are protobuf messages; the generated stubs carry no types."""
 
-    def __init__(self, server: str, retries: Retries, on_retry: Callback[Retry]) -> None:
+    def __init__(self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry]) -> None:
+        """Raises InvalidArgument."""
         self.server = server
-        self.channel = grpc.aio.insecure_channel(server, options=OPTIONS)
+        self.channel = open_channel(server, access)
         self._retries = retries
         self._on_retry = on_retry
         self._is_closed = False

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from longleaf.client.aio import AsyncClient
 from longleaf.client.callbacks import Callback, OnProgress
+from longleaf.client.channels import Access
 from longleaf.client.documents import Document, Readable, off_the_loop
 from longleaf.client.loop import LoopThread
 from longleaf.client.parcels import Writable
@@ -42,11 +43,16 @@ class Client:
     """
 
     def __init__(
-        self, server: str | None = None, *, retries: int | Retries = DEFAULT_LIMIT, on_retry: OnRetry = log_retry
+        self,
+        server: str | None = None,
+        *,
+        retries: int | Retries = DEFAULT_LIMIT,
+        on_retry: OnRetry = log_retry,
+        **access: Unpack[Access],
     ) -> None:
         self._loop = LoopThread("longleaf-client")
         try:
-            self._client = self._loop.run(_connect, server, retries, partial(self._loop.tell, on_retry))
+            self._client = self._loop.run(_connect, server, access, retries, partial(self._loop.tell, on_retry))
         except BaseException:
             self._loop.end(_nothing)
             raise
@@ -210,9 +216,11 @@ class Client:
         return self._loop.run(self._client.is_healthy, service, timeout=timeout)
 
 
-async def _connect(server: str | None, retries: int | Retries, on_retry: Callback[Retry]) -> AsyncClient:
+async def _connect(
+    server: str | None, access: Access, retries: int | Retries, on_retry: Callback[Retry]
+) -> AsyncClient:
     """On the loop's thread: channels belong to the loop that made them."""
-    return AsyncClient(server, retries=retries, on_retry=on_retry)
+    return AsyncClient(server, retries=retries, on_retry=on_retry, **access)
 
 
 async def _nothing() -> None:

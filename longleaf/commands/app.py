@@ -58,6 +58,8 @@ app.command()(verify)
 
 
 OPTIONS = {
+    "credential": "--credential-file",
+    "tls_ca": "--tls-ca",
     "sampling.max_token_count": "--max-tokens",
     "sampling.temperature": "--temperature",
     "sampling.top_k": "--top-k",

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.messages import Cluster, Loss, ModelInfo, Recovery, Storage
@@ -23,6 +24,7 @@ Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every chan
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
 
 
+@takes_server
 def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
     """Show the model, the ranks, what they hold, which were lost, and how many generations run and wait.
 
@@ -43,7 +45,7 @@ def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_j
     Console().print(workers_table(found))
 
 
-def _watch(server: str, interval: float, as_json: bool) -> None:
+def _watch(server: Server, interval: float, as_json: bool) -> None:
     with connect(server) as client:
         changes = client.watch_cluster(min_interval=interval)
         if as_json:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longleaf.commands import moving
+from longleaf.commands.flags import takes_server
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.rebuild import rebuild
@@ -23,6 +24,7 @@ app.command("reread")(reread)
 
 
 @app.command("list")
+@takes_server
 def list_contexts(server: Server, as_json: AsJson = False) -> None:
     """List all contexts.
 
@@ -46,6 +48,7 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
 
 
 @app.command("show")
+@takes_server
 def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
     """Show one context, and where its tokens lie.
 
@@ -64,6 +67,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
 
 
 @app.command("fork")
+@takes_server
 def fork_context(
     name: Name,
     new_name: Annotated[str, typer.Argument(help="Name of the new context.")],
@@ -83,6 +87,7 @@ def fork_context(
 
 
 @app.command("update")
+@takes_server
 def update_context(
     name: Name,
     server: Server,
@@ -156,6 +161,7 @@ def positions(info: PositionInfo) -> str:
 
 
 @app.command("delete")
+@takes_server
 def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
     """Delete a context; answers that are being generated from it finish first.
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.messages import Draining
 from longleaf.units import human_seconds
@@ -11,6 +12,7 @@ from longleaf.units import human_seconds
 Wait = Annotated[bool, typer.Option("--wait", help="Return when all that ran has ended, or was told why it could not.")]
 
 
+@takes_server
 def drain(server: Server, wait: Wait = False, as_json: AsJson = False) -> None:
     """End a running service without breaking off its answers.
 

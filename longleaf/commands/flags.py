@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from typing import Annotated, Any, cast, get_type_hints
 
-from longleaf.commands.options import option
+from longleaf.commands.options import Server, option
 from longleaf.errors import InvalidArgument
 from longleaf.messages import GenerateOptions
 
@@ -86,8 +86,8 @@ def _biases(typed: list[str]) -> dict[int, float]:
         raise InvalidArgument("--logit-bias", f"{' '.join(typed)} is not ID=BIAS") from None
 
 
-def takes_flags(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with an option for each field of the dataclass `kind`, which it gets together as `flags`."""
+def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command with an option for each field of the dataclass `kind`, which it gets together as its parameter `taken`."""
     hints = get_type_hints(kind, include_extras=True)
     added = {
         field.name: inspect.Parameter(
@@ -100,12 +100,12 @@ def takes_flags(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[...
         @wraps(command)
         def run(**given: Any) -> None:
             flags = kind(**{name: given.pop(name) for name in added})
-            command(**given, flags=flags)
+            command(**given, **{taken: flags})
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command).parameters.items()
-            if name != "flags"
+            if name != taken
         ]
         signature = inspect.Signature([*own, *added.values()])
         cast(Any, run).__signature__ = signature
@@ -113,3 +113,7 @@ def takes_flags(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return takes
+
+
+takes_server = takes_flags(Server, "server")
+"""A command that calls a service, with the options of where it is and how to come in."""

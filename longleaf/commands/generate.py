@@ -8,7 +8,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from longleaf.commands.flags import Flags, takes_flags
+from longleaf.commands.flags import Flags, takes_flags, takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.errors import Unavailable
 from longleaf.messages import Delta, Event, Finished, Recovering, Started
@@ -23,6 +23,7 @@ BELOW = "\r\n\x1b[K"
 
 
 @takes_flags(Flags)
+@takes_server
 def ask(
     context: Annotated[str, typer.Argument(help="Name of the context.")],
     question: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
@@ -40,6 +41,7 @@ def ask(
 
 
 @takes_flags(Flags)
+@takes_server
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt; - reads standard input.")],
     server: Server,

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.token_files import TokenFormat, read_ids
 from longleaf.errors import InvalidArgument
@@ -23,6 +24,7 @@ PATIENT = 8
 """Retries of an upload, which may have taken long, while it gets no further."""
 
 
+@takes_server
 def ingest(
     files: Annotated[
         list[str],

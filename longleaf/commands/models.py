@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longleaf.commands.fetch import fetch
-from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, connect, dtypes_told, print_json
+from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, Server, connect, dtypes_told, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.fingerprint import Fingerprint, read_fingerprint
@@ -103,7 +103,7 @@ def check(
 
 
 def _fleet(server: str) -> Cluster:
-    with connect(server) as client:
+    with connect(Server(server=server)) as client:
         return client.cluster()
 
 

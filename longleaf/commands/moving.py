@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from longleaf.client.documents import size_of
+from longleaf.commands.flags import takes_server
 from longleaf.commands.ingest import PATIENT
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.errors import InvalidArgument
@@ -24,6 +25,7 @@ OnBytes = Callable[[int, int | None], None]
 """Is told how many bytes have gone, and of how many."""
 
 
+@takes_server
 def export_context(
     name: Annotated[str, typer.Argument(help="Name of the context.")],
     file: Annotated[str, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
@@ -60,6 +62,7 @@ def export_context(
         print(f"{name}: {human_bytes(parcel.num_bytes)} in {file}")
 
 
+@takes_server
 def import_context(
     file: Annotated[str, typer.Argument(help="A file of `contexts export`; - is standard input.", metavar="FILE")],
     server: Server,

@@ -1,28 +1,20 @@
 """Options that several commands share, and the ways to print."""
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from longleaf.client import Client, Retry
-from longleaf.config import default_server
+from longleaf.client.channels import Access
 from longleaf.errors import InvalidArgument
 from longleaf.messages import ModelInfo
 from longleaf.model_report import AttentionReport
 from longleaf.units import human_seconds
 
-Server = Annotated[
-    str,
-    typer.Option(
-        "--server",
-        metavar="HOST:PORT",
-        default_factory=default_server,
-        help="The service to talk to.",
-        show_default="LONGLEAF_SERVER, else localhost:50051",
-    ),
-]
 KV_DTYPE_TOLD = "Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
 
@@ -32,13 +24,61 @@ def option(panel: str, told: str, *names: str, default: bool | str = True) -> An
     return typer.Option(*names, help=told, rich_help_panel=panel, show_default=default)
 
 
+SERVICE = "The service to talk to"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """Where a service is, and how to come in: options of every command that calls one (`takes_server`)."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="HOST:PORT",
+            help="Its address.",
+            rich_help_panel=SERVICE,
+            show_default="LONGLEAF_SERVER, else localhost:50051",
+        ),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        option(SERVICE, "Authorities of its certificate, in PEM; encrypts.", default="LONGLEAF_TLS_CA, else plain"),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, option(SERVICE, "Your own certificate, if it asks for one.", default="LONGLEAF_TLS_CERT")
+    ] = None
+    tls_key: Annotated[Path | None, option(SERVICE, "Its private key.", default="LONGLEAF_TLS_KEY")] = None
+    credential_file: Annotated[
+        Path | None,
+        option(SERVICE, "File with your credential, if it asks for one.", default="that in LONGLEAF_CREDENTIAL"),
+    ] = None
+
+    @property
+    def credential(self) -> str | None:
+        """What the file says. Raises InvalidArgument."""
+        if self.credential_file is None:
+            return None
+        try:
+            text = self.credential_file.read_text("utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            told = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+            raise InvalidArgument("credential", f"{self.credential_file}: {told}") from None
+        if not text:
+            raise InvalidArgument("credential", f"{self.credential_file} is empty")
+        return text
+
+
 IMPATIENT = 3
 """Retries of commands that somebody waits for."""
 
 
-def connect(server: str, retries: int = IMPATIENT) -> Client:
+def connect(server: Server, retries: int = IMPATIENT) -> Client:
     """A client that says on stderr when it tries again."""
-    return Client(server, retries=retries, on_retry=_say_retry)
+    access = Access(
+        tls_ca=server.tls_ca, tls_cert=server.tls_cert, tls_key=server.tls_key, credential=server.credential
+    )
+    return Client(server.server, retries=retries, on_retry=_say_retry, **access)
 
 
 def _say_retry(retry: Retry) -> None:

@@ -1,8 +1,10 @@
 """`longleaf refill`."""
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json
 
 
+@takes_server
 def refill(server: Server, as_json: AsJson = False) -> None:
     """Start ranks again in the places that a service has given up.
 

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.errors import InvalidArgument
 
 
+@takes_server
 def reread(
     server: Server,
     name: Annotated[str | None, typer.Argument(help="Name of the context.", show_default=False)] = None,
@@ -38,7 +40,7 @@ def reread(
         print(summary(context))
 
 
-def _reread_all(server: str, as_json: bool) -> None:
+def _reread_all(server: Server, as_json: bool) -> None:
     with connect(server) as client:
         found = client.reread_contexts()
     if as_json:

@@ -7,9 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 
 
+@takes_server
 def tokenize(
     text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
     server: Server,
@@ -35,6 +37,7 @@ def tokenize(
         Console().print(table)
 
 
+@takes_server
 def detokenize(
     token_ids: Annotated[list[int], typer.Argument(help="Token ids.", metavar="ID...")],
     server: Server,

@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
 from longleaf.messages import Verification
 from longleaf.topology import count_ranks
@@ -17,6 +18,7 @@ NOT_CONCLUSIVE = 4
 """Exit code when they are not, but might be so on wrong ranks."""
 
 
+@takes_server
 def verify(
     server: Server,
     text: Annotated[

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.access.authenticator import Anybody
 from coordinator.access.credentials import Credentials
-from coordinator.access.watched import LOOK_SECONDS, WatchedFile
+from coordinator.access.watched import LOOK_SECONDS, WatchedFiles
 from longleaf.credentials import (
     Entry,
     Quotas,
@@ -127,7 +127,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watched = WatchedFile("credentials", str(file), parse_credentials, clock)
+    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
     credentials = Credentials(watched)
     file.write_text(f"bolt user sha256:{A}")
     assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # nobody looked yet
@@ -139,7 +139,7 @@ def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytes
 
 def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    credentials = Credentials(WatchedFile("credentials", str(file), parse_credentials, clock))
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
     file.write_text("half a line")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

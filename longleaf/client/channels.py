@@ -1,0 +1,104 @@
+"""Channels to a service: plain or encrypted, and as whom."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+import grpc
+
+from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
+from longleaf.errors import InvalidArgument
+from longleaf.operations import is_loopback
+
+OPTIONS = (
+    ("grpc.primary_user_agent", CLIENT_NAME),
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
+    ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # what making a connection may take
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),
+)
+MAX_CREDENTIAL = 4096
+"""Characters."""
+
+
+class Access(TypedDict, total=False):
+    """How a client comes in. What is not given is taken from the environment; "" is none whatever it says there."""
+
+    tls_ca: str | Path | None
+    """File of the authorities of the service's certificate, in PEM: the connection is encrypted. LONGLEAF_TLS_CA."""
+    tls_cert: str | Path | None
+    """File of the client's own certificate chain, where the service asks for one. LONGLEAF_TLS_CERT."""
+    tls_key: str | Path | None
+    """File of its private key. LONGLEAF_TLS_KEY."""
+    credential: str | None
+    """What says who calls; needs tls_ca, but on this machine. LONGLEAF_CREDENTIAL."""
+
+
+def open_channel(server: str, access: Access) -> Any:
+    """A channel to `server`; files are read now. Raises InvalidArgument."""
+    tls_ca, tls_cert, tls_key = (_given(access, name) for name in ("tls_ca", "tls_cert", "tls_key"))
+    credential = _given(access, "credential")
+    for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
+        if value and not other:
+            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'} beside it")
+        if value and not tls_ca:
+            raise InvalidArgument(name, "needs tls_ca: without the service's authority nothing is encrypted")
+    if credential:
+        _check(credential, server, bool(tls_ca))
+    channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)
+    return BearerChannel(channel, credential) if credential else channel
+
+
+def _given(access: Access, name: str) -> str:
+    value = access.get(name)
+    return os.environ.get(f"LONGLEAF_{name.upper()}", "") if value is None else str(value)
+
+
+def _check(credential: str, server: str, is_encrypted: bool) -> None:
+    if not (credential.isascii() and credential.isprintable() and " " not in credential):
+        raise InvalidArgument("credential", "must be printable ASCII without spaces")
+    if len(credential) > MAX_CREDENTIAL:
+        raise InvalidArgument("credential", f"has {len(credential):,} characters, more than {MAX_CREDENTIAL:,}")
+    host = server.rpartition(":")[0].strip("[]")
+    if not (is_encrypted or is_loopback(host) or server.startswith("unix:")):
+        raise InvalidArgument("credential", f"would go to {host} in plain text: give tls_ca, too")
+
+
+def _plain(server: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(server, options=OPTIONS)
+
+
+def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.aio.Channel:
+    from longleaf.pem import parse_certificates, parse_pair, read_pem  # its library takes a while, and few need it
+
+    roots = read_pem("tls_ca", tls_ca)
+    parse_certificates(roots, "tls_ca")
+    own: tuple[bytes | None, bytes | None] = (None, None)
+    if tls_cert:
+        pair = parse_pair(read_pem("tls_cert", tls_cert), read_pem("tls_key", tls_key))
+        own = (pair.key, pair.chain)
+    return grpc.aio.secure_channel(server, grpc.ssl_channel_credentials(roots, *own), options=OPTIONS)
+
+
+class BearerChannel:
+    """A channel that sends a credential with every call. The library's own way takes it on encrypted channels only, and
+    its interceptors change how calls end."""
+
+    def __init__(self, channel: Any, credential: str) -> None:
+        self._channel = channel
+        self._metadata: Sequence[tuple[str, str]] = (("authorization", f"Bearer {credential}"),)
+
+    def _bearing(self, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return partial(make(*arguments, **options), metadata=self._metadata)
+
+    def __getattr__(self, name: str) -> Any:
+        """The methods that make calls bear it; all others are the channel's own."""
+        found = getattr(self._channel, name)
+        is_maker = name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        return partial(self._bearing, found) if is_maker else found
