@@ -20,6 +20,7 @@ def leave(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # strangers must not be able to fill the log
     for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
         signal.signal(_number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever became this program may have kept one waiting

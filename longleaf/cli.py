@@ -1,5 +1,6 @@
 """The `longleaf` command from its first moment on; all else is in longleaf.commands, which takes a while to import."""
 
+import os
 import signal
 
 
@@ -8,6 +9,7 @@ def main() -> None:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # else interrupts are ignored, and stay so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors of connections are told once, by the command
     from longleaf.commands import app
 
     signal.signal(signal.SIGINT, usual)

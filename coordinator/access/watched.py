@@ -34,7 +34,7 @@ class WatchedFiles(Generic[Parsed]):
         self._lock = threading.Lock()
         datas = self._read()
         self._value = parse(*datas)
-        self._digest = _digest_of(datas)
+        self._digest: tuple[bytes, ...] = _digest_of(datas)
         self._looked = clock()
         self._trouble = ""
         self.num_failed_reloads = 0

@@ -1,5 +1,7 @@
 """The certificates with which a service shows who it is, and by which it knows its clients."""
 
+from typing import Any
+
 import grpc
 
 from coordinator.access.watched import WatchedFiles
@@ -40,7 +42,8 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """For a port of a server."""
         first = _configuration(*self._handed_out)
-        return grpc.dynamic_ssl_server_credentials(first, self._newer, self._has_client_authority)
+        untyped: Any = grpc  # its types leave out that there may be nothing newer
+        return untyped.dynamic_ssl_server_credentials(first, self._newer, self._has_client_authority)
 
     def _newer(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked at the beginning of each connection, in a thread of the library: what it is to have from now on."""

@@ -112,19 +112,15 @@ class Server:
         self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
         self._health = HealthServicer()
         self._health_server: grpc.aio.Server | None = None
-        self._add(generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
-        self._add(context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
-        self._add(tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
-        self._add(cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
-        self._add(health_pb2_grpc, "Health", self._health)
+        _add(self._server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
+        _add(self._server, context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
+        _add(self._server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
+        _add(self._server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
+        _add(self._server, health_pb2_grpc, "Health", self._health)
         untyped: Any = health
         names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
         if authenticator.is_open:  # else strangers need not know what there is to call
             reflection.enable_server_reflection(names, self._server)
-
-    def _add(self, generated: Any, service: str, servicer: object) -> None:
-        """Calls the generated function that registers the service; it carries no types."""
-        getattr(generated, f"add_{service}Servicer_to_server")(servicer, self._server)
 
     async def start(self, host: str, port: int) -> int:
         """Listens on `host`:`port` and returns the port, chosen by the system for 0. Alive from now on, and healthy
@@ -143,7 +139,7 @@ class Server:
         when the address cannot be had."""
         interceptor = CallInterceptor(self._lobby, Gate(MAX_HEALTH_CALLS), MAX_SECONDS, ANYBODY, NOBODY)
         server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        _add(server, health_pb2_grpc, "Health", self._health)
         bound = _listen(server, host, port, None)
         await server.start()
         self._health_server = server
@@ -185,6 +181,11 @@ class Server:
         await self._server.stop(grace)
         if self._health_server is not None:
             await self._health_server.stop(grace)
+
+
+def _add(server: grpc.aio.Server, generated: Any, service: str, servicer: object) -> None:
+    """Calls the generated function that registers the service; it carries no types."""
+    getattr(generated, f"add_{service}Servicer_to_server")(servicer, server)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:

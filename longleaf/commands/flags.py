@@ -87,7 +87,7 @@ def _biases(typed: list[str]) -> dict[int, float]:
 
 
 def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with an option for each field of the dataclass `kind`, which it gets together as its parameter `taken`."""
+    """A command with an option for each field of the dataclass `kind`, which it gets together as `taken`."""
     hints = get_type_hints(kind, include_extras=True)
     added = {
         field.name: inspect.Parameter(

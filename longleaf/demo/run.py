@@ -148,7 +148,7 @@ def _serving(command: list[str], settings: DemoSettings, show: Show) -> Generato
     with ServiceProcess(command) as service:
         address = service.wait_ready(settings.start_timeout)
         show.say(f"serving on {address}")
-        with Client(address) as client:
+        with Client(address, tls_ca="", tls_cert="", tls_key="", credential="") as client:
             yield client
 
 

@@ -24,7 +24,7 @@ ROLES: dict[str, Role] = {ACME: "user", BOLT: "user", OPS: "admin"}
 
 
 def credential_of(tenant: str) -> str:
-    return f"secret of {tenant}"
+    return f"secret-of-{tenant}"
 
 
 def credentials(folder: Path, **quotas: Quotas) -> Credentials:

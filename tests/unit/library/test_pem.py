@@ -1,0 +1,59 @@
+"""Files of certificates and keys that cannot be used are named, with the reason."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from longleaf.errors import InvalidArgument
+from longleaf.pem import MAX_PEM_BYTES, parse_pair, read_pem
+from tests.support.authority import Authority, pem_of
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def test_a_pair_is_taken_with_the_time_at_which_it_expires(authority: Authority) -> None:
+    chain, key = authority.make()
+    assert parse_pair(chain, key).expires == pytest.approx(parse_pair(*authority.make()).expires, abs=60)
+
+
+SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] = {
+    "an empty certificate": (lambda a: (b" \n", a.make()[1]), "tls_cert", "is empty"),
+    "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no certificate in PEM"),
+    "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no certificate in PEM"),
+    "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
+    "an empty key": (lambda a: (a.make()[0], b""), "tls_key", "is empty"),
+    "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no private key in PEM"),
+    "the key of another": (lambda a: (a.make()[0], a.make()[1]), "tls_key", "not the key of the certificate"),
+    "an encrypted key": (
+        lambda a: (a.make()[0], pem_of(ec.generate_private_key(ec.SECP256R1()), b"secret")),
+        "tls_key",
+        "is encrypted",
+    ),
+    "a key of another kind": (
+        lambda a: (a.make()[0], pem_of(ed25519.Ed25519PrivateKey.generate())),
+        "tls_key",
+        "neither an RSA nor an ECDSA key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_cannot_be_used_is_named(authority: Authority, name: str) -> None:
+    make, field, told = SPOILED[name]
+    with pytest.raises(InvalidArgument, match=told) as caught:
+        parse_pair(*make(authority))
+    assert caught.value.field == field
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="tls_ca: .*No such file"):
+        read_pem("tls_ca", tmp_path / "none")
+    (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
+    with pytest.raises(InvalidArgument, match="more than 1,048,576 bytes"):
+        read_pem("tls_ca", tmp_path / "large")
