@@ -89,7 +89,7 @@ class Control:
 
     @property
     def num_refused(self) -> int:
-        """Connections of strangers so far that were ended."""
+        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
         return self._channel.num_refused
 
     @property
