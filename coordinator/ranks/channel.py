@@ -21,6 +21,7 @@ from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
 from longleaf.channel.epochs import Fence
 from longleaf.channel.lives import Heartbeat, Stop
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.records import Logged
 from longleaf.channel.snapshots import Fetched, Saved
 from longleaf.channel.step import StepResult
 from longleaf.config import EngineConfig, join_address
@@ -105,9 +106,11 @@ class Channel:
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
         is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # said by other threads than that of the steps
-        expected = invitation.pulse_id if is_beside else invitation.commands_id
+        expected = {invitation.pulse_id if is_beside else invitation.commands_id}
+        if isinstance(message, Logged):  # by whichever thread of the member has a connection at hand
+            expected = {invitation.pulse_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
-        if speaks_for != member or frames[0].bytes != expected:
+        if speaks_for != member or frames[0].bytes not in expected:
             raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for {speaks_for}")
         return message
 
