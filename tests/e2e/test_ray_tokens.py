@@ -1,7 +1,9 @@
 """A Ray cluster that is joined, with a token or without, and what a service is told that has another idea of it."""
 
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from bench.harness.network import free_port
+from tests.e2e.test_growing_cluster import free_ports
 from tests.support.command_line import CLI, Served, end
 from tests.support.network.ray_nodes import RAY
 
@@ -42,7 +44,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextmanager
 def head(home: Path, **variables: str) -> Iterator[Head]:
-    port = free_port()
+    [port] = free_ports(1)
     options = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false"]
     options += ["--object-store-memory", "80000000", "--block", f"--temp-dir={home}"]
     process = subprocess.Popen(
@@ -67,15 +69,14 @@ def head(home: Path, **variables: str) -> Iterator[Head]:
         end(process)
 
 
-@pytest.fixture
-def home() -> Iterator[Path]:
+@contextmanager
+def short_folder() -> Iterator[Path]:
     """A short path: the sockets of Ray lie in it, and their names have a limit."""
-    import shutil
-    import tempfile
-
     folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
@@ -115,27 +116,47 @@ def check_serves(cluster: Head, checkpoint: Path, started: ExitStack, **variable
     return environments
 
 
-def test_a_cluster_with_a_token_is_joined_with_it_alone(home: Path, checkpoint: Path, started: ExitStack) -> None:
-    with head(home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
-        asks = f"it asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in {PLACES}"
-        assert refused(cluster, checkpoint) == asks
-        assert refused(cluster, checkpoint, RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN=TOKEN) == asks
-        missing = f"RAY_AUTH_MODE=token, and there is no token: put the cluster's in {PLACES}"
-        assert refused(cluster, checkpoint, RAY_AUTH_MODE="token") == missing
-        nowhere = str(home / "nothing")
-        assert refused(cluster, checkpoint, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=nowhere) == missing
-        wrong = f"it refuses the token: with RAY_AUTH_MODE=token there must be the cluster's token in {PLACES}"
-        assert refused(cluster, checkpoint, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="another") == wrong
-        (token_file := home / "token").write_text(TOKEN)
-        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
-        for found in check_serves(cluster, checkpoint, started, **variables):
-            assert found["RAY_AUTH_MODE"] == "token"
+@pytest.fixture(scope="module")
+def with_a_token() -> Iterator[Head]:
+    with short_folder() as home, head(home, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+        yield cluster
+
+
+ASKS = f"it asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in {PLACES}"
+MISSING = f"RAY_AUTH_MODE=token, and there is no token: put the cluster's in {PLACES}"
+WRONG = f"it refuses the token: with RAY_AUTH_MODE=token there must be the cluster's token in {PLACES}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ({}, ASKS),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": TOKEN}, ASKS),
+        ({"RAY_AUTH_MODE": "token"}, MISSING),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/nothing/is/here"}, MISSING),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another"}, WRONG),
+    ],
+    ids=["none", "disabled", "missing", "no file", "another"],
+)
+def test_a_cluster_with_a_token_lets_nobody_in_without(
+    with_a_token: Head, checkpoint: Path, variables: dict[str, str], why: str
+) -> None:
+    assert refused(with_a_token, checkpoint, **variables) == why
+
+
+def test_a_token_from_a_file_is_known_to_all_that_serves(
+    with_a_token: Head, checkpoint: Path, started: ExitStack
+) -> None:
+    (token_file := with_a_token.home / "token").write_text(TOKEN)
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    for found in check_serves(with_a_token, checkpoint, started, **variables):
+        assert found["RAY_AUTH_MODE"] == "token"
 
 
 @pytest.mark.slow
-def test_a_cluster_without_a_token_is_joined_without(home: Path, checkpoint: Path, started: ExitStack) -> None:
+def test_a_cluster_without_a_token_is_joined_without(checkpoint: Path, started: ExitStack) -> None:
     """With one, Ray lets this process in, and what it starts there dies."""
-    with head(home, RAY_AUTH_MODE="disabled") as cluster:
+    with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
         unasked = "it asks for no token, and RAY_AUTH_MODE=token does here: start it with RAY_AUTH_MODE=token"
         for token in ({}, {"RAY_AUTH_TOKEN": "another"}):
             told = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
