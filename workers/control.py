@@ -16,6 +16,7 @@ from longleaf.channel.snapshots import Outcome
 from longleaf.errors import StartError, WorkerLost
 from workers.life import Life, Standing, ending_in_time, reason_of
 from workers.ports import Computation
+from workers.records import Records
 
 LINGER_MILLISECONDS = 2000
 END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"
@@ -58,19 +59,26 @@ def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: Invitation, i
 
 class Pulse(threading.Thread):
     """Reports once a second that the process lives, and how far it has come, whatever its main thread does; hears
-    meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders.
+    meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders,
+    and what is logged.
 
     With `parent`, the process ends as soon as that process is no longer its parent: ranks must not outlive the
     coordinator that started them, even if it is killed.
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec, standing: Standing, parent: int | None
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        spec: RankSpec,
+        standing: Standing,
+        records: Records,
+        parent: int | None,
     ) -> None:
         super().__init__(name="pulse", daemon=True)
         self._context = context
         self._spec = spec
         self._standing = standing
+        self._records = records
         self._parent = parent
         self._end = context.socket(zmq.PAIR)
         self._end.bind(END)
@@ -97,6 +105,8 @@ class Pulse(threading.Thread):
             if self._parent is not None and os.getppid() != self._parent:
                 os._exit(1)
             socket.send(encode(Heartbeat(self._spec.member, self._standing.progress)))
+            if (logged := self._records.take(self._spec.member)) is not None:
+                socket.send(encode(logged))
             is_ended = self._listen(socket, outcomes, end, time.monotonic() + PULSE_SECONDS)
         for each in (socket, outcomes, end):
             each.close(linger=0)
@@ -133,11 +143,11 @@ def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], parent: 
     `parent` is the process that must stay alive, if any. The process ends if the member does not leave in time.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    standing = Standing()
-    channel, pulse = Channel(context, spec), Pulse(context, spec, standing, parent)
+    standing, records = Standing(), Records()
+    channel, pulse = Channel(context, spec), Pulse(context, spec, standing, records, parent)
     pulse.start()
     try:
-        return _live(spec, make_rank, channel, standing, pulse.tell)
+        return _live(spec, make_rank, channel, standing, records, pulse.tell)
     finally:
         pulse.stop()
         channel.close()
@@ -149,16 +159,21 @@ def _live(
     make_rank: Callable[[RankSpec], Computation],
     channel: Channel,
     standing: Standing,
+    records: Records,
     answer: Callable[[Outcome], None],
 ) -> int:
     rank: Computation | None = None
     code = 0
     try:
-        rank = make_rank(spec)
-        Life(spec, rank, channel, standing, answer).run()
+        with records.listening():
+            rank = make_rank(spec)
+            Life(spec, rank, channel, standing, answer).run()
     except Exception as error:
         if not isinstance(error, StartError):  # its message says it all
-            log.exception("member %d failed", spec.member)
+            with records.listening():
+                log.exception("member %d failed", spec.member)
+        while (logged := records.take(spec.member)) is not None:  # now, for nothing is heard of it behind its last word
+            channel.send(logged)
         blamed = error.rank if isinstance(error, WorkerLost) else None
         # before closing, which may block or raise for the same reason
         channel.send(Died(spec.member, reason_of(error), isinstance(error, StartError), blamed))

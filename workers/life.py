@@ -28,6 +28,8 @@ LOOK_SECONDS = 5e-5
 """Between two looks whether a device is done, or the next step is there."""
 MAX_REASON_CHARACTERS = 8192
 """Characters of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
+LIBRARY = "longleaf"
+"""Whose logger notes are taken of."""
 log = logging.getLogger(__name__)
 
 
@@ -77,7 +79,7 @@ def taking_notes() -> Iterator[list[str]]:
 
     The coordinator tells it. A rank's own log lies where nobody looks, under Ray in a file of its worker.
     """
-    logger, notes = logging.getLogger("longleaf"), Notes()
+    logger, notes = logging.getLogger(LIBRARY), Notes()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(notes)
@@ -97,6 +99,12 @@ class Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+def is_noted(record: logging.LogRecord) -> bool:
+    """Whether what is being logged goes to notes."""
+    is_taking = any(isinstance(handler, Notes) for handler in logging.getLogger(LIBRARY).handlers)
+    return is_taking and record.name.split(".")[0] == LIBRARY
 
 
 def reason_of(error: Exception) -> str:
@@ -131,7 +139,8 @@ class Begun(NamedTuple):
 
 
 class OutOfPlace(TypeError):
-    """The coordinator says what makes no sense now: one of both has a bug, and they cannot go on together."""
+    """The coordinator says what makes no sense now: one of both has a bug, and they cannot go on together. Only the
+    kind of the message is told: in a plan there is what people have written."""
 
 
 class Life:
@@ -179,7 +188,7 @@ class Life:
             case Stop():
                 return
             case message:
-                raise OutOfPlace(f"before the model is loaded: {message}")
+                raise OutOfPlace(f"before the model is loaded: {type(message).__name__}")
         while True:
             try:
                 if isinstance(message := self._next(), Stop):
@@ -217,7 +226,7 @@ class Life:
                 self._turn_to(epoch)
                 self._enter(join)
             case _:
-                raise OutOfPlace(f"out of place in epoch {self._epoch}: {message}")
+                raise OutOfPlace(f"out of place in epoch {self._epoch}: {type(message).__name__}")
 
     def _is_over(self, epoch: int) -> bool:
         """Whether an epoch has ended for this member, or for all before this one has joined it."""
@@ -284,8 +293,11 @@ class Life:
         self._has_failed = is_own
         is_fenced = self._standing.fenced >= self._epoch
         level = logging.INFO if is_fenced else logging.WARNING  # who has ended it says why
-        log.log(level, "epoch %d is broken for member %d", self._epoch, self._member, exc_info=not is_fenced)
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
+        is_ours = not is_fenced and not isinstance(
+            error, WorkerLost
+        )  # where another one is gone, nothing here is wrong
+        log.log(level, "epoch %d is broken for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
         blamed = error.rank if isinstance(error, WorkerLost) and not is_fenced else None
         # first of all: to leave may take its time, and who says nothing meanwhile is taken for the one that is gone
         self._mailbox.send(Broken(self._member, self._epoch, self._step, reason, blamed))

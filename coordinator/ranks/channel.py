@@ -10,6 +10,7 @@ what else arrives is ignored and counted.
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import zmq
@@ -20,6 +21,7 @@ from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
 from longleaf.channel.epochs import Fence
 from longleaf.channel.lives import Heartbeat, Stop
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.records import Logged
 from longleaf.channel.snapshots import Fetched, Saved
 from longleaf.channel.step import StepResult
 from longleaf.config import EngineConfig, join_address
@@ -27,6 +29,9 @@ from longleaf.config import EngineConfig, join_address
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
 """What a member says at most, and for each sequence of a step. More ends its connection before memory is taken."""
+MAX_AT_ONCE = 64
+"""Messages that are taken before all else has its turn: where the next one is there already, to wait for it waits for
+nothing."""
 
 Take = Callable[[int, FromRank], None]
 """Takes what a member says. Raises ValueError for what it may not say."""
@@ -56,7 +61,7 @@ class Channel:
 
     @property
     def num_refused(self) -> int:
-        """Connections of strangers so far that were ended."""
+        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
         return self._members.num_refused
 
     @property
@@ -83,26 +88,31 @@ class Channel:
             await self._socket.send_multipart([name, data])
 
     async def _receive(self) -> None:
-        while True:
+        for number in count(1):
             frames = await self._socket.recv_multipart(copy=False)
-            try:
-                self._take(*self._read(frames))
-            except ValueError as error:
-                self._ignored.add(str(error))
+            member = self._members.number_of(frames[-1].get("User-Id").encode())
+            if member is not None:
+                try:
+                    self._take(member, self._read(member, frames))
+                except ValueError as error:
+                    self._ignored.add(str(error))
+            if number % MAX_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
-    def _read(self, frames: list[Any]) -> tuple[int, FromRank]:
+    def _read(self, member: int, frames: list[Any]) -> FromRank:
         """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
-        member = self._members.number_of(frames[-1].get("User-Id").encode())
-        if member is None or len(frames) != 2:
-            raise ValueError(f"{len(frames)} frames of {'a former member' if member is None else f'member {member}'}")
+        if len(frames) != 2:
+            raise ValueError(f"{len(frames)} frames of member {member}")
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
         is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # said by other threads than that of the steps
-        expected = invitation.pulse_id if is_beside else invitation.commands_id
+        expected = {invitation.pulse_id if is_beside else invitation.commands_id}
+        if isinstance(message, Logged):  # by whichever thread of the member has a connection at hand
+            expected = {invitation.pulse_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
-        if speaks_for != member or frames[0].bytes != expected:
+        if speaks_for != member or frames[0].bytes not in expected:
             raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for {speaks_for}")
-        return member, message
+        return message
 
     async def close(self) -> None:
         """Tells the members to leave. Idempotent."""

@@ -17,10 +17,12 @@ from coordinator.ranks.epochs.meeting import in_rank_order
 from coordinator.ranks.history import History
 from coordinator.ranks.orders import Orders
 from coordinator.ranks.ports import EpochEnd, Formation, Joined, Kill, MemberEvent, MemberLost, Where, nowhere
+from coordinator.ranks.records import Records
 from coordinator.ranks.roster import Member, Roster
 from longleaf.channel.encoding import FromRank
 from longleaf.channel.epochs import Broken, MergeTiming, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Loaded
+from longleaf.channel.records import Logged
 from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.channel.step import StepResult
 from longleaf.config import LOOPBACK, EngineConfig
@@ -76,6 +78,7 @@ class Control:
         self._form_seconds = config.form_timeout
         self._merges: tuple[MergeTiming, ...] = ()
         self._history = History(wall_clock)
+        self._records = Records(self.roster)
         self.roster.watch(self._history.take)
         self.roster.watch(_log)
         self.roster.watch(self._take_loss)
@@ -89,7 +92,7 @@ class Control:
 
     @property
     def num_refused(self) -> int:
-        """Connections of strangers so far that were ended."""
+        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
         return self._channel.num_refused
 
     @property
@@ -150,6 +153,7 @@ class Control:
         began = clock()
         formation = await self._meet(epoch, members)
         self._form_seconds = max(self._form_seconds, FORM_SHARE * (clock() - began))
+        self._records.know(note for ready in formation.readies for note in ready.notes)
         return formation
 
     @staticmethod
@@ -249,6 +253,9 @@ class Control:
         match message:
             case StepResult():
                 self._group.take_result(number, message)
+                return
+            case Logged():
+                self._records.take(member, message)
                 return
             case Hello() | Loaded() | Heartbeat():
                 member.take(message)

@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 class Tally:
     """Counts what is ignored, and logs it ever more rarely: whoever sends rubbish must not fill the log."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, level: int = logging.WARNING) -> None:
         self.count = 0
         self._what = what
+        self._level = level
 
     def set(self, count: int, reason: str) -> None:
         """Takes a new count, which never falls, and why it rose."""
         if count.bit_length() > self.count.bit_length():
-            log.warning("%s: %d so far; the last: %s", self._what, count, reason)
+            log.log(self._level, "%s: %d so far; the last: %s", self._what, count, reason)
         self.count = max(self.count, count)
 
     def add(self, reason: str) -> None:
@@ -74,6 +75,8 @@ class Members:
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._numbers: dict[bytes, int] = {}
         self._refused = Tally("refused connections of strangers to the control channel")
+        # no warning: what a member said last may come when it is lost already
+        self._dropped = Tally("dropped messages of former members", logging.INFO)
         self._connections = Connections()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
@@ -82,8 +85,8 @@ class Members:
 
     @property
     def num_refused(self) -> int:
-        """Connections that ended without having proven to be a member's."""
-        return self._refused.count
+        """Connections that ended without having proven to be a member's, and messages on those of former members."""
+        return self._refused.count + self._dropped.count
 
     def invite(self, member: int, address: str) -> Invitation:
         """What a new member of this number needs to connect."""
@@ -92,12 +95,16 @@ class Members:
         return Invitation(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
 
     def forget(self, member: int) -> None:
-        """Makes it a stranger from now on."""
+        """Makes it a stranger from now on, also on the connections that it has."""
         self._numbers = {key: number for key, number in self._numbers.items() if number != member}
 
     def number_of(self, public_key: bytes) -> int | None:
-        """The member with this key; None for a stranger."""
-        return self._numbers.get(public_key)
+        """The member with this key, of which there is a message; None for one that is a stranger by now, which is
+        counted."""
+        number = self._numbers.get(public_key)
+        if number is None:
+            self._dropped.add("its key was struck out")
+        return number
 
     def guard(self, socket: Any) -> None:
         """Lets members alone through to `socket`, which is not bound yet."""

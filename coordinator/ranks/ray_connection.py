@@ -8,6 +8,7 @@ from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
+from coordinator.ranks.ray_door import UNKNOWN, check_door
 from coordinator.ranks.ray_folder import RayFolder
 from longleaf.config import LOOPBACK, apply_environment, check_slots_here, join_address, ray_environment
 from longleaf.errors import StartError
@@ -16,7 +17,6 @@ from longleaf.interfaces import interface_of
 OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
-TOKEN = "is the cluster's token in RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH?"
 NEUTRAL = "/"
 """Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
 whoever can write there could run code as us."""
@@ -73,6 +73,8 @@ def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None])
 
 def _join(address: str) -> Connection:
     apply_environment(ray_environment(None))
+    if _parts(address)[1].isdigit():
+        check_door(address.removeprefix("ray://"))
     connection = Connection()
     _init(connection, address)
     return connection
@@ -104,7 +106,7 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
             ray.init(address=address, **quiet, **settings)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         connection.close()  # one that answers, and cannot be joined: Ray says no more of a token that it refuses
-        raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {TOKEN}") from error
+        raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
     except Exception as error:  # a machine too busy to start it within Ray's 30 seconds is told by a bare one
         connection.close()
         where = "this machine" if address == "local" else address

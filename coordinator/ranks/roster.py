@@ -173,10 +173,11 @@ class Roster:
     # --- ending ---
 
     def end(self, number: int, reason: str) -> None:
-        """Kills a member, which then is lost."""
+        """Kills a member, which then is lost. It is a stranger at once: nothing that it says until then counts."""
         member = self.get(number)
         if member is not None and not member.end:
             member.end = reason
+            self._channel.forget(number)
             self.run(self._kill(number))
 
     async def _kill(self, number: int) -> None:

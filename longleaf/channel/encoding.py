@@ -4,12 +4,13 @@ import msgspec
 
 from longleaf.channel.epochs import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
 from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.channel.records import Logged
 from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 
 ToRank = StepPlan | Load | OpenStore | Join | Layout | Fence | Save | Fetch | Discard | Stop
 
-FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | Broken | Died | Heartbeat
+FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | Broken | Died | Heartbeat | Logged
 
 
 def encode(message: ToRank | FromRank) -> bytes:

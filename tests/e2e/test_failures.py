@@ -196,16 +196,18 @@ def test_a_service_on_a_joined_ray_is_stopped_by_any_signal(
     assert ray.is_initialized(), "the cluster is not ours to end"
 
 
-def check_told(service: Served, stream: subprocess.Popen, news: tuple[str, ...] = ()) -> None:
+def check_told(
+    service: Served, stream: subprocess.Popen, news: tuple[str, ...] = (), warnings: tuple[str, ...] = ()
+) -> None:
     """The open answer ended with the reason; the service itself had nothing to complain about, and has told what begins
-    like `news`."""
+    like `news`, and perhaps like `warnings`."""
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1
     told = "the service is stopping, and waited 2 s for calls to end\n"
     assert errors == f"error: {told}"
     assert service.process.stdout is not None
     others = [line for line in service.process.stdout if not line.endswith(told)]
-    assert [line for line in others if not line.startswith(news)] == []
+    assert [line for line in others if not line.startswith(news + warnings)] == []
     assert all(any(line.startswith(one) for line in others) for one in news)
 
 

@@ -39,6 +39,9 @@ KNOWN = "a token that everybody knows"
 FIGURES = {"monitor.py", "dashboard.py", "ray::DashboardAgent"}
 """Processes of Ray that tell figures to whoever asks on this machine, and nothing else, and take no token."""
 
+OWN = ("gcs_server", "raylet", "ray::CoordinatorActor", "ray::WorkerActor")
+"""Processes of Ray that keep their environment where others see it."""
+
 
 @pytest.fixture(scope="module")
 def inside() -> tuple[str, ...]:
@@ -123,6 +126,9 @@ def check_ray(service: Served, found: set[Door]) -> None:
     token = token_file.read_text()
     assert [path.stat().st_mode & 0o777 for path in (token_file.parent, token_file)] == [0o700, 0o600]
     assert not any(token in word for process in service.processes() for word in process.cmdline())
+    own = [one.environ() for one in service.processes() if one.name().startswith(OWN)]
+    assert len(own) == 5, "two ranks"
+    assert {(each["RAY_AUTH_MODE"], each["RAY_AUTH_TOKEN_PATH"]) for each in own} == {("token", str(token_file))}
     # not the ranks: beside Ray's doors, which are the coordinator's too, they have gloo's, which never answer
     answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
     refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}

@@ -1,6 +1,7 @@
 """The fleet on Ray, with ranks that compute nothing."""
 
 import asyncio
+import logging
 import os
 import signal
 from pathlib import Path
@@ -15,6 +16,8 @@ from coordinator.ranks.ray_fleet import RayFleet
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Sampling
+from tests.integration.ranks.test_records import told
+from tests.integration.ranks.test_strangers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
 from workers.fakes import EchoActor, Fault
 
@@ -128,5 +131,20 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
     try:
         with pytest.raises(StartError, match=f"world size 8 needs 8 slots, the cluster has {ray_cluster}"):
             await service.start()
+    finally:
+        await service.stop()
+
+
+async def test_what_a_rank_warns_of_is_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not in a file of its worker."""
+    service = Service(world_size=2, fault=Fault(rank=1, kind="raise", step=20))
+    try:
+        await service.start()
+        assert len(await service.answer(100, 100)) == 100
+        (node,) = {worker.node for worker in service.engine.cluster().workers}
+        await until(lambda: told(caplog))
+        [record] = told(caplog)
+        assert (record.rank, record.node, record.levelno) == (1, node, logging.WARNING)  # type: ignore[attr-defined]
+        assert record.getMessage().endswith("\nRuntimeError: was told to raise")
     finally:
         await service.stop()

@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator.ranks import members
+from coordinator.ranks import channel, members
 from coordinator.ranks.control import Control
 from longleaf.channel.encoding import FromRank, decode_to_rank, encode
 from longleaf.channel.epochs import Broken, Join, OpenStore, Ready, StoreOpened
@@ -244,11 +244,53 @@ async def test_a_member_that_was_lost_is_a_stranger(context, control: Control) -
     control.lost(1, "vanished")
     assert str((await control.group.wait_ended()).error) == "rank 1 was lost: vanished"
     ranks[1].send(encode(Died(1, "too late")))
-    await until(lambda: control.num_ignored == 1)
+    await until(lambda: control.num_refused == 1)
     again = connect(context, control.invitations[1], b"again")
     again.send(encode(Died(1, "too late")))
-    await until(lambda: control.num_refused)
+    await until(lambda: control.num_refused >= 2)
     assert [hello.member for hello in control.hellos] == [0]
+    assert control.num_ignored == 0
+
+
+async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(context) -> None:
+    """While its process still lives, and with its own keys."""
+    is_gone = asyncio.Event()
+
+    async def kill(member: int) -> None:
+        await is_gone.wait()
+
+    control = Control(CONFIG, kill=kill)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    assert decode_to_rank(ranks[1].recv()) == PLAN
+    control.roster.end(1, "was given up")
+    ranks[1].send(encode(Died(1, "of its own accord")))
+    await until(lambda: control.num_refused == 1)
+    again = connect(context, control.invitations[1], control.invitations[1].commands_id)
+    again.send(encode(Died(1, "of its own accord")))
+    await until(lambda: control.num_refused == 2)
+    forming = asyncio.create_task(control.form(2))
+    is_gone.set()
+    assert isinstance(decode_to_rank(await asyncio.to_thread(ranks[0].recv)), Join)
+    ranks[0].send(encode(Ready(0, "cpu", "float32", 4, 64, epoch=2)))
+    assert (await forming).members == (0,)
+    assert [loss.reason for loss in control.losses] == ["was given up"]
+    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it was told nothing"
+    assert (control.num_refused, control.num_ignored) == (2, 0)
+    await control.close()
+
+
+async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: Control) -> None:
+    connection = introduce(context, control, 1)
+    await until(lambda: control.hellos)
+    control.roster.lose(1, "vanished")
+    num_messages, num_turns = 1500, 0
+    for _ in range(num_messages):
+        connection.send(encode(Heartbeat(1)))
+    while control.num_refused < num_messages:
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= num_messages // channel.MAX_AT_ONCE
 
 
 async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:

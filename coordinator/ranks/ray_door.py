@@ -1,0 +1,70 @@
+"""Whether a Ray cluster lets this process in.
+
+Ray itself tries again for 20 seconds where its token is refused, fills standard error, and says no reason; and where a
+cluster asks for no token and this process does, actors die as they are made.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from longleaf.errors import StartError
+
+CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+"""Of Ray's own service, without arguments: it changes nothing."""
+CALL_SECONDS = 5.0
+MODE = "RAY_AUTH_MODE"
+PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
+UNASKED = f"it asks for no token, and {MODE}=token does here: start it with {MODE}=token, or unset {MODE}"
+OPEN = f"it asks for a token: set {MODE}=token, with the cluster's token in {PLACES}"
+MISSING = f"{MODE}=token, and there is no token: put the cluster's in {PLACES}"
+UNKNOWN = f"is {MODE} here what it is there, and the cluster's token in {PLACES}?"
+REFUSED = f"it refuses the token: with {MODE}=token there must be the cluster's token in {PLACES}"
+
+
+def check_door(address: str) -> None:
+    """Raises StartError when the cluster whose head listens at HOST:PORT would refuse this process's token, or asks for
+    one where there is none, or the other way round. What else is wrong Ray tells itself."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return  # it is told by Ray, later
+    asks = _refuses(address, {})
+    if asks is None:
+        return
+    if os.environ.get(MODE, "").lower() != "token":
+        if asks:
+            raise _cannot_join(address, OPEN)
+    elif not asks:
+        raise _cannot_join(address, UNASKED)
+    elif not (headers := _headers()):
+        raise _cannot_join(address, MISSING)
+    elif _refuses(address, headers):
+        raise _cannot_join(address, REFUSED)
+
+
+def _cannot_join(address: str, why: str) -> StartError:
+    return StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {why}")
+
+
+def _headers() -> Mapping[str, str]:
+    """What Ray sends of its token, wherever it finds it; nothing when it finds none."""
+    from ray._raylet import AuthenticationTokenLoader  # late, because Ray reads the environment then
+
+    loader: Any = AuthenticationTokenLoader.instance()
+    try:
+        return loader.get_token_for_http_header() if loader.has_token() else {}
+    except Exception:  # a file that it was pointed to cannot be read
+        return {}
+
+
+def _refuses(address: str, headers: Mapping[str, str]) -> bool | None:
+    """Whether the cluster refuses a call for want of the right token; None when it says something else, or nothing."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        call: Any = channel.unary_unary(CALL)
+        try:
+            call(b"", metadata=tuple((name.lower(), text) for name, text in headers.items()), timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            failed: Any = error
+            return True if failed.code() is grpc.StatusCode.UNAUTHENTICATED else None
+    return False

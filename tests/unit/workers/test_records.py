@@ -1,0 +1,124 @@
+"""What a rank keeps of what it logs, until the coordinator is told."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from longleaf.channel.encoding import decode_from_rank, encode
+from longleaf.channel.records import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from workers.life import taking_notes
+from workers.records import MAX_KEPT, Records
+
+LARGEST = 240 << 10
+"""Bytes of a message that the channel takes in any case."""
+ours = logging.getLogger("workers.some.module")
+library = logging.getLogger("longleaf.some.module")
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    records = Records()
+    with records.listening():
+        yield records
+
+
+def taken(records: Records) -> list[Logged]:
+    """All messages, as they arrive."""
+    found: list[Logged] = []
+    while (logged := records.take(3)) is not None:
+        message = decode_from_rank(encode(logged))
+        assert isinstance(message, Logged)
+        found.append(message)
+    return found
+
+
+def texts(records: Records) -> list[tuple[int, str]]:
+    return [(record.level, record.text) for logged in taken(records) for record in logged.records]
+
+
+def test_warnings_of_ours_are_kept_in_order(records: Records) -> None:
+    ours.info("too little")
+    ours.warning("%d of %d", 1, 2)
+    library.error("an error")
+    logging.getLogger("another.library").critical("of no interest")
+    logging.getLogger("workersfriend").critical("of no interest")
+    ours.log(70, "worse than all")
+    assert records.take(3) == Logged(3, (Record(30, "1 of 2"), Record(40, "an error"), Record(50, "worse than all")))
+    assert records.take(3) is None
+
+
+def test_nothing_is_kept_of_what_comes_later(records: Records) -> None:
+    other = Records()
+    with other.listening():
+        ours.warning("while both listen")
+    ours.warning("later")
+    assert texts(other) == [(30, "while both listen")]
+    assert [text for _, text in texts(records)] == ["while both listen", "later"]
+
+
+def test_what_is_not_kept_is_counted_once(records: Records) -> None:
+    for number in range(MAX_KEPT + 7):
+        ours.warning("record %d", number)
+    found = taken(records)
+    assert [text for logged in found for text in (record.text for record in logged.records)] == [
+        f"record {number}" for number in range(MAX_KEPT)
+    ]
+    assert [logged.num_dropped for logged in found] == [0] * (len(found) - 1) + [7]
+    ours.warning("there is room again")
+    assert records.take(3) == Logged(3, (Record(30, "there is room again"),))
+
+
+def test_the_end_of_a_traceback_is_told(records: Records) -> None:
+    try:
+        raise ValueError("at the bottom")
+    except ValueError:
+        ours.exception("it failed")
+    try:
+        raise ValueError("é" * MAX_TRACEBACK_BYTES + "at the end")
+    except ValueError:
+        ours.exception("it failed")
+    [short, long] = [record for logged in taken(records) for record in logged.records]
+    assert (short.level, short.text) == (40, "it failed")
+    assert short.traceback.startswith("Traceback (most recent call last):\n")
+    assert short.traceback.endswith("\nValueError: at the bottom")
+    assert MAX_TRACEBACK_BYTES - 2 < len(long.traceback.encode()) <= MAX_TRACEBACK_BYTES
+    assert long.traceback.endswith("éat the end")
+
+
+def test_the_longest_records_are_a_message_that_the_channel_takes(records: Records) -> None:
+    for _ in range(MAX_RECORDS):
+        try:
+            raise ValueError("\x00" * MAX_TRACEBACK_BYTES)
+        except ValueError:
+            ours.exception("x" * 9999)
+    logged = records.take(1 << 40)
+    assert logged is not None
+    assert len(logged.records) == MAX_RECORDS
+    assert len(logged.records[0].text) == MAX_TEXT_BYTES
+    assert len(encode(logged)) < LARGEST
+
+
+def test_names_of_files_that_are_no_text_can_be_told(records: Records) -> None:
+    ours.warning("cannot read %s", "a\udcff")
+    assert texts(records) == [(30, "cannot read a\\udcff")]
+
+
+def test_what_cannot_be_told_raises_nothing(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    for handler in logging.getLogger().handlers:  # those of the tests themselves raise
+        monkeypatch.setattr(handler, "emit", lambda record: None)
+    ours.warning("%d", "no number")
+    assert records.take(3) is None
+
+
+def test_what_is_a_note_too_is_marked(records: Records) -> None:
+    with taking_notes() as notes:
+        library.warning("slower")
+        library.info("a choice")
+        ours.warning("no note")
+    library.warning("too late")
+    assert notes == ["slower", "a choice"]
+    assert records.take(3) == Logged(
+        3, (Record(30, "slower", is_note=True), Record(30, "no note"), Record(30, "too late"))
+    )
