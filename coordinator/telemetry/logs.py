@@ -1,0 +1,47 @@
+"""The coordinator's log."""
+
+import logging
+from collections.abc import Sequence
+
+from coordinator.telemetry.observers import CURRENT
+from longleaf.logs import Facts, LineFormatter, Logs, formatter_of
+from longleaf.operations import TelemetryConfig
+from longleaf.tenants import name_of
+
+LOGGERS = ("coordinator", "longleaf")
+"""Whose level the settings say."""
+NOTES = "coordinator.notes"
+
+
+def facts_of_call() -> Facts:
+    """What is known of the call for which code runs. Names stand as their tenant says them."""
+    call = CURRENT.get()
+    if call is None:
+        return {}
+    return {
+        "request": name_of(call.request_id),
+        "tenant": call.tenant,
+        "trace": call.trace,
+        "method": call.method,
+        "code": call.code,
+        "field": call.field,
+        "context": name_of(call.context),
+    }
+
+
+def set_up(config: TelemetryConfig) -> Logs:
+    """Has this process log as the settings say, until that is taken down."""
+    return Logs(config, LOGGERS, facts_of_call)
+
+
+def formatter(config: TelemetryConfig) -> LineFormatter:
+    """For what is told elsewhere than on this process's standard error."""
+    return formatter_of(config, facts_of_call)
+
+
+def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
+    """Notes on a start as lines of the log. People are told them whatever the level is."""
+    if config.log_format == "text":
+        return tuple(texts)
+    lines = formatter_of(config)
+    return tuple(lines.format(logging.LogRecord(NOTES, logging.INFO, "", 0, text, None, None)) for text in texts)
