@@ -5,6 +5,7 @@ from typing import Protocol
 from coordinator.telemetry import logs
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.observers import Observer, Observers
+from longleaf.errors import InvalidArgument
 from longleaf.logs import Logs
 from longleaf.operations import TelemetryConfig
 
@@ -45,6 +46,8 @@ class Watching:
         wanted: list[Watcher] = []
         if self._is_logging_calls:
             wanted.append(AccessLog())
+        if self._config.traces:
+            wanted.append(_traces(self._model))
         return wanted
 
     @property
@@ -60,3 +63,12 @@ class Watching:
         if self._logs is not None:
             self._logs.take_down()
             self._logs = None
+
+
+def _traces(model: str) -> Watcher:
+    """Raises InvalidArgument when what they are made with is not installed."""
+    try:
+        from coordinator.telemetry.traces import Traces
+    except ImportError:
+        raise InvalidArgument("traces", "needs what is not installed here: pip install longleaf[otel]") from None
+    return Traces(model)
