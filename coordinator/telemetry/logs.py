@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 
 from coordinator.telemetry.observers import CURRENT
-from longleaf.logs import Facts, LineFormatter, Logs, formatter_of
+from longleaf.launch import ERROR
+from longleaf.logs import Facts, JsonFormatter, LineFormatter, Logs, formatter_of
 from longleaf.operations import TelemetryConfig
 from longleaf.tenants import name_of
 
@@ -41,7 +42,13 @@ def formatter(config: TelemetryConfig) -> LineFormatter:
 
 def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
     """Notes on a start as lines of the log. People are told them whatever the level is."""
-    if config.log_format == "text":
-        return tuple(texts)
-    lines = formatter_of(config)
-    return tuple(lines.format(logging.LogRecord(NOTES, logging.INFO, "", 0, text, None, None)) for text in texts)
+    return tuple(texts) if config.log_format == "text" else tuple(_line(logging.INFO, text) for text in texts)
+
+
+def failed(config: TelemetryConfig, error: str) -> str:
+    """Why a service has ended, as a line of the log."""
+    return f"{ERROR}{error}" if config.log_format == "text" else _line(logging.ERROR, error)
+
+
+def _line(level: int, text: str) -> str:
+    return JsonFormatter().format(logging.LogRecord(NOTES, level, "", 0, text, None, None))

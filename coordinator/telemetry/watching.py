@@ -9,8 +9,6 @@ from longleaf.errors import InvalidArgument
 from longleaf.logs import Logs
 from longleaf.operations import TelemetryConfig
 
-QUIET = TelemetryConfig()
-
 
 class Watcher(Observer, Protocol):
     """An observer with a life of its own."""
@@ -53,8 +51,7 @@ class Watching:
     @property
     def _is_logging_calls(self) -> bool:
         """On a service for everybody on this machine nobody who was not asked wants to read of each deletion."""
-        is_quiet = (self._config.log_format, self._config.log_level) == (QUIET.log_format, QUIET.log_level)
-        return not (self._is_open and is_quiet)
+        return not (self._is_open and self._config.has_plain_log)
 
     async def stop(self) -> None:
         """Ends what `start` began; again, it does nothing."""
