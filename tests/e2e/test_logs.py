@@ -90,33 +90,33 @@ def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     (folder / "credentials").write_text(line_of(Entry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),))))
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
     options += ("--credentials", str(folder / "credentials"), "--log-format", "json", "--log-level", "debug")
-    with (folder / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [*COORDINATOR, *options, "--as-json", "true"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            assert process.stdout is not None
-            told = process.stdout.readline()
-            assert told.startswith("{"), (folder / "stderr").read_text()
-            codes = use(json.loads(told)["address"])
-            left = Left(process)
-            ranks = [each for each in left.processes[1:] if "multiprocessing.spawn" in " ".join(each.cmdline())]
-            ranks[-1].send_signal(signal.SIGTERM)
-            while "begins with 2 of 2 ranks" not in (folder / "stderr").read_text().partition("was lost")[2]:
-                assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-            rest = process.stdout.read()
-            assert process.wait(60) == 0
-            left.audit()
-        finally:
-            end(process)
-            if process.stdout is not None:
-                process.stdout.close()
-    return codes, Written(told + rest, (folder / "stderr").read_text())
+    process = subprocess.Popen(
+        [*COORDINATOR, *options, "--as-json", "true"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        stdout, stderr = process.stdout.readline(), ""
+        assert stdout.startswith("{"), process.stderr.read()
+        codes = use(json.loads(stdout)["address"])
+        left = Left(process)
+        ranks = [each for each in left.processes[1:] if "multiprocessing.spawn" in " ".join(each.cmdline())]
+        ranks[-1].send_signal(signal.SIGTERM)
+        for line in process.stderr:
+            stderr += line
+            if "member 2" in line and "of epoch 3" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)
+        assert process.returncode == 0
+        left.audit()
+    finally:
+        end(process)
+        process.communicate()
+    return codes, Written(stdout + rest[0], stderr + rest[1])
 
 
 def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> None:
