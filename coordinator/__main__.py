@@ -202,7 +202,7 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
         reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
         if reply.port:
             announce(config, reply)
-            while (reply := follow(actor.wait.remote(until_news=True))).notes:
+            while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
                 tell_notes(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # else Ray may have been ended with this
@@ -210,7 +210,7 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
-                ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
+                tell_notes(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
             ray.kill(actor)
     return reply
 

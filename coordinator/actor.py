@@ -122,7 +122,7 @@ class CoordinatorActor:
 
     async def wait(self, until_news: bool = False) -> Reply:
         """Waits until the service is drained, and to be stopped; when it has failed, ends it first. With `until_news`,
-        returns notes whenever there are some; then it is to be called again."""
+        returns notes whenever there are some; then, unless there is an error, it is to be called again."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
         if until_news and (notes := await self._wait_for_news(self._ending)):
             return Reply(notes=notes)
@@ -134,7 +134,7 @@ class CoordinatorActor:
             if self._is_stopping:
                 return Reply()
             await self._service.stop()
-            return msgspec.structs.replace(describe(error), exit_code=FAILED)
+            return msgspec.structs.replace(describe(error), exit_code=FAILED, notes=self._last_news())
         return Reply()
 
     async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
@@ -148,10 +148,16 @@ class CoordinatorActor:
         waiting.cancel()
         return self._news.take()
 
-    async def stop(self) -> None:
-        """Takes the service down."""
+    async def stop(self) -> Reply:
+        """Takes the service down; notes what there was to tell of that."""
         self._is_stopping = True
         await self._service.stop()
-        if self._news is not None:
-            for name in logs.LOGGERS:
-                logging.getLogger(name).removeHandler(self._news)
+        return Reply(notes=self._last_news())
+
+    def _last_news(self) -> tuple[str, ...]:
+        """What there is to tell, after which there is nothing more."""
+        if self._news is None:
+            return ()
+        for name in logs.LOGGERS:
+            logging.getLogger(name).removeHandler(self._news)
+        return self._news.take()
