@@ -83,7 +83,7 @@ class Traces:
         """The span of a call, part of the trace that its client names, if it names one."""
         span = self._tracer.start_span(
             record.method.lstrip("/"),
-            self._propagator.extract(record.metadata),
+            self._propagator.extract(record.metadata, context.Context()),
             kind=SpanKind.SERVER,
             attributes=_attributes_of(record),
         )

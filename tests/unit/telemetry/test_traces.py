@@ -21,6 +21,7 @@ from opentelemetry.trace import StatusCode
 
 from coordinator.events import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.export_trouble import ExportTrouble
+from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.traces import Traces, provider_of_environment
 from coordinator.telemetry.watching import Watching
 from longleaf.errors import InvalidArgument, NotFinite
@@ -106,6 +107,21 @@ async def test_each_sample_says_why_it_ended() -> None:
     assert whole.attributes is not None
     assert whole.attributes["gen_ai.response.finish_reasons"] == ("stop", "stop", "length")
     assert whole.attributes["gen_ai.usage.output_tokens"] == 5
+
+
+async def test_what_begins_after_a_call_is_no_part_of_it() -> None:
+    exporter = InMemorySpanExporter()
+    traces = Traces("lookup", lambda: memory(exporter))
+    await traces.start()
+    for name in ("one", "two"):
+        with traces.call(CallRecord(f"/longleaf.v1.X/{name}", "ipv4:1.1.1.1:1", {}, code="OK")):
+            pass
+    with traces.generation("held", "default"):
+        pass
+    await traces.stop()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    names = ("longleaf.v1.X/one", "longleaf.v1.X/two", "text_completion lookup")
+    assert [spans[name].parent for name in names] == [None] * 3
 
 
 @pytest.mark.parametrize(
