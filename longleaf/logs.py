@@ -28,9 +28,7 @@ class LineFormatter(logging.Formatter):
 
     def facts_of(self, record: logging.LogRecord) -> dict[str, str | int | float]:
         """In the order of FACTS, those alone that are known."""
-        known = {**self._facts(), **{name: value for name, value in vars(record).items() if name in FACTS}}
-        found = ((name, known.get(name, "")) for name in FACTS)
-        return {name: fact for name, fact in found if isinstance(fact, str | int | float) and fact != ""}
+        return _known({**self._facts(), **_known(vars(record))})
 
     def error_of(self, record: logging.LogRecord) -> str:
         """The traceback of what was raised, without what variables held; empty if nothing was.
@@ -61,11 +59,23 @@ class JsonFormatter(LineFormatter):
         return json.dumps(line)
 
 
+def _known(facts: Facts) -> dict[str, str | int | float]:
+    """In the order of FACTS."""
+    found = ((name, facts.get(name, "")) for name in FACTS)
+    return {name: fact for name, fact in found if isinstance(fact, str | int | float) and fact != ""}
+
+
 class TextFormatter(LineFormatter):
-    """The message, and the facts after it in brackets, if there are any."""
+    """The message, and the facts after it in brackets, if there are any. `is_plain`: those alone that a record was
+    given."""
+
+    def __init__(self, facts: Callable[[], Facts] = nothing, is_plain: bool = False) -> None:
+        super().__init__(facts)
+        self._is_plain = is_plain
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = ", ".join(f"{name} {fact}" for name, fact in self.facts_of(record).items())
+        shown = _known(vars(record)) if self._is_plain else self.facts_of(record)
+        facts = ", ".join(f"{name} {fact}" for name, fact in shown.items())
         error = self.error_of(record)
         return record.getMessage() + (f" [{facts}]" if facts else "") + (f"\n{error}" if error else "")
 
@@ -86,7 +96,7 @@ def _without_messages(error: BaseException) -> str:
 
 def formatter_of(config: TelemetryConfig, facts: Callable[[], Facts] = nothing) -> LineFormatter:
     """That of the format which the settings ask for."""
-    return JsonFormatter(facts) if config.log_format == "json" else TextFormatter(facts)
+    return JsonFormatter(facts) if config.log_format == "json" else TextFormatter(facts, config.has_plain_log)
 
 
 class Logs:

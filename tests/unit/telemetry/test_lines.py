@@ -104,6 +104,26 @@ def test_what_is_logged_while_a_call_is_served_names_the_call_by_the_names_of_it
     assert told == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
 
 
+@pytest.mark.parametrize(
+    ("telemetry", "wanted"),
+    [
+        (TelemetryConfig(), "hello [code OK]"),
+        (TelemetryConfig(log_level="error"), f"hello [tenant acme, method {METHOD}, code OK]"),
+    ],
+)
+def test_a_service_that_is_asked_for_nothing_says_of_calls_what_it_always_said(
+    telemetry: TelemetryConfig, wanted: str
+) -> None:
+    token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme"))
+    try:
+        told = logs.formatter(telemetry).format(record(code="OK", error=raised()))
+    finally:
+        CURRENT.reset(token)
+    line, _, error = told.partition("\n")
+    assert line == wanted
+    assert "ValueError" in error and SECRET not in error
+
+
 @pytest.mark.parametrize(("log_format", "wanted"), [("text", "hello\n"), ("json", '"message": "hello"')])
 def test_a_process_logs_each_line_once_from_its_level_on(
     log_format: str, wanted: str, capsys: pytest.CaptureFixture[str]
