@@ -43,9 +43,10 @@ from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.service import ServiceConfig
+from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.launch import BAD_INPUT, ERROR, LISTENING
+from longleaf.launch import BAD_INPUT, LISTENING, SILENT
 from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 from workers.__main__ import main as worker_main
@@ -65,9 +66,9 @@ def main(arguments: list[str]) -> int:
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
         config.check()  # before Ray is waited for
-        return report(run(config))
+        return report(run(config), config.telemetry)
     except (InvalidArgument, StartError) as error:
-        return report(describe(error))
+        return report(describe(error), config.telemetry)
 
 
 def parse(arguments: list[str]) -> ServiceConfig:
@@ -105,9 +106,9 @@ def announce(config: ServiceConfig, reply: Reply) -> None:
     print(told, flush=True)
 
 
-def report(reply: Reply) -> int:
+def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:
     if reply.error:
-        print(f"{ERROR}{reply.error}", file=sys.stderr, flush=True)
+        print(logs.failed(telemetry, reply.error), file=sys.stderr, flush=True)
     return reply.exit_code
 
 
@@ -117,7 +118,8 @@ def serve_locally(config: ServiceConfig) -> Reply:
 
 
 async def _serve_here(config: ServiceConfig) -> Reply:
-    actor = CoordinatorActor(config, partial(LocalFleet, worker_main))
+    rank_main = partial(worker_main, telemetry=config.telemetry)
+    actor = CoordinatorActor(config, partial(LocalFleet, rank_main))
     loop = asyncio.get_running_loop()
     ends = set[asyncio.Task[None]]()  # the loop itself does not keep them
 
@@ -130,8 +132,7 @@ async def _serve_here(config: ServiceConfig) -> Reply:
     reply = await actor.start()
     if reply.port:
         announce(config, reply)
-        while (reply := await actor.wait(until_news=True)).notes:
-            tell_notes(reply)
+        reply = await actor.wait()  # the log of this process has the news
     if not reply.error:
         await actor.stop()
     return reply
@@ -172,7 +173,8 @@ class Waiting:
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
         told = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
         line = f"waiting for {what}, since {human_seconds(seconds)}"
-        print(msgspec.json.encode(told).decode() if self._config.as_json else line, file=sys.stderr, flush=True)
+        is_json = self._config.as_json or self._config.telemetry.log_format == "json"
+        print(msgspec.json.encode(told).decode() if is_json else line, file=sys.stderr, flush=True)
 
 
 def serve_on_ray(config: ServiceConfig) -> Reply:
@@ -201,7 +203,7 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
         reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
         if reply.port:
             announce(config, reply)
-            while (reply := follow(actor.wait.remote(until_news=True))).notes:
+            while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
                 tell_notes(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # else Ray may have been ended with this
@@ -209,7 +211,7 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
-                ray.get(actor.stop.remote(), timeout=STOP_SECONDS)
+                tell_notes(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
             ray.kill(actor)
     return reply
 

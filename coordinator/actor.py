@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -9,6 +10,7 @@ import msgspec
 
 from coordinator.ranks.ports import Fleet
 from coordinator.service import Loading, Service, ServiceConfig
+from coordinator.telemetry import logs
 from longleaf.errors import EpochBroken, LongleafError, WorkerLost
 from longleaf.launch import BAD_INPUT
 
@@ -16,6 +18,8 @@ NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
 
 FAILED = 1
+MAX_NEWS = 1000
+"""Lines that are kept for whoever asks next."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -37,31 +41,49 @@ def describe(error: Exception) -> Reply:
 
 
 class News(logging.Handler):
-    """What the coordinator logs, until it is told. Needs a running event loop."""
+    """The lines that the coordinator logs, until they are told; while nobody asks, the last `limit` of them, and how
+    many there were before. Needs a running event loop."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, formatter: logging.Formatter, limit: int = MAX_NEWS) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
         self._loop = asyncio.get_running_loop()
-        self._texts: list[str] = []
+        self._lines = deque[str](maxlen=limit)
+        self._num_dropped = 0
         self._has_some = asyncio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Any thread may call it."""
-        with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
-            self._loop.call_soon_threadsafe(self._add, self.format(record))
+        is_first = not self._lines
+        self._num_dropped += len(self._lines) == self._lines.maxlen
+        self._lines.append(self.format(record))
+        if is_first:
+            with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
+                self._loop.call_soon_threadsafe(self._wake)
 
-    def _add(self, text: str) -> None:
-        self._texts.append(text)
-        self._has_some.set()
+    def _wake(self) -> None:
+        if self._lines:  # else they were taken meanwhile
+            self._has_some.set()
 
     async def wait(self) -> None:
         """Returns when there is something to tell."""
         await self._has_some.wait()
 
     def take(self) -> tuple[str, ...]:
-        texts, self._texts = tuple(self._texts), []
-        self._has_some.clear()
-        return texts
+        """The lines so far, which are forgotten."""
+        self.acquire()
+        try:
+            lines, num_dropped = tuple(self._lines), self._num_dropped
+            self._lines.clear()
+            self._num_dropped = 0
+            self._has_some.clear()
+        finally:
+            self.release()
+        return (self._say_dropped(num_dropped), *lines) if num_dropped else lines
+
+    def _say_dropped(self, count: int) -> str:
+        told = f"{count:,} lines before these are lost: more were logged than anybody took"
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None))
 
 
 class CoordinatorActor:
@@ -69,6 +91,7 @@ class CoordinatorActor:
 
     def __init__(self, config: ServiceConfig, make_fleet: Callable[[], Fleet]) -> None:
         self._service = Service(config, make_fleet())
+        self._telemetry = config.telemetry
         self._is_stopping = False
         self._news: News | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -84,7 +107,7 @@ class CoordinatorActor:
             await asyncio.wait([starting])
             return Reply()
         try:
-            return Reply(port=starting.result(), notes=self._service.notes)
+            return Reply(port=starting.result(), notes=logs.noted(self._telemetry, self._service.notes))
         except Exception as error:
             await self._service.stop()
             return describe(error)
@@ -99,7 +122,7 @@ class CoordinatorActor:
 
     async def wait(self, until_news: bool = False) -> Reply:
         """Waits until the service is drained, and to be stopped; when it has failed, ends it first. With `until_news`,
-        returns notes whenever there are some; then it is to be called again."""
+        returns notes whenever there are some; then, unless there is an error, it is to be called again."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
         if until_news and (notes := await self._wait_for_news(self._ending)):
             return Reply(notes=notes)
@@ -111,22 +134,30 @@ class CoordinatorActor:
             if self._is_stopping:
                 return Reply()
             await self._service.stop()
-            return msgspec.structs.replace(describe(error), exit_code=FAILED)
+            return msgspec.structs.replace(describe(error), exit_code=FAILED, notes=self._last_news())
         return Reply()
 
     async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
         """What there is to tell, once there is something, or the service has ended."""
         if self._news is None:
-            self._news = News()
-            logging.getLogger(__package__).addHandler(self._news)
+            self._news = News(logs.formatter(self._telemetry))
+            for name in logs.LOGGERS:
+                logging.getLogger(name).addHandler(self._news)
         waiting = asyncio.create_task(self._news.wait())
         await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         return self._news.take()
 
-    async def stop(self) -> None:
-        """Takes the service down."""
+    async def stop(self) -> Reply:
+        """Takes the service down; notes what there was to tell of that."""
         self._is_stopping = True
         await self._service.stop()
-        if self._news is not None:
-            logging.getLogger(__package__).removeHandler(self._news)
+        return Reply(notes=self._last_news())
+
+    def _last_news(self) -> tuple[str, ...]:
+        """What there is to tell, after which there is nothing more."""
+        if self._news is None:
+            return ()
+        for name in logs.LOGGERS:
+            logging.getLogger(name).removeHandler(self._news)
+        return self._news.take()

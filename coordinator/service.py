@@ -26,6 +26,7 @@ from coordinator.ranks.ports import Fleet
 from coordinator.serving.certificates import Certificates
 from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.telemetry.observers import Observers
+from coordinator.telemetry.watching import Watching
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
@@ -127,6 +128,8 @@ class Service:
         self._loop: asyncio.Task[None] | None = None
         self._durability: Durability | None = None
         self._end = End()
+        is_open = config.security.credentials is None and config.security.tls_client_ca is None
+        self._watching = Watching(config.telemetry, config.shown_name, is_open)
         self._observers = Observers()
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
@@ -137,6 +140,7 @@ class Service:
         return_large()
         sys.setswitchinterval(SWITCH_SECONDS)
         self._config.check()
+        self._observers = await self._watching.start()
         config = self._config.engine
         self._server = Server(
             unread_timeout=config.unread_timeout,
@@ -316,6 +320,7 @@ class Service:
         await self._fleet.shutdown()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
+        await self._watching.stop()
 
 
 class End:

@@ -63,6 +63,11 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     traces: bool = False
     """Send traces over OTLP, as the variables OTEL_* say; needs the extra `otel`."""
 
+    @property
+    def has_plain_log(self) -> bool:
+        """Whether only what goes wrong is logged, for people."""
+        return self.log_format == "text" and self.log_level == "warning"
+
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that makes no sense."""
         _check_port("metrics_port", self.metrics_port)

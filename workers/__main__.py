@@ -8,21 +8,50 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from longleaf.channel.epochs import Join, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
+from longleaf.logs import Facts, Logs
+from longleaf.operations import TelemetryConfig
 from workers.control import serve
 from workers.imports import for_good
 from workers.ports import Computation
 
+LOGGERS = ("workers", "longleaf")
+SILENT = TelemetryConfig()
 
-def main(spec: RankSpec) -> None:
+
+class Place:
+    """Where a rank is, for the lines of its log: in the last epoch that it joined."""
+
+    def __init__(self, node: str) -> None:
+        self._facts: Facts = {"node": node}
+
+    def join(self, join: Join) -> None:
+        """It is a rank of another epoch from now on."""
+        self._facts = {**self._facts, "rank": join.rank, "epoch": join.epoch}
+
+    def facts(self) -> Facts:
+        """Any thread may ask."""
+        return self._facts
+
+
+def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
     """Entry of a rank's process. Imports torch only here, when the process's environment is complete."""
     apply_environment(network_environment(interface_of(spec.host)))
+    place = Place(spec.node)
+    if not telemetry.has_plain_log:
+        Logs(telemetry, LOGGERS, place.facts)
     with for_good():
         from workers.rank import Rank
 
-    live(spec, Rank)
+    class PlacedRank(Rank):
+        def join(self, join: Join) -> Ready:
+            place.join(join)
+            return super().join(join)
+
+    live(spec, PlacedRank)
 
 
 def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoReturn:

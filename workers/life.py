@@ -77,15 +77,18 @@ class Standing:
 def taking_notes() -> Iterator[list[str]]:
     """The list to which goes what the library logs meanwhile: how ranks merge and why, what is slower than it could be.
 
-    The coordinator tells it. A rank's own log lies where nobody looks, under Ray in a file of its worker.
+    The coordinator tells it, and nobody else. A rank's own log lies where nobody looks, under Ray in a file of its
+    worker.
     """
     logger, notes = logging.getLogger(LIBRARY), Notes()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(notes)
+    logger.propagate = False
     try:
         yield notes.texts
     finally:
+        logger.propagate = True
         logger.removeHandler(notes)
         logger.setLevel(level)
 

@@ -17,7 +17,7 @@ from coordinator.serving.lobby import SERVED, Lobby
 from coordinator.serving.peers import certified_names, plain_headers
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
-from longleaf.errors import LongleafError, ResourceExhausted, Unauthenticated, Unavailable
+from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
 from longleaf.tenants import unscoped
 from longleaf.units import human_seconds
 
@@ -142,8 +142,10 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         record.code = grpc.StatusCode.CANCELLED.name
         raise
     except LongleafError as error:
-        is_failure = isinstance(error, Unavailable) and error.retry_seconds is None
-        logger.log(logging.WARNING if is_failure else logging.INFO, "%s: %s", record.method, error)
+        if isinstance(error, Unavailable) and error.retry_seconds is None:  # others may quote what the client sent
+            logger.warning("%s: %s", record.method, error)
+        record.error = type(error).__name__
+        record.field = error.field if isinstance(error, InvalidArgument) else ""
         _readdress(error, record.tenant)
         refusal = _refusal(error)
         _forget(error)
@@ -155,6 +157,7 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         raise asyncio.CancelledError from error
     except Exception as error:
         logger.exception("%s failed", record.method)
+        record.error = type(error).__name__
         refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
         _forget(error)
     record.code, record.message = refusal[0].name, refusal[1]

@@ -101,7 +101,7 @@ class GenerationServicer(GenerationServiceServicer):
                 yield codec.encode_event(tenancy.shown_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._lobby.use_cases.generation.cancel(tenancy.scope(codec.decode_cancel(request)))
+        await self._lobby.use_cases.generation.cancel(tenancy.scope_cancelled(codec.decode_cancel(request)))
         return Empty()
 
 
@@ -125,7 +125,7 @@ class ContextServicer(ContextServiceServicer):
                 yield codec.encode_ingest_progress(tenancy.shown_report(report))
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
-        view = self._contexts.get_context(tenancy.scope(codec.context_id(request.name)))
+        view = self._contexts.get_context(tenancy.scope_context(codec.context_id(request.name)))
         return codec.encode_context(tenancy.shown(view))
 
     async def ListContexts(
@@ -149,10 +149,11 @@ class ContextServicer(ContextServiceServicer):
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
         name, settings = codec.decode_update(request)
-        return codec.encode_context(tenancy.shown(await self._contexts.update_context(tenancy.scope(name), settings)))
+        view = await self._contexts.update_context(tenancy.scope_context(name), settings)
+        return codec.encode_context(tenancy.shown(view))
 
     async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
-        view = await self._lobby.use_cases.reread_context(tenancy.scope(codec.context_id(request.name)))
+        view = await self._lobby.use_cases.reread_context(tenancy.scope_context(codec.context_id(request.name)))
         return codec.encode_context(tenancy.shown(view))
 
     async def RereadContexts(
@@ -162,7 +163,7 @@ class ContextServicer(ContextServiceServicer):
         return codec.encode_reread(tenancy.shown_reread(reread))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
-        await self._contexts.delete_context(tenancy.scope(codec.context_id(request.name)))
+        await self._contexts.delete_context(tenancy.scope_context(codec.context_id(request.name)))
         return Empty()
 
     async def ExportContext(

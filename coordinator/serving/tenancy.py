@@ -6,6 +6,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from coordinator.access.caller import CALLER
+from coordinator.telemetry.observers import CURRENT
 from longleaf.messages import (
     Cluster,
     Context,
@@ -38,13 +39,34 @@ def scope(name: str) -> str:
     return scoped(tenant(), name)
 
 
+def scope_context(name: str) -> str:
+    """The id of the caller's context, which the call is about."""
+    context = scope(name)
+    _note_context(context)
+    return context
+
+
+def scope_cancelled(name: str) -> str:
+    """The id of the caller's generation, which the call ends."""
+    request_id = scope(name)
+    if (call := CURRENT.get()) is not None:
+        call.request_id = request_id
+    return request_id
+
+
+def _note_context(context: str) -> None:
+    """Tells those who watch the call which context it is about."""
+    if (call := CURRENT.get()) is not None:
+        call.context = context
+
+
 def scope_generate(request: Generate, client: str) -> Generate:
     """The caller's; of `client` unless it names another."""
     return replace(
         request,
         tenant=tenant(),
         client=request.client or client,
-        context=None if request.context is None else scope(request.context),
+        context=None if request.context is None else scope_context(request.context),
         request_id=scope(request.request_id) if request.request_id else "",
     )
 
@@ -55,19 +77,19 @@ def scope_resume(request: Resume) -> Resume:
 
 def scope_ingest(header: IngestHeader, client: str) -> IngestHeader:
     """The caller's; of `client` unless it names another."""
-    return replace(header, tenant=tenant(), client=header.client or client, context=scope(header.context))
+    return replace(header, tenant=tenant(), client=header.client or client, context=scope_context(header.context))
 
 
 def scope_import(header: ImportHeader) -> ImportHeader:
-    return replace(header, tenant=tenant(), context=None if header.context is None else scope(header.context))
+    return replace(header, tenant=tenant(), context=None if header.context is None else scope_context(header.context))
 
 
 def scope_fork(fork: ForkContext) -> ForkContext:
-    return replace(fork, source=scope(fork.source), context=scope(fork.context))
+    return replace(fork, source=scope(fork.source), context=scope_context(fork.context))
 
 
 def scope_export(wanted: ExportContext) -> ExportContext:
-    return replace(wanted, context=scope(wanted.context))
+    return replace(wanted, context=scope_context(wanted.context))
 
 
 def scope_verify(wanted: Verify, client: str) -> Verify:
@@ -81,7 +103,10 @@ def shown(context: Context) -> Context:
 
 
 def shown_report(report: Reporting) -> Reporting:
-    return report if report.context is None else replace(report, context=shown(report.context))
+    if report.context is None:
+        return report
+    _note_context(report.context.id)  # what is imported may have come with its name
+    return replace(report, context=shown(report.context))
 
 
 def shown_event(event: Event) -> Event:

@@ -21,11 +21,19 @@ class CallRecord:
     tenant: str = ""
     """Whose it is; empty until that is known."""
     request_id: str = ""
-    """Of the generation that it runs or reads, inside the service."""
+    """Of the generation that it runs, reads or cancels, inside the service."""
+    context: str = ""
+    """Id of the context that it is about, inside the service; of a fork the new one."""
+    trace: str = ""
+    """Id of the trace that it is part of, in 32 hexadecimal digits; empty when nobody traces."""
+    field: str = ""
+    """Which one of the request is wrong, if one is."""
     code: str = ""
     """How it ended: the name of gRPC's code, such as OK; empty while it goes on."""
     message: str = ""
-    """What its client was told of that."""
+    """What its client was told of that. It may quote what the client has sent."""
+    error: str = ""
+    """Type of the error that ended it, such as NotFound; empty if none did."""
 
     @property
     def host(self) -> str:

@@ -18,6 +18,7 @@ from coordinator.calls.use_cases import UseCases
 from coordinator.changes import Changes
 from coordinator.placement.positions import Positions
 from coordinator.serving.server import Server
+from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
@@ -310,8 +311,10 @@ class FakeEngine:
 async def serving(
     engine: FakeEngine, folder: Path, host: str = "127.0.0.1", house: House | None = None, **options: Any
 ) -> AsyncGenerator[tuple[Server, str], None]:
-    """The service on a port of its own; gives the server and its address. `options` are the server's."""
-    use_cases = UseCases(engine, Tokenizer.load(write_model(folder), split_template), engine.describe, house=house)
+    """The service on a port of its own; gives the server and its address. `options` are the server's; its
+    observers are told of generations, too."""
+    tokenizer, observers = Tokenizer.load(write_model(folder), split_template), options.get("observers", NOBODY)
+    use_cases = UseCases(engine, tokenizer, engine.describe, house=house, observers=observers)
     server = Server(use_cases, **options)
     port = await server.start(host, 0)
     try:

@@ -1,5 +1,6 @@
 """What whoever runs a service is told of its ranks."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
+from longleaf.operations import TelemetryConfig
 from tests.support.service import write_model
 from workers.fakes import EchoMain
 
@@ -48,6 +50,30 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
         ]
         await actor.end()
         assert await actor.wait(until_news=True) == Reply()
+    finally:
+        await actor.stop()
+    assert not logging.getLogger("coordinator").handlers
+
+
+async def test_what_is_logged_while_a_service_is_taken_down_is_told_at_last(tmp_path: Path) -> None:
+    """Such as the line of an auditor on the drain that waited for it."""
+    engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
+    telemetry = TelemetryConfig(log_level="info")
+    config = ServiceConfig(engine=engine, launcher="local", telemetry=telemetry)
+    actor = CoordinatorActor(config, lambda: LocalFleet(EchoMain()))
+    try:
+        port = (await actor.start()).port
+        waiting = asyncio.create_task(actor.wait(until_news=True))
+        async with AsyncClient(f"localhost:{port}") as client:
+            await client.cluster()
+            (line,) = (await waiting).notes
+            assert line.startswith("call ended [tenant default, method /longleaf.v1.ClusterService/GetCluster, code OK")
+            draining = asyncio.create_task(client.drain(wait=True))
+            assert await actor.wait(until_news=True) == Reply()
+            notes = (await actor.stop()).notes
+            await draining
+        audited = [note for note in notes if note.startswith("drain [")]
+        assert len(audited) == 1, notes
     finally:
         await actor.stop()
     assert not logging.getLogger("coordinator").handlers

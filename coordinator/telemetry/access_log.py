@@ -1,0 +1,82 @@
+"""Who called what, and how it ended: a line per call, and lines that an auditor asks for."""
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from coordinator.events import Event
+from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.refused import Later, Refused, call_later
+from longleaf.tenants import name_of
+
+access = logging.getLogger("coordinator.access")
+audit = logging.getLogger("coordinator.audit")
+AUDITED = {
+    "/longleaf.v1.ContextService/DeleteContext": "deletion of a context",
+    "/longleaf.v1.ClusterService/Drain": "drain",
+    "/longleaf.v1.ClusterService/RefillSlots": "refill of slots",
+}
+"""What takes something away from others, or adds machines."""
+REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
+UNDONE = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
+"""How calls end that have done nothing, however often they are made."""
+
+
+class AccessLog:
+    """An observer that writes them as calls end. Needs a running event loop. `clock` counts seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, later: Later = call_later) -> None:
+        self._clock = clock
+        self._refused = Refused(lambda told: audit.warning("%s", told), clock, later)
+
+    async def start(self) -> None:
+        """There is nothing to begin."""
+
+    async def stop(self) -> None:
+        """Writes how many were refused since it was written last."""
+        self._refused.stop()
+
+    @contextmanager
+    def call(self, record: CallRecord) -> Generator[None, None, None]:
+        """Writes when it ends."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._write(record, self._clock() - began)
+
+    @contextmanager
+    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+        """What its call says is enough."""
+        yield _ignore
+
+    def _write(self, record: CallRecord, seconds: float) -> None:
+        is_refused = record.code in REFUSED
+        if is_refused and not self._refused.note(record.host, record.code):
+            return
+        facts = facts_of(record, seconds)
+        access.info("call ended%s", f" with {record.error}" if record.error else "", extra=facts)
+        if is_refused:
+            audit.warning("call refused", extra=facts)
+        elif record.method in AUDITED and record.code not in UNDONE:
+            audit.warning("%s", AUDITED[record.method], extra=facts)
+
+
+def _ignore(_: Event) -> None:
+    """Of a generation."""
+
+
+def facts_of(record: CallRecord, seconds: float) -> dict[str, object]:
+    """What lines on a call carry. Names stand as its tenant says them."""
+    return {
+        "method": record.method,
+        "code": record.code,
+        "field": record.field,
+        "tenant": record.tenant,
+        "request": name_of(record.request_id),
+        "context": name_of(record.context),
+        "host": record.host,
+        "seconds": round(seconds, 6),
+        "trace": record.trace,
+    }

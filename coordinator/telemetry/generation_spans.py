@@ -1,0 +1,79 @@
+"""The spans of one generation: the whole of it, and one after the other those of its phases."""
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from coordinator.events import Admitted, Ended, EndReason, Event, Tokens
+from longleaf.messages import Progress, Recovering
+from longleaf.tenants import name_of
+
+OPERATION = "text_completion"
+REASONS: dict[EndReason, str] = {"end_token": "stop", "stop_token": "stop", "length": "length"}
+CANCELLED = "cancelled"
+
+
+class GenerationSpans:
+    """Open from the beginning: the generation of what `model` answers, and its time in the queue. To be ended by
+    `finish` or `fail`. What is asked and answered is in none of them."""
+
+    def __init__(self, tracer: Tracer, model: str, request_id: str, tenant: str) -> None:
+        self._tracer = tracer
+        attributes = {
+            "gen_ai.operation.name": OPERATION,
+            "gen_ai.provider.name": "longleaf",
+            "gen_ai.request.model": model,
+            "longleaf.tenant": tenant,
+            "longleaf.request": name_of(request_id),
+        }
+        self._whole = tracer.start_span(f"{OPERATION} {model}", kind=SpanKind.INTERNAL, attributes=attributes)
+        self._name, self._phase = "queue", self._start("queue")
+        self._num_tokens: dict[int, int] = {}
+        """Generated ones by sample."""
+        self._reasons: dict[int, str] = {}
+        """By sample that has ended."""
+
+    def _start(self, name: str) -> Span:
+        return self._tracer.start_span(name, set_span_in_context(self._whole))
+
+    def _enter(self, name: str) -> None:
+        if name != self._name:
+            self._phase.end()
+            self._name, self._phase = name, self._start(name)
+
+    def take(self, event: Event) -> None:
+        """Tells of `event`: a step of a phase is an event of its span."""
+        match event:
+            case Admitted():
+                self._enter("queue" if event.queue_position else "prefill")
+                self._whole.set_attribute("gen_ai.usage.input_tokens", event.prompt_tokens)
+                self._whole.set_attribute("longleaf.cached_tokens", event.cached_tokens)
+            case Progress():
+                self._phase.add_event("chunk", {"longleaf.tokens": event.processed, "longleaf.of": event.total})
+            case Recovering():
+                self._phase.add_event("recovering", {"longleaf.lost_tokens": event.lost_tokens})
+            case Tokens():
+                self._enter("decode")
+                self._num_tokens[event.sample] = self._num_tokens.get(event.sample, 0) + len(event.tokens)
+            case Ended():
+                self._reasons[event.sample] = REASONS[event.reason]
+                self._num_tokens[event.sample] = event.completion_tokens
+
+    def finish(self) -> None:
+        """Ends them. Of a sample that a stop string has ended no event says so."""
+        for sample in self._num_tokens:
+            self._reasons.setdefault(sample, "stop")
+        self._end()
+
+    def fail(self, reason: str) -> None:
+        """Ends them for `reason`: CANCELLED, or the type of an error."""
+        for span in (self._phase, self._whole):
+            span.set_status(Status(StatusCode.ERROR, reason))
+            span.set_attribute("error.type", reason)
+        self._end()
+
+    def _end(self) -> None:
+        self._phase.end()
+        self._whole.set_attribute("gen_ai.usage.output_tokens", sum(self._num_tokens.values()))
+        if self._reasons:
+            reasons = [self._reasons[sample] for sample in sorted(self._reasons)]
+            self._whole.set_attribute("gen_ai.response.finish_reasons", reasons)
+        self._whole.end()

@@ -1,0 +1,54 @@
+"""The coordinator's log."""
+
+import logging
+from collections.abc import Sequence
+
+from coordinator.telemetry.observers import CURRENT
+from longleaf.launch import ERROR
+from longleaf.logs import Facts, JsonFormatter, LineFormatter, Logs, formatter_of
+from longleaf.operations import TelemetryConfig
+from longleaf.tenants import name_of
+
+LOGGERS = ("coordinator", "longleaf")
+"""Whose level the settings say."""
+NOTES = "coordinator.notes"
+
+
+def facts_of_call() -> Facts:
+    """What is known of the call for which code runs. Names stand as their tenant says them."""
+    call = CURRENT.get()
+    if call is None:
+        return {}
+    return {
+        "request": name_of(call.request_id),
+        "tenant": call.tenant,
+        "trace": call.trace,
+        "method": call.method,
+        "code": call.code,
+        "field": call.field,
+        "context": name_of(call.context),
+    }
+
+
+def set_up(config: TelemetryConfig) -> Logs:
+    """Has this process log as the settings say, until that is taken down."""
+    return Logs(config, LOGGERS, facts_of_call)
+
+
+def formatter(config: TelemetryConfig) -> LineFormatter:
+    """For what is told elsewhere than on this process's standard error."""
+    return formatter_of(config, facts_of_call)
+
+
+def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
+    """Notes on a start as lines of the log. People are told them whatever the level is."""
+    return tuple(texts) if config.log_format == "text" else tuple(_line(logging.INFO, text) for text in texts)
+
+
+def failed(config: TelemetryConfig, error: str) -> str:
+    """Why a service has ended, as a line of the log."""
+    return f"{ERROR}{error}" if config.log_format == "text" else _line(logging.ERROR, error)
+
+
+def _line(level: int, text: str) -> str:
+    return JsonFormatter().format(logging.LogRecord(NOTES, level, "", 0, text, None, None))

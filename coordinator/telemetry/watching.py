@@ -1,0 +1,71 @@
+"""Everybody who watches a service, from its start to its end, and its log."""
+
+from typing import Protocol
+
+from coordinator.telemetry import logs
+from coordinator.telemetry.access_log import AccessLog
+from coordinator.telemetry.observers import Observer, Observers
+from longleaf.errors import InvalidArgument
+from longleaf.logs import Logs
+from longleaf.operations import TelemetryConfig
+
+
+class Watcher(Observer, Protocol):
+    """An observer with a life of its own."""
+
+    async def start(self) -> None:
+        """Begins, before there is anything to see. Raises InvalidArgument for settings that cannot work."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends, after all that there was to see. Called only after `start`, which may have raised."""
+        ...
+
+
+class Watching:
+    """Who watches a service of the model that clients see as `model`. `is_open`: it asks nobody who they are."""
+
+    def __init__(self, config: TelemetryConfig, model: str, is_open: bool) -> None:
+        self._config, self._model, self._is_open = config, model, is_open
+        self._logs: Logs | None = None
+        self._watchers: list[Watcher] = []
+
+    async def start(self) -> Observers:
+        """Logs as the settings say from now on; gives those who are to be told of calls and generations. Raises
+        InvalidArgument."""
+        self._logs = logs.set_up(self._config)
+        for watcher in self._wanted():
+            self._watchers.append(watcher)
+            await watcher.start()
+        return Observers(self._watchers)
+
+    def _wanted(self) -> list[Watcher]:
+        """Those that the settings ask for, the first one told last of an end."""
+        wanted: list[Watcher] = []
+        if self._is_logging_calls:
+            wanted.append(AccessLog())
+        if self._config.traces:
+            wanted.append(_traces(self._model))
+        return wanted
+
+    @property
+    def _is_logging_calls(self) -> bool:
+        """On a service for everybody on this machine nobody who was not asked wants to read of each deletion."""
+        return not (self._is_open and self._config.has_plain_log)
+
+    async def stop(self) -> None:
+        """Ends what `start` began; again, it does nothing."""
+        while self._watchers:
+            await self._watchers.pop().stop()
+        if self._logs is not None:
+            self._logs.take_down()
+            self._logs = None
+
+
+def _traces(model: str) -> Watcher:
+    """Raises InvalidArgument when what they are made with is not installed."""
+    try:
+        from coordinator.telemetry.traces import Traces
+    except ImportError:
+        raise InvalidArgument("traces", "needs what is not installed here: pip install longleaf[otel]") from None
+    return Traces(model)

@@ -1,0 +1,179 @@
+"""What a whole service writes while it is used: JSON, line by line, and nothing of what clients ask, or show."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from longleaf.credentials import Entry, digest_of, line_of
+from tests.support.command_line import Left, end
+from tests.support.tenants import METHODS, request_of
+
+TEXT = "Kestrelmoor"
+"""In every text that is asked, ingested or counted."""
+CREDENTIAL = "Quillfeather-0123456789"
+COORDINATOR = [sys.executable, "-m", "coordinator"]
+"""`longleaf serve` becomes this, and says before that it does."""
+WRONG = "Wrenhollow-0123456789"
+
+
+@dataclass
+class Written:
+    """What a service wrote until its end."""
+
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Those of standard error."""
+        return [json.loads(line) for line in self.stderr.splitlines()]
+
+    def of(self, logger: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["logger"] == logger]
+
+
+def call(address: str, name: str, credential: str, *fields: dict[str, Any], leaves: bool = False) -> str:
+    """The code of a call; one that `leaves` hears the first response alone."""
+    method = METHODS[name]
+    requests: list[Message] = [request_of(name, **each) for each in fields]
+    with grpc.insecure_channel(address) as channel:
+        kind = channel.stream_stream if method.client_streaming else channel.unary_stream
+        stub: Any = kind(
+            f"/{method.containing_service.full_name}/{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+        given = iter(requests) if method.client_streaming else requests[0]
+        stream = stub(given, metadata=(("authorization", f"Bearer {credential}"),), timeout=60)
+        try:
+            for _ in stream:
+                if leaves:
+                    stream.cancel()
+        except grpc.RpcError:
+            pass
+        return stream.code().name
+
+
+def use(address: str) -> dict[str, str]:
+    """Calls that answer, are left, and are refused, for every reason; their codes."""
+    long = {"max_token_count": 1000, "ignore_end_token": True}
+    prompt = {"text": f"who is {TEXT}?", "sampling": {"max_token_count": 4}}
+    document = {"config": {"name": "contexts/book"}}, {"text": f"{TEXT} is a bird. ".encode() * 20}
+    return {
+        "ingest": call(address, "IngestContext", CREDENTIAL, *document),
+        "ask": call(address, "Generate", CREDENTIAL, {"context": "contexts/book"} | prompt),
+        "leave": call(address, "Generate", CREDENTIAL, prompt | {"sampling": long}, leaves=True),
+        "count": call(address, "CountTokens", CREDENTIAL, {"text": TEXT}),
+        "name": call(address, "GetContext", CREDENTIAL, {"name": f"contexts/{TEXT}"}),
+        "path": call(address, "UpdateContext", CREDENTIAL, {"update_mask": {"paths": [TEXT]}}),
+        "missing": call(address, "Generate", CREDENTIAL, {"context": "contexts/no"} | prompt),
+        "stop": call(address, "Generate", CREDENTIAL, prompt | {"sampling": {"stop": [TEXT] * 100}}),
+        "again": call(address, "IngestContext", CREDENTIAL, *document),
+        "wrong": call(address, "Generate", WRONG, prompt),
+        "delete": call(address, "DeleteContext", CREDENTIAL, {"name": "contexts/book"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Written]:
+    """The codes of the calls, and what a service wrote that has served them and lost a rank."""
+    folder = tmp_path_factory.mktemp("logs")
+    (folder / "credentials").write_text(line_of(Entry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),))))
+    options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
+    options += ("--credentials", str(folder / "credentials"), "--log-format", "json", "--log-level", "debug")
+    process = subprocess.Popen(
+        [*COORDINATOR, *options, "--as-json", "true"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        stdout, stderr = process.stdout.readline(), ""
+        assert stdout.startswith("{"), process.stderr.read()
+        codes = use(json.loads(stdout)["address"])
+        left = Left(process)
+        ranks = [each for each in left.processes[1:] if "multiprocessing.spawn" in " ".join(each.cmdline())]
+        ranks[-1].send_signal(signal.SIGTERM)
+        for line in process.stderr:
+            stderr += line
+            if "member 2" in line and "of epoch 3" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)
+        assert process.returncode == 0
+        left.audit()
+    finally:
+        end(process)
+        process.communicate()
+    return codes, Written(stdout + rest[0], stderr + rest[1])
+
+
+def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> None:
+    assert used[0] == {
+        "ingest": "OK",
+        "ask": "OK",
+        "leave": "CANCELLED",
+        "count": "OK",
+        "name": "INVALID_ARGUMENT",
+        "path": "INVALID_ARGUMENT",
+        "missing": "NOT_FOUND",
+        "stop": "INVALID_ARGUMENT",
+        "again": "ALREADY_EXISTS",
+        "wrong": "UNAUTHENTICATED",
+        "delete": "OK",
+    }
+
+
+def test_nothing_that_clients_said_or_showed_is_written(used: tuple[dict[str, str], Written]) -> None:
+    written = used[1].stdout + used[1].stderr
+    for secret in (TEXT, CREDENTIAL, WRONG, digest_of(CREDENTIAL).hex(), digest_of(WRONG).hex(), "Bearer"):
+        assert secret.lower() not in written.lower(), secret
+
+
+def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, str], Written]) -> None:
+    codes, written = used
+    for line in written.lines:
+        assert {"ts", "level", "logger", "message"} <= set(line), line
+    calls = [line["code"] for line in written.of("coordinator.access")]
+    assert sorted(calls) == sorted(codes.values())
+    audited = [line["message"] for line in written.of("coordinator.audit")]
+    assert audited == ["call refused", "deletion of a context"]
+
+
+def test_what_becomes_of_a_lost_rank_is_told_once(used: tuple[dict[str, str], Written]) -> None:
+    told = [line["message"] for line in used[1].lines if "was lost" in line["message"]]
+    assert len(told) == 1, told
+    assert [line["level"] for line in used[1].of("coordinator.notes")], "notes on the start"
+
+
+def test_a_service_that_cannot_start_says_so_in_its_format(checkpoint: Path, tmp_path: Path) -> None:
+    found = subprocess.run(
+        [
+            *COORDINATOR,
+            "--model",
+            str(checkpoint),
+            "--log-format",
+            "json",
+            "--launcher",
+            "local",
+            "--credentials",
+            str(tmp_path / "none"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    (line,) = map(json.loads, found.stderr.splitlines())
+    assert (found.returncode, line["level"], line["message"].partition(":")[0]) == (2, "error", "credentials")

@@ -1,0 +1,223 @@
+"""What a service logs of its calls: a line for each, and lines for auditors."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from coordinator.telemetry.observers import Observers
+from coordinator.telemetry.watching import Watching
+from longleaf.errors import NotFinite, WorkerLost
+from longleaf.messages import Draining
+from longleaf.operations import TelemetryConfig
+from tests.support.houses import house_of
+from tests.support.open_calls import OpenCalls
+from tests.support.parcels import packable
+from tests.support.service import FakeEngine, ids, serving
+from tests.support.tenants import ACME, METHODS, OPS, Caller, bearer, credential_of, credentials, request_of
+
+SECRET = "the moby text"
+REQUESTS: dict[str, list[dict[str, Any]]] = {
+    "Generate": [{"context": "contexts/book", "text": SECRET, "sampling": {"max_token_count": 1}}],
+    "CancelGeneration": [{"request_id": "held"}],
+    "IngestContext": [{"config": {"name": "contexts/new"}}, {"text": SECRET.encode()}],
+    "GetContext": [{"name": "contexts/book"}],
+    "ListContexts": [{}],
+    "ForkContext": [{"name": "contexts/book", "new_name": "contexts/fork"}],
+    "UpdateContext": [{"context": {"name": "contexts/book", "pinned": True}, "update_mask": {"paths": ["pinned"]}}],
+    "RereadContext": [{"name": "contexts/old"}],
+    "RereadContexts": [{}],
+    "DeleteContext": [{"name": "contexts/book"}],
+    "ExportContext": [{"name": "contexts/book"}],
+    "ImportContext": [{"config": {"name": "contexts/came", "total_size_bytes": 5}}],
+    "CountTokens": [{"text": SECRET}],
+    "Tokenize": [{"text": SECRET}],
+    "Detokenize": [{"token_ids": {"ids": [65]}}],
+    "GetCluster": [{}],
+    "WatchCluster": [{}],
+    "VerifyCluster": [{}],
+    "Drain": [{}],
+    "RefillSlots": [{}],
+}
+CONTEXTS = {
+    **dict.fromkeys(("Generate", "GetContext", "UpdateContext", "DeleteContext", "ExportContext"), "book"),
+    "IngestContext": "new",
+    "ForkContext": "fork",
+    "RereadContext": "old",
+    "ImportContext": "came",
+}
+AUDITED = {"DeleteContext": "deletion of a context", "Drain": "drain", "RefillSlots": "refill of slots"}
+
+
+async def drained(_: bool) -> Draining:
+    return Draining(open_calls=0, limit=0.0)
+
+
+@asynccontextmanager
+async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGenerator[grpc.aio.Channel, None]:
+    """A channel to a service with credentials; acme has a book in it."""
+    engine.contexts[f"{ACME}/book"] = list(ids("book"))
+    engine.earlier = {f"{ACME}/old": list(ids("old"))}
+    watching = Watching(TelemetryConfig(**{"log_format": "json", "log_level": "info"} | telemetry), "fake", False)
+    calls = OpenCalls()
+    observers = Observers((calls, await watching.start()))
+    options = {"authenticator": credentials(folder), "drain": drained, "refill": lambda: 1, "observers": observers}
+    house = house_of(packable(name=f"{ACME}/book"))
+    try:
+        async with (
+            serving(engine, folder / "model", house=house, **options) as (_, address),
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            yield channel
+            await calls.wait()
+    finally:
+        await watching.stop()
+
+
+class Told:
+    """What was logged on standard error, as objects. The library of the client writes there, too, past Python."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.text = ""
+
+    def of(self, logger: str) -> list[dict[str, Any]]:
+        self.text += self._capsys.readouterr().err
+        lines = [json.loads(line) for line in self.text.splitlines()]
+        return [line for line in lines if line["logger"] == logger]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    return Told(capsys)
+
+
+def test_every_method_is_called_below() -> None:
+    assert set(REQUESTS) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) -> None:
+    engine = FakeEngine()
+    engine.answer = (ids("hi"),)
+    tenant = OPS if name in ("VerifyCluster", "Drain", "RefillSlots") else ACME
+    async with watched(tmp_path, engine) as channel:
+        if name == "CancelGeneration":
+            fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}}
+            request = request_of("Generate", **fields, sampling={"max_token_count": 1})
+            await Caller(channel, tenant).call("Generate", [request])
+            told.of("")
+            told.text = ""
+        requests = [request_of(name, **fields) for fields in REQUESTS[name]]
+        code, *_ = await Caller(channel, tenant).call(name, requests)
+    (line,) = told.of("coordinator.access")
+    assert line["method"].endswith(f"/{name}")
+    assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader left
+    assert (line["level"], line["tenant"]) == ("info", tenant)
+    assert line["host"].startswith(("ipv4:127.0.0.1", "ipv6:"))
+    assert 0 <= line["seconds"] < 60
+    assert line.get("context") == CONTEXTS.get(name)
+    assert ("request" in line) == (name in ("Generate", "CancelGeneration"))
+    audited = [(each["level"], each["message"], each["tenant"]) for each in told.of("coordinator.audit")]
+    assert audited == ([("warning", AUDITED[name], tenant)] if name in AUDITED else [])
+    for secret in (SECRET, credential_of(tenant)):
+        assert secret not in told.text
+
+
+async def test_of_a_wrong_request_the_field_is_told_and_not_what_was_in_it(tmp_path: Path, told: Told) -> None:
+    async with watched(tmp_path, FakeEngine(), log_level="debug") as channel:
+        code, *_ = await Caller(channel, ACME).call("GetContext", [request_of("GetContext", name=SECRET)])
+        assert code == StatusCode.INVALID_ARGUMENT
+    (line,) = told.of("coordinator.access")
+    assert (line["code"], line["field"], line["message"]) == (
+        "INVALID_ARGUMENT",
+        "name",
+        "call ended with InvalidArgument",
+    )
+    assert SECRET not in told.text
+
+
+@pytest.mark.parametrize("error", [ValueError(SECRET), KeyError(SECRET)])
+async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
+    tmp_path: Path, told: Told, error: Exception
+) -> None:
+    engine = FakeEngine()
+    engine.error = error
+    async with watched(tmp_path, engine, log_level="debug") as channel:
+        request = request_of("Generate", text="a", sampling={"max_token_count": 1})
+        code, *_ = await Caller(channel, ACME).call("Generate", [request])
+        assert code == StatusCode.INTERNAL
+    (line,) = told.of("coordinator.serving.interceptors")
+    assert (line["level"], line["tenant"], line["method"]) == (
+        "error",
+        ACME,
+        "/longleaf.v1.GenerationService/Generate",
+    )
+    assert "in submit" in line["error"] and type(error).__name__ in line["error"]
+    assert SECRET not in told.text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NotFinite("token 3"), "DATA_LOSS"), (WorkerLost(1, "was killed"), "UNAVAILABLE")]
+)
+async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error: Exception, code: str) -> None:
+    engine = FakeEngine()
+    engine.late_error = error  # type: ignore[assignment]
+    async with watched(tmp_path, engine) as channel:
+        request = request_of("Generate", text="a", sampling={"max_token_count": 1}, request_id="mine")
+        await Caller(channel, ACME).call("Generate", [request])
+    (line,) = told.of("coordinator.access")
+    assert (line["code"], line["request"]) == (code, "mine")
+    assert line["message"] == f"call ended with {type(error).__name__}"
+
+
+async def test_a_generation_whose_reader_leaves_is_told_as_cancelled(tmp_path: Path, told: Told) -> None:
+    engine = FakeEngine()
+    engine.is_endless = True
+    async with watched(tmp_path, engine) as channel:
+        untyped: Any = channel
+        call = untyped.unary_stream(
+            "/longleaf.v1.GenerationService/Generate", request_serializer=lambda it: it.SerializeToString()
+        )(request_of("Generate", text="a", sampling={"max_token_count": 1}), metadata=bearer(ACME))
+        await call.read()
+        call.cancel()
+    (line,) = told.of("coordinator.access")
+    assert line["code"] == "CANCELLED"
+
+
+async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
+    async with watched(tmp_path, FakeEngine(), log_level="warning") as channel:
+        await Caller(channel, None).call("GetCluster", [request_of("GetCluster")])
+        await Caller(channel, ACME).call("Drain", [request_of("Drain")])
+    lines = [(each["message"], each["code"], each.get("tenant", "")) for each in told.of("coordinator.audit")]
+    assert lines == [("call refused", "UNAUTHENTICATED", ""), ("call refused", "PERMISSION_DENIED", ACME)]
+    assert told.of("coordinator.access") == []
+
+
+async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
+    async with watched(tmp_path, FakeEngine()) as channel:
+        nobody = Caller(channel, None)
+        codes = await asyncio.gather(*(nobody.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
+        assert {code for code, *_ in codes} == {StatusCode.UNAUTHENTICATED}
+    refused = told.of("coordinator.audit")
+    assert 2 <= len(refused) <= 20, len(refused)
+    assert len(told.of("coordinator.access")) <= 5
+
+
+@pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])
+async def test_who_asked_for_nothing_reads_of_no_call(is_open: bool, telemetry: dict[str, Any]) -> None:
+    watching = Watching(TelemetryConfig(**telemetry), "fake", is_open)
+    observers = await watching.start()
+    try:
+        assert bool(observers._observers) == (not is_open or bool(telemetry))
+    finally:
+        await watching.stop()
+        await watching.stop()
+    assert logging.getLogger("coordinator").level == logging.NOTSET

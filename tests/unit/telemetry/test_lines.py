@@ -1,0 +1,150 @@
+"""Lines of the log: for people, and for programs."""
+
+import json
+import logging
+import re
+
+import pytest
+
+from coordinator.telemetry import logs
+from coordinator.telemetry.observers import CURRENT, CallRecord
+from longleaf.logs import JsonFormatter, TextFormatter
+from longleaf.operations import TelemetryConfig
+
+SECRET = "call me ishmael"
+METHOD = "/longleaf.v1.GenerationService/Generate"
+
+
+def record(message: str = "hello", error: BaseException | None = None, **facts: object) -> logging.LogRecord:
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    made = logging.LogRecord("coordinator.x", logging.WARNING, "file.py", 1, message, None, exc_info)
+    vars(made).update(facts)
+    return made
+
+
+def raised() -> Exception:
+    said = SECRET
+    try:
+        try:
+            raise KeyError(said)
+        except KeyError as before:
+            raise ValueError(f"cannot read {said}") from before
+    except ValueError as error:
+        return error
+
+
+def test_a_json_line_has_time_level_logger_message_and_the_facts_that_are_known() -> None:
+    line = JsonFormatter().format(
+        record("a\nline of ünïcödé\u2028", rank=3, node="n1", epoch=2, tenant="", color="red")
+    )
+    assert "\n" not in line and line.isascii()
+    told = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told.pop("ts"))
+    assert told == {
+        "level": "warning",
+        "logger": "coordinator.x",
+        "message": "a\nline of ünïcödé\u2028",
+        "rank": 3,
+        "node": "n1",
+        "epoch": 2,
+    }
+
+
+def test_whole_seconds_have_milliseconds_too() -> None:
+    made = record()
+    made.created = 1_000_000_000.0
+    assert json.loads(JsonFormatter().format(made))["ts"] == "2001-09-09T01:46:40.000Z"
+
+
+def test_a_line_for_people_is_the_message_alone_as_long_as_nothing_else_is_known() -> None:
+    assert TextFormatter().format(record()) == "hello"
+    assert TextFormatter().format(record(node="n1", rank=0)) == "hello [rank 0, node n1]"
+
+
+def test_a_name_that_is_no_unicode_breaks_no_line() -> None:
+    assert json.loads(JsonFormatter().format(record("\udcff")))["message"] == "\udcff"
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+def test_an_error_is_told_with_where_it_was_raised_and_never_with_what_variables_held(
+    formatter: logging.Formatter,
+) -> None:
+    said = formatter.format(record(error=raised()))
+    assert "ValueError: cannot read call me ishmael" in said and "in raised" in said
+    assert "said = 'call" not in said
+    assert isinstance(formatter, TextFormatter) or "\n" not in said
+
+
+@pytest.mark.parametrize("kind", [JsonFormatter, TextFormatter])
+def test_while_a_call_is_served_messages_of_errors_are_not_logged(kind: type[logging.Formatter]) -> None:
+    token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one"))
+    try:
+        said = kind(logs.facts_of_call).format(record(error=raised()))
+    finally:
+        CURRENT.reset(token)
+    assert "builtins.ValueError" in said and "builtins.KeyError" in said and "in raised" in said
+    assert SECRET not in said
+
+
+def test_errors_that_came_from_each_other_in_a_ring_are_told() -> None:
+    first, second = ValueError(), KeyError()
+    first.__context__, second.__context__ = second, first
+    said = TextFormatter(lambda: {"method": METHOD}).format(record(error=first))
+    assert (said.count("ValueError"), said.count("KeyError")) == (1, 1)
+
+
+def test_what_is_logged_while_a_call_is_served_names_the_call_by_the_names_of_its_tenant() -> None:
+    call = CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one", context="acme/book")
+    token = CURRENT.set(call)
+    try:
+        told = json.loads(logs.formatter(TelemetryConfig(log_format="json")).format(record(code="OK")))
+    finally:
+        CURRENT.reset(token)
+    del told["ts"], told["level"], told["logger"], told["message"]
+    assert told == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "wanted"),
+    [
+        (TelemetryConfig(), "hello [code OK]"),
+        (TelemetryConfig(log_level="error"), f"hello [tenant acme, method {METHOD}, code OK]"),
+    ],
+)
+def test_a_service_that_is_asked_for_nothing_says_of_calls_what_it_always_said(
+    telemetry: TelemetryConfig, wanted: str
+) -> None:
+    token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme"))
+    try:
+        told = logs.formatter(telemetry).format(record(code="OK", error=raised()))
+    finally:
+        CURRENT.reset(token)
+    line, _, error = told.partition("\n")
+    assert line == wanted
+    assert "ValueError" in error and SECRET not in error
+
+
+@pytest.mark.parametrize(("log_format", "wanted"), [("text", "hello\n"), ("json", '"message": "hello"')])
+def test_a_process_logs_each_line_once_from_its_level_on(
+    log_format: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, others = logging.getLogger("coordinator.some.place"), logging.getLogger("of.a.library")
+    before = list(logging.getLogger().handlers), logging.getLogger("coordinator").level
+    up = logs.set_up(TelemetryConfig(log_format=log_format, log_level="info"))  # type: ignore[arg-type]
+    try:
+        mine.debug("too fine")
+        others.info("too fine")
+        mine.info("hello")
+        others.warning("hello")
+    finally:
+        up.take_down()
+    told = capsys.readouterr().err
+    assert (told.count(wanted), len(told.splitlines())) == (2, 2), told
+    assert (list(logging.getLogger().handlers), logging.getLogger("coordinator").level) == before
+
+
+def test_notes_on_a_start_are_lines_of_the_log() -> None:
+    assert logs.noted(TelemetryConfig(), ["a note"]) == ("a note",)
+    (line,) = logs.noted(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
+    told = json.loads(line)
+    assert (told["level"], told["logger"], told["message"]) == ("info", "coordinator.notes", "a note")

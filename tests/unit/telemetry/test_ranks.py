@@ -1,0 +1,39 @@
+"""The log of a rank's own process."""
+
+import json
+import logging
+
+import pytest
+
+from longleaf.channel.epochs import Join
+from longleaf.logs import Logs
+from longleaf.operations import TelemetryConfig
+from workers.__main__ import LOGGERS, Place
+from workers.life import taking_notes
+
+
+def test_lines_say_which_rank_of_which_epoch_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place("n1")
+    logs = Logs(TelemetryConfig(log_format="json"), LOGGERS, place.facts)
+    try:
+        logging.getLogger("workers.life").warning("one")
+        place.join(Join(epoch=3, rank=2, host="h", port=1, nodes=("n1",)))
+        logging.getLogger("longleaf.comm").warning("two")
+    finally:
+        logs.take_down()
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert {"rank", "epoch"}.isdisjoint(first) and first["node"] == "n1"
+    assert (second["message"], second["rank"], second["epoch"], second["node"]) == ("two", 2, 3, "n1")
+
+
+def test_notes_on_a_start_are_told_by_the_coordinator_and_not_by_the_rank_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs = Logs(TelemetryConfig(log_level="debug"), LOGGERS)
+    try:
+        with taking_notes() as texts:
+            logging.getLogger("longleaf.kernels").warning("slower")
+        logging.getLogger("longleaf.kernels").warning("later")
+    finally:
+        logs.take_down()
+    assert (texts, capsys.readouterr().err) == (["slower"], "later\n")

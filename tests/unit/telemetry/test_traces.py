@@ -1,0 +1,250 @@
+"""Spans of generations, however they end, and what happens when nobody takes them."""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.telemetry.export_trouble import ExportTrouble
+from coordinator.telemetry.observers import CallRecord
+from coordinator.telemetry.traces import Traces, provider_of_environment
+from coordinator.telemetry.watching import Watching
+from longleaf.errors import InvalidArgument, NotFinite
+from longleaf.messages import Progress, Recovering
+from longleaf.operations import TelemetryConfig
+from tests.support.service import tokens
+
+OTHER = logging.getLogger("opentelemetry.exporter.otlp")
+
+
+def memory(exporter: SpanExporter) -> TracerProvider:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider
+
+
+def ended(sample: int = 0, reason: str = "length", completion: int = 2) -> Ended:
+    return Ended(reason, 10, 4, completion, 0.1, 0.2, 0.3, sample)  # type: ignore[arg-type]
+
+
+async def seen(events: Sequence[Event], error: BaseException | None = None) -> dict[str, list[ReadableSpan]]:
+    """The spans of a generation, by name."""
+    exporter = InMemorySpanExporter()
+    traces = Traces("lookup", lambda: memory(exporter))
+    await traces.start()
+    with nullcontext() if error is None else pytest.raises(type(error)), traces.generation("acme/one", "acme") as saw:
+        for event in events:
+            saw(event)
+        if error is not None:
+            raise error
+    await traces.stop()
+    spans: dict[str, list[ReadableSpan]] = {}
+    for span in exporter.get_finished_spans():
+        spans.setdefault(span.name, []).append(span)
+    return spans
+
+
+BEGIN = [Admitted(10, 4, 2), Admitted(10, 4, 1), Admitted(10, 4), Progress(6, 10), Progress(10, 10)]
+
+
+async def test_a_generation_is_a_span_with_its_phases_in_it() -> None:
+    spans = await seen([*BEGIN, Tokens(0, tokens((1,))), Tokens(1, tokens((2,))), ended()])
+    (whole,) = spans.pop("text_completion lookup")
+    assert {name: len(found) for name, found in spans.items()} == {"queue": 1, "prefill": 1, "decode": 1}
+    queue, prefill, decode = (spans[name][0] for name in ("queue", "prefill", "decode"))
+    assert [span.parent for span in (queue, prefill, decode)] == [whole.get_span_context()] * 3
+    assert whole.start_time <= queue.start_time <= queue.end_time <= prefill.start_time  # type: ignore[operator]
+    assert prefill.end_time <= decode.start_time <= decode.end_time <= whole.end_time  # type: ignore[operator]
+    assert [dict(event.attributes or {}) for event in prefill.events] == [
+        {"longleaf.tokens": 6, "longleaf.of": 10},
+        {"longleaf.tokens": 10, "longleaf.of": 10},
+    ]
+    assert dict(whole.attributes or {}) == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "longleaf",
+        "gen_ai.request.model": "lookup",
+        "gen_ai.usage.input_tokens": 10,
+        "gen_ai.usage.output_tokens": 2,
+        "gen_ai.response.finish_reasons": ("length",),
+        "longleaf.tenant": "acme",
+        "longleaf.request": "one",
+        "longleaf.cached_tokens": 4,
+    }
+    assert whole.status.status_code == StatusCode.UNSET
+
+
+async def test_who_is_preempted_is_in_the_queue_again_and_reads_again() -> None:
+    again = [Admitted(10, 4, 1), Admitted(10, 4), Recovering(3, 0, 3), Tokens(1, tokens((2,))), ended()]
+    spans = await seen([*BEGIN, Tokens(0, tokens((1,))), *again])
+    assert {name: len(found) for name, found in spans.items()} == {
+        "queue": 2,
+        "prefill": 2,
+        "decode": 2,
+        "text_completion lookup": 1,
+    }
+    assert [event.name for event in spans["prefill"][1].events] == ["recovering"]
+
+
+async def test_each_sample_says_why_it_ended() -> None:
+    """The engine is not told of one that a stop string ends."""
+    events = [*BEGIN, *(Tokens(0, tokens((5,)), sample) for sample in (2, 1, 0)), ended(2), ended(0, "end_token")]
+    (whole,) = (await seen(events))["text_completion lookup"]
+    assert whole.attributes is not None
+    assert whole.attributes["gen_ai.response.finish_reasons"] == ("stop", "stop", "length")
+    assert whole.attributes["gen_ai.usage.output_tokens"] == 5
+
+
+async def test_what_begins_after_a_call_is_no_part_of_it() -> None:
+    exporter = InMemorySpanExporter()
+    traces = Traces("lookup", lambda: memory(exporter))
+    await traces.start()
+    for name in ("one", "two"):
+        with traces.call(CallRecord(f"/longleaf.v1.X/{name}", "ipv4:1.1.1.1:1", {}, code="OK")):
+            pass
+    with traces.generation("held", "default"):
+        pass
+    await traces.stop()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    names = ("longleaf.v1.X/one", "longleaf.v1.X/two", "text_completion lookup")
+    assert [spans[name].parent for name in names] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (asyncio.CancelledError(), "cancelled"),
+        (GeneratorExit(), "cancelled"),
+        (NotFinite("a secret"), "NotFinite"),
+        (KeyError("a secret"), "KeyError"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+async def test_all_spans_end_however_a_generation_does(error: BaseException, reason: str, count: int) -> None:
+    spans = await seen(BEGIN[:count], error)
+    (whole,) = spans.pop("text_completion lookup")
+    last = max((span for found in spans.values() for span in found), key=lambda span: span.start_time or 0)
+    for span in (whole, last):
+        assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, reason)
+        assert "secret" not in span.to_json()
+        assert not [event for event in span.events if event.name == "exception"]
+
+
+async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "coordinator.telemetry.traces")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    watching = Watching(TelemetryConfig(traces=True), "lookup", True)
+    try:
+        with pytest.raises(InvalidArgument, match=r"traces: .*pip install longleaf\[otel\]"):
+            await watching.start()
+    finally:
+        await watching.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_EXPORTER_OTLP_TIMEOUT", "secret"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "secret")]
+)
+async def test_a_variable_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument) as refused:
+        provider_of_environment()
+    assert (refused.value.field, "secret" in str(refused.value)) == ("traces", False)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "longleaf"), ("mine", "mine")])
+def test_the_service_has_the_name_that_a_variable_gives_it(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("OTEL_SERVICE_NAME", given)
+    provider = provider_of_environment()
+    provider.shutdown()
+    assert provider.resource.attributes["service.name"] == wanted
+
+
+class Stuck(SpanExporter):
+    """Takes spans and says nothing until it is let."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.is_asked.set()
+        self.may_answer.wait(60)
+        return SpanExportResult.SUCCESS
+
+
+async def test_a_collector_that_does_not_answer_holds_up_the_end_only_so_long() -> None:
+    exporter = Stuck()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    traces = Traces("lookup", lambda: provider, stop_seconds=0.2)
+    await traces.start()
+    with traces.generation("one", "default"):
+        pass
+    began = time.monotonic()
+    try:
+        await traces.stop()
+        assert 0.2 <= time.monotonic() - began < 10
+        assert exporter.is_asked.is_set()
+    finally:
+        exporter.may_answer.set()
+
+
+async def test_what_was_not_sent_is_sent_at_the_end() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1e6))
+    traces = Traces("lookup", lambda: provider)
+    await traces.start()
+    with traces.generation("one", "default"):
+        pass
+    assert not exporter.get_finished_spans()
+    await traces.stop()
+    assert len(exporter.get_finished_spans()) == 2
+
+
+def test_the_library_may_complain_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    times = [50.0, *[51.0] * 1000, 109.9, 110.1]
+    trouble = ExportTrouble(iter(times).__next__)
+    trouble.set_up()
+    try:
+        for _ in times:
+            OTHER.error("failed to export to %s", "host:4317")
+    finally:
+        trouble.take_down()
+    assert [record.getMessage() for record in caplog.records] == [
+        "traces: failed to export to host:4317",
+        "traces: failed to export to host:4317 (1,001 more since the last line)",
+    ]
+    assert {record.name for record in caplog.records} == {"coordinator.telemetry.export_trouble"}
+    assert logging.getLogger("opentelemetry").propagate
+
+
+async def test_headers_that_cannot_be_read_are_not_quoted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "a secret")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    traces = Traces("lookup")
+    try:
+        await traces.start()
+    finally:
+        await traces.stop()
+    assert [record.getMessage() for record in caplog.records] == ["traces: opentelemetry.util.re"]
