@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -24,7 +24,9 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
 from coordinator.serving.server import LOADING_SECONDS, Server
+from coordinator.telemetry.counts import Counts
 from coordinator.telemetry.observers import Observers
+from coordinator.telemetry.sources import Sources
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
@@ -42,6 +44,9 @@ from longleaf.errors import StartError, Unavailable
 from longleaf.messages import Cluster, Draining, ModelInfo
 from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
+
+if TYPE_CHECKING:
+    from coordinator.telemetry.metrics import Metrics
 
 SWITCH_SECONDS = 0.0005
 """How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a
@@ -126,7 +131,8 @@ class Service:
         self._loop: asyncio.Task[None] | None = None
         self._durability: Durability | None = None
         self._end = End()
-        self._observers = Observers()
+        self._metrics = self._make_metrics()
+        self._observers = Observers([self._metrics.observer] if self._metrics else [])
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
 
@@ -137,15 +143,17 @@ class Service:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._config.check()
         config = self._config.engine
+        authenticator = self._authenticator()
         self._server = Server(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
             drain=self.answer_drain,
             refill=self._refill,
-            authenticator=self._authenticator(),
+            authenticator=authenticator,
             observers=self._observers,
         )
         port = await self._server.start(self._config.host, self._config.port)
+        told = await self._tell_metrics(authenticator)
         tokenizer = await self._load_tokenizer(config)
         self._durability = await self._open_durability(config)
         if self._durability is not None:
@@ -159,7 +167,7 @@ class Service:
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept)
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept, *told)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
@@ -176,6 +184,37 @@ class Service:
         """Raises InvalidArgument."""
         path = self._config.security.credentials
         return Anybody() if path is None else Credentials.of(path)
+
+    # --- metrics ---
+
+    def _make_metrics(self) -> "Metrics | None":
+        """What nobody wants is not even imported."""
+        if self._config.telemetry.metrics_port is None:
+            return None
+        from coordinator.telemetry.metrics import Metrics
+
+        return Metrics(self._config.shown_name, self._config.launcher)
+
+    async def _tell_metrics(self, authenticator: Authenticator) -> tuple[str, ...]:
+        """Opens their port, if anybody wants them; gives where they are, for people. Raises StartError."""
+        if self._metrics is None or (port := self._config.telemetry.metrics_port) is None:
+            return ()
+        file = authenticator if isinstance(authenticator, Credentials) else None
+        sources = Sources(
+            cluster=self._cluster,
+            counts=lambda: self._engine.counts if self._engine else Counts(),
+            ranks_lost=lambda: self._control.num_lost if self._control else 0,
+            refused_credentials=(lambda: file.num_refused) if file else None,
+            refused_frames=lambda: self._control.num_refused if self._control else 0,
+            failed_reloads={"credentials": lambda: file.num_failed_reloads} if file else {},
+        )
+        return (f"metrics are at {await self._metrics.start(sources, self._config.telemetry.metrics_host, port)}",)
+
+    def _cluster(self) -> Cluster:
+        """Raises Unavailable while there is none."""
+        if self._use_cases is None:
+            raise self._not_yet()
+        return self._use_cases.cluster()
 
     def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
         if (durability := self._durability) is None:
@@ -303,6 +342,8 @@ class Service:
             await self._engine.close()
         if self._durability is not None:
             await self._durability.close()
+        if self._metrics is not None:
+            await self._metrics.stop()
         await self._fleet.shutdown()
         if self._loop is not None:
             await asyncio.gather(self._loop, return_exceptions=True)
