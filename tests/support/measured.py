@@ -46,14 +46,14 @@ class Measured:
         request = {"context": f"contexts/{name}", "text": TEXT, "sampling": sampling, **more}
         return await self.call(tenant, "Generate", request)
 
-    async def load(self) -> None:
-        """Calls of all kinds, that end well and otherwise."""
+    async def load(self, name: str = CONTEXT) -> None:
+        """Calls of all kinds, that end well and otherwise, about a context of this name."""
         ok = grpc.StatusCode.OK
         for tenant in (ACME, BOLT):
-            assert await self.ingest(tenant) is ok
+            assert await self.ingest(tenant, name) is ok
             for _ in range(3):
-                assert await self.generate(tenant) is ok
-        assert await self.generate(ACME, request_id=REQUEST_ID) is ok
+                assert await self.generate(tenant, name) is ok
+        assert await self.generate(ACME, name, request_id=REQUEST_ID) is ok
         assert await self.generate(ACME, "no-such-context") is grpc.StatusCode.NOT_FOUND
         assert await self.generate(None) is grpc.StatusCode.UNAUTHENTICATED
         assert await self.call(OPS, "GetCluster", {}) is ok
