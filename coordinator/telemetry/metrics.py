@@ -43,9 +43,13 @@ class Metrics:
         """The metrics as they are now, in Prometheus' text format. The text is made beside the event loop: it has
         thousands of lines where there are many tenants."""
         async with self._turn:
-            if self._gauges is not None:
-                self._gauges.look()
+            self.look()
             return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)
+
+    def look(self) -> None:
+        """Reads what is not counted; the event loop does nothing else meanwhile."""
+        if self._gauges is not None:
+            self._gauges.look()
 
     async def stop(self) -> None:
         """Ends what is open. Idempotent."""
