@@ -5,6 +5,7 @@ gives way to who comes next: so a client that says nothing, or reads nothing, ke
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ MAX_REQUEST_BYTES = 8 << 10
 REQUEST_SECONDS = 10.0
 """What a client may take from when it connects to when it has read everything: as long as Prometheus would wait."""
 END = b"\r\n\r\n"
+log = logging.getLogger(__name__)
 
 Render = Callable[[], Awaitable[bytes]]
 
@@ -71,7 +73,11 @@ class MetricsPort:
         target = rest.partition(b" ")[0].partition(b"?")[0]
         if (method, target) != (b"GET", PATH.encode()):
             return _response("404 Not Found", "text/plain", f"there is {PATH}, and nothing else\n".encode())
-        return _response("200 OK", self._content_type, await self._render())
+        try:
+            return _response("200 OK", self._content_type, await self._render())
+        except Exception:
+            log.exception("the metrics could not be told")
+            return _response("500 Internal Server Error", "text/plain", b"the service's log says what is wrong\n")
 
     async def stop(self) -> None:
         """Ends what is open. Idempotent."""

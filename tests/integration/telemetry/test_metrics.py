@@ -5,7 +5,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from grpc import StatusCode
 
@@ -62,6 +64,18 @@ async def test_what_clients_say_and_what_they_call_it_is_never_told(tmp_path: Pa
                 assert secret.lower() not in text.lower()
         labels = {"model", "tenant", "rank", "kind", "code", "outcome", "file", "le", "version", "launcher"}
         assert (await found.scrape()).label_names <= labels
+
+
+async def test_strangers_add_no_series_by_what_they_call(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        for number in range(5):
+            method: Any = found.channel.unary_unary(f"/longleaf.v1.GenerationService/Nonsense{number}")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method(b"")
+            assert await found.generate(f"stranger{number}") is StatusCode.UNAUTHENTICATED
+        calls = [labels for name, labels in (await found.scrape()).samples if name == "longleaf_requests_total"]
+        expected = {"code": "UNAUTHENTICATED", "kind": "Generate", "outcome": "refused", "tenant": ""}
+        assert [dict(labels) for labels in calls] == [expected]
 
 
 async def test_a_lost_rank_is_told(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class Rendering:
 
     def __init__(self, body: bytes = b"some metrics\n") -> None:
         self.body = body
+        self.error: Exception | None = None
         self.may_go = asyncio.Event()
         self.may_go.set()
         self.is_asked = asyncio.Event()
@@ -26,6 +27,8 @@ class Rendering:
     async def __call__(self) -> bytes:
         self.is_asked.set()
         await self.may_go.wait()
+        if self.error is not None:
+            raise self.error
         return self.body
 
 
@@ -102,6 +105,18 @@ async def test_a_request_has_few_bytes() -> None:
             status(await say(port, b"GET /metrics HTTP/1.1\r\nA: " + b"a" * 2 * MAX_REQUEST_BYTES + b"\r\n\r\n")) == 431
         )
         assert status(await say(port, b"a" * 2 * MAX_REQUEST_BYTES)) == 431
+        assert status(await say(port, GET)) == 200
+
+
+async def test_what_breaks_is_logged_and_told_as_the_fault_of_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    rendering = Rendering()
+    async with listening(rendering) as port:
+        rendering.error = ValueError("boom")
+        answer = await say(port, GET)
+        assert status(answer) == 500
+        assert b"boom" not in answer
+        assert "boom" in caplog.text
+        rendering.error = None
         assert status(await say(port, GET)) == 200
 
 
