@@ -19,7 +19,8 @@ from bench.harness.arguments import RESULTS
 from bench.pages.rendering import render
 
 BENCHES = (
-    "decode ingest shared overhead fair scaling serve prefill windows sampling key_types hostile bare recover durable"
+    "decode ingest shared overhead fair scaling serve prefill windows sampling key_types hostile bare recover durable "
+    "metrics"
 ).split()
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,

@@ -42,7 +42,7 @@ from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError

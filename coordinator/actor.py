@@ -9,7 +9,8 @@ from contextlib import suppress
 import msgspec
 
 from coordinator.ranks.ports import Fleet
-from coordinator.service import Loading, Service, ServiceConfig
+from coordinator.service import Loading, Service
+from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
 from longleaf.errors import EpochBroken, LongleafError, WorkerLost
 from longleaf.launch import BAD_INPUT

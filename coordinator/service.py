@@ -2,7 +2,6 @@
 order."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -25,24 +24,20 @@ from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
 from coordinator.serving.certificates import Certificates
 from coordinator.serving.server import LOADING_SECONDS, Server
+from coordinator.settings import ServiceConfig
+from coordinator.telemetry.counts import Counts
 from coordinator.telemetry.observers import Observers
+from coordinator.telemetry.sources import Sources
 from coordinator.telemetry.watching import Watching
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
 from longleaf.config import (
-    DRAIN_SECONDS,
-    LOOPBACK,
-    DataConfig,
     EngineConfig,
-    Launcher,
-    check_model_name,
-    check_waits,
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
 from longleaf.messages import Cluster, Draining, ModelInfo
-from longleaf.operations import SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
@@ -55,48 +50,6 @@ GRACE_SECONDS = 2.0
 
 
 NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
-
-
-class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve and where to listen."""
-
-    engine: EngineConfig
-    host: str = LOOPBACK
-    port: int = 0
-    """0 lets the system choose."""
-    launcher: Launcher = "ray"
-    model_name: str | None = None
-    """What clients see of the model; None: the name of its folder."""
-    ray_address: str | None = None
-    """A Ray cluster to join; None starts one."""
-    wait_for_ranks: float = 0.0
-    """Seconds to wait for slots that the cluster does not have yet."""
-    drain_seconds: float = DRAIN_SECONDS
-    """Seconds that running calls may take to end once the service is told to."""
-    data: DataConfig = DataConfig()
-    """What outlives the service."""
-    security: SecurityConfig = SecurityConfig()
-    """Who may come in."""
-    telemetry: TelemetryConfig = TelemetryConfig()
-    """What it tells of itself."""
-    as_json: bool = False
-    """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
-
-    @property
-    def shown_name(self) -> str:
-        """What clients see of the model."""
-        folder = Path(self.engine.model).resolve().name
-        return self.model_name or os.fsencode(folder).decode(errors="replace")  # it may be any bytes
-
-    def check(self) -> None:
-        """Raises InvalidArgument naming the first setting that is out of range."""
-        self.engine.check()
-        check_waits(self.wait_for_ranks, self.drain_seconds)
-        self.data.check(self.engine.snapshot_url)
-        self.security.check(self.host)
-        self.telemetry.check()
-        if self.model_name is not None:
-            check_model_name(self.model_name)
 
 
 class Loading(msgspec.Struct, frozen=True):
@@ -129,7 +82,7 @@ class Service:
         self._durability: Durability | None = None
         self._end = End()
         is_open = config.security.credentials is None and config.security.tls_client_ca is None
-        self._watching = Watching(config.telemetry, config.shown_name, is_open)
+        self._watching = Watching(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
@@ -142,17 +95,19 @@ class Service:
         self._config.check()
         self._observers = await self._watching.start()
         config = self._config.engine
+        authenticator, certificates = self._authenticator(), Certificates.of(self._config.security)
         self._server = Server(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
             drain=self.answer_drain,
             refill=self._refill,
-            authenticator=self._authenticator(),
+            authenticator=authenticator,
             observers=self._observers,
-            certificates=Certificates.of(self._config.security),
+            certificates=certificates,
         )
         port = await self._server.start(self._config.host, self._config.port)
-        own = await self._start_health(self._server)
+        told = await self._start_health(self._server)
+        told += await self._watching.tell(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
         self._durability = await self._open_durability(config)
         if self._durability is not None:
@@ -166,7 +121,7 @@ class Service:
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *own, *kept)
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept, *told)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
@@ -190,6 +145,26 @@ class Service:
         """Raises InvalidArgument."""
         path = self._config.security.credentials
         return Anybody() if path is None else Credentials.of(path)
+
+    def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> Sources:
+        """What metrics are read from."""
+        file = authenticator if isinstance(authenticator, Credentials) else None
+        reloads = {"credentials": file, "certificates": certificates}
+        return Sources(
+            cluster=self._cluster,
+            counts=lambda: self._engine.counts if self._engine else Counts(),
+            ranks_lost=lambda: self._control.num_lost if self._control else 0,
+            refused_credentials=(lambda: file.num_refused) if file else None,
+            refused_frames=lambda: self._control.num_refused if self._control else 0,
+            failed_reloads={name: partial(_num_failed, each) for name, each in reloads.items() if each is not None},
+            certificate_expiry=(lambda: certificates.expires) if certificates else None,
+        )
+
+    def _cluster(self) -> Cluster:
+        """Raises Unavailable while there is none."""
+        if self._use_cases is None:
+            raise self._not_yet()
+        return self._use_cases.cluster()
 
     def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
         if (durability := self._durability) is None:
@@ -349,3 +324,8 @@ async def either(*waits: Coroutine[Any, Any, object]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _num_failed(files: Certificates | Credentials) -> int:
+    """How often they changed into what cannot be used."""
+    return files.num_failed_reloads

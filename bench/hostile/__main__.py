@@ -45,7 +45,7 @@ from bench.hostile.attacks import ATTACKS, BARE, Outcome, attack
 from bench.hostile.heartbeat import Beats, command
 from bench.hostile.honest import CONTEXT, Honest
 from bench.serve.load import Documents
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.launch import ServiceProcess

@@ -22,7 +22,7 @@ import msgspec
 
 from coordinator.actor import CoordinatorActor, Reply
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
 from workers.__main__ import main as worker_main
 

@@ -26,6 +26,7 @@ from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Ranks
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.telemetry.counts import Counts
 from longleaf import messages
 from longleaf.channel.epochs import Ready
 from longleaf.channel.step import StepPlan, StepResult
@@ -83,6 +84,7 @@ class Engine(ContextCalls):
         self._next_id = 0
         self._wake = asyncio.Event()
         self._steps = Steps(self._wake.set)
+        self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
         self.changes = Changes()
@@ -195,6 +197,17 @@ class Engine(ContextCalls):
         storage = self._storing.view() if self._storing is not None else None
         return replace(found, model=model, launcher=launcher, recovery=latest, storage=storage)
 
+    @property
+    def counts(self) -> Counts:
+        """What was done until now; also when the engine has ended."""
+        counts, scheduler = self._counts, self._scheduler
+        if scheduler is not None:
+            counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
+            counts.num_contexts = scheduler.contexts.count
+        if self._storing is not None:
+            counts.snapshot_bytes = self._storing.num_bytes
+        return counts
+
     def audit(self) -> None:
         """The scheduler adds up, and every open stream belongs to a request."""
         scheduler = self._open()
@@ -282,6 +295,7 @@ class Engine(ContextCalls):
             self._steps.begin(self._epochs.current.formation.group, plan)
         self._tell(scheduler, outcomes)
         for plan, result in answered:
+            self._counts.add_step(plan.kind, result.seconds)
             self._observe(plan, result)
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:

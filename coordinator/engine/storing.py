@@ -72,6 +72,11 @@ class Storing:
         """The storage, as clients see it."""
         return self._snapshots.view()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values there."""
+        return self._snapshots.total_bytes
+
     async def close(self) -> None:
         await self._fetching.close()
         await self._snapshots.close()

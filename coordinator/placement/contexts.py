@@ -111,6 +111,11 @@ class Contexts:
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._by_id)
+
     def get(self, context_id: str) -> NamedPath:
         """Raises NotFound."""
         if context_id not in self._by_id:

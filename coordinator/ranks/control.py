@@ -114,6 +114,11 @@ class Control:
     def losses(self) -> tuple[Loss, ...]:
         return self._history.losses
 
+    @property
+    def num_lost(self) -> int:
+        """Members that were lost so far."""
+        return self._history.num_lost
+
     def lost(self, member: int, reason: str) -> None:
         """Tells that the process of a member has ended. Any thread may call it, at any time."""
         self.roster.lost(member, reason)

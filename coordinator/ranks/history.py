@@ -19,6 +19,8 @@ class History:
         """By member; in the order in which they were lost."""
         self._lost_before: dict[int, int] = {}
         """By a replacement that never had a rank, the member in whose place it was started."""
+        self.num_lost = 0
+        """Members that were lost so far; of the first ones nothing else may be known any more."""
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -45,6 +47,7 @@ class History:
                 self._set(self._lost_before.pop(event.member, None), "filled")
 
     def _add(self, event: MemberLost) -> None:
+        self.num_lost += 1
         self._losses[event.member] = Loss(
             time=self._wall_clock(),
             member=event.member,

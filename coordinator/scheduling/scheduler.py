@@ -63,6 +63,10 @@ class Scheduler(AcrossEpochs):
         self.speeds = Speeds()
         self.num_answered = 0
         """Steps so far."""
+        self.num_preempted = 0
+        """Times that a job went back to the queue so that another could begin."""
+        self.reread_tokens = 0
+        """Tokens of lost or parked keys that were computed again."""
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
@@ -194,6 +198,7 @@ class Scheduler(AcrossEpochs):
                 return False
             for victim in victims:
                 self._lives.preempt(victim)
+            self.num_preempted += len(victims)
             reservation = self._sharing.reserve(job)
             assert reservation is not None
         holding = self.segments.create(job.reading.path, job.request.rope, job.request.claim.tenant)
@@ -219,6 +224,8 @@ class Scheduler(AcrossEpochs):
         jobs = self._planner.land(plan)
         if self._recovery.owns(plan.work):
             self._healing.commit(result)
+            if isinstance(plan.work, Prefill) and result.has_finite_keys:
+                self.reread_tokens += plan.num_tokens
         for job in jobs:
             if job.id in result.not_finite or not result.has_finite_keys:
                 self._outcomes.append((job.request.id, job.failure(plan.work)))

@@ -138,6 +138,11 @@ class Snapshots:
         record = self._records.get(segment_id)
         return record is not None and record.form == self._form.text
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all that is there."""
+        return self._records.num_bytes
+
     def num_bytes(self, segment_ids: Iterable[int]) -> int:
         found = map(self._records.get, segment_ids)
         return sum(record.num_bytes for record in found if record is not None)

@@ -1,13 +1,17 @@
 """Everybody who watches a service, from its start to its end, and its log."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from coordinator.telemetry import logs
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.observers import Observer, Observers
+from coordinator.telemetry.sources import Sources
 from longleaf.errors import InvalidArgument
 from longleaf.logs import Logs
 from longleaf.operations import TelemetryConfig
+
+if TYPE_CHECKING:
+    from coordinator.telemetry.metrics import Metrics
 
 
 class Watcher(Observer, Protocol):
@@ -23,12 +27,14 @@ class Watcher(Observer, Protocol):
 
 
 class Watching:
-    """Who watches a service of the model that clients see as `model`. `is_open`: it asks nobody who they are."""
+    """Who watches a service of the model that clients see as `model`, whose ranks `launcher` starts. `is_open`: it asks
+    nobody who they are."""
 
-    def __init__(self, config: TelemetryConfig, model: str, is_open: bool) -> None:
-        self._config, self._model, self._is_open = config, model, is_open
+    def __init__(self, config: TelemetryConfig, model: str, launcher: str, is_open: bool) -> None:
+        self._config, self._model, self._launcher, self._is_open = config, model, launcher, is_open
         self._logs: Logs | None = None
         self._watchers: list[Watcher] = []
+        self._metrics: Metrics | None = None
 
     async def start(self) -> Observers:
         """Logs as the settings say from now on; gives those who are to be told of calls and generations. Raises
@@ -37,7 +43,22 @@ class Watching:
         for watcher in self._wanted():
             self._watchers.append(watcher)
             await watcher.start()
-        return Observers(self._watchers)
+        self._metrics = self._make_metrics()
+        return Observers([*self._watchers, *([self._metrics.observer] if self._metrics else [])])
+
+    def _make_metrics(self) -> "Metrics | None":
+        """What nobody wants is not even imported."""
+        if self._config.metrics_port is None:
+            return None
+        from coordinator.telemetry.metrics import Metrics
+
+        return Metrics(self._model, self._launcher)
+
+    async def tell(self, sources: Sources) -> tuple[str, ...]:
+        """Opens the port of metrics, if anybody wants them; gives where they are, for people. Raises StartError."""
+        if self._metrics is None or (port := self._config.metrics_port) is None:
+            return ()
+        return (f"metrics are at {await self._metrics.start(sources, self._config.metrics_host, port)}",)
 
     def _wanted(self) -> list[Watcher]:
         """Those that the settings ask for, the first one told last of an end."""
@@ -55,6 +76,8 @@ class Watching:
 
     async def stop(self) -> None:
         """Ends what `start` began; again, it does nothing."""
+        if self._metrics is not None:
+            await self._metrics.stop()
         while self._watchers:
             await self._watchers.pop().stop()
         if self._logs is not None:

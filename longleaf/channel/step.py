@@ -178,6 +178,11 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
                 return work.num_tokens
 
     @property
+    def kind(self) -> str:
+        """What is done: `prefill`, `decode`, `move` or `restore`."""
+        return str(self.work.__struct_config__.tag)
+
+    @property
     def may_overlap(self) -> bool:
         """Whether ranks may begin it before they have answered the one before it. A chunk takes long to be told to a
         device, and so does a comparison, while an answer could go out; and who is asked about a sequence must still

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from coordinator.calls.verification import MAX_PROMPT
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import Service, ServiceConfig
+from coordinator.service import Service
+from coordinator.settings import ServiceConfig
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from coordinator.actor import CoordinatorActor
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.fingerprint import SINGLE

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.actor import CoordinatorActor, Reply
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.operations import TelemetryConfig

@@ -18,9 +18,10 @@ from msgspec.structs import replace
 from coordinator.ranks.fakes import FakeFleet
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ports import Fleet
-from coordinator.service import Service, ServiceConfig
+from coordinator.service import Service
 from coordinator.serving import servicers
 from coordinator.serving.server import SERVICES
+from coordinator.settings import ServiceConfig
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig

@@ -10,8 +10,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.__main__ import announce
 from coordinator.actor import Reply
-from coordinator.service import ServiceConfig
 from coordinator.serving.server import SERVICES
+from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, NotFound

@@ -65,7 +65,9 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
     """A channel to a service with credentials; acme has a book in it."""
     engine.contexts[f"{ACME}/book"] = list(ids("book"))
     engine.earlier = {f"{ACME}/old": list(ids("old"))}
-    watching = Watching(TelemetryConfig(**{"log_format": "json", "log_level": "info"} | telemetry), "fake", False)
+    watching = Watching(
+        TelemetryConfig(**{"log_format": "json", "log_level": "info"} | telemetry), "fake", "local", False
+    )
     calls = OpenCalls()
     observers = Observers((calls, await watching.start()))
     options = {"authenticator": credentials(folder), "drain": drained, "refill": lambda: 1, "observers": observers}
@@ -213,7 +215,7 @@ async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: T
 
 @pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])
 async def test_who_asked_for_nothing_reads_of_no_call(is_open: bool, telemetry: dict[str, Any]) -> None:
-    watching = Watching(TelemetryConfig(**telemetry), "fake", is_open)
+    watching = Watching(TelemetryConfig(**telemetry), "fake", "local", is_open)
     observers = await watching.start()
     try:
         assert bool(observers._observers) == (not is_open or bool(telemetry))

@@ -20,8 +20,9 @@ from coordinator.engine.engine import Engine
 from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import Service, ServiceConfig
+from coordinator.service import Service
 from coordinator.serving.server import Server
+from coordinator.settings import ServiceConfig
 from coordinator.text.template import split_template
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.fakes import echo_token

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.actor import CoordinatorActor
 from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.service import ServiceConfig
+from coordinator.settings import ServiceConfig
 from longleaf.codec import encode_cluster
 from longleaf.commands import app
 from longleaf.config import EngineConfig, check_model_name

@@ -147,7 +147,7 @@ async def test_all_spans_end_however_a_generation_does(error: BaseException, rea
 async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coordinator.telemetry.traces")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    watching = Watching(TelemetryConfig(traces=True), "lookup", True)
+    watching = Watching(TelemetryConfig(traces=True), "lookup", "local", True)
     try:
         with pytest.raises(InvalidArgument, match=r"traces: .*pip install longleaf\[otel\]"):
             await watching.start()

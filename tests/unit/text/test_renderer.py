@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.service import Service, ServiceConfig
+from coordinator.service import Service
+from coordinator.settings import ServiceConfig
 from coordinator.text.check import check
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import split_template

@@ -1,0 +1,155 @@
+"""What metrics cost: to ask for them, and to count what goes on.
+
+An engine on ranks without processes holds contexts, and tenants have made calls of several kinds. Timed is the port's
+answer, to a client on the same machine; of that, what the event loop is kept from all else (`look`); and what the
+observer takes per event, in loops. Usage:
+
+    python -m bench.metrics --json
+    python -m bench.metrics --ranks 8 --tenants 5
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from bench.harness.arguments import unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.timing import percentiles
+from coordinator.engine.engine import Engine
+from coordinator.events import Admitted, Document, Ended, Tokens
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.telemetry.counts import Counts
+from coordinator.telemetry.metrics import Metrics
+from coordinator.telemetry.observers import CallRecord, Observers
+from coordinator.telemetry.sources import Sources
+from longleaf.config import EngineConfig
+from longleaf.sampling import Token
+
+RANKS, TENANTS, CONTEXTS, REPEATS, EVENTS = 64, 20, 500, 50, 100_000
+METHODS = ("Generate", "IngestContext", "GetContext", "ListContexts", "DeleteContext")
+CODES = ("OK", "CANCELLED", "RESOURCE_EXHAUSTED")
+TARGET_MS = 50.0
+"""What an answer may take with so many ranks and tenants."""
+BLOCK, TOKENS = 16, 1024
+"""Tokens per block, and per context."""
+
+
+def main() -> None:
+    unwind_on_terminate()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--tenants", type=int, default=TENANTS)
+    parser.add_argument("--contexts", type=int, default=CONTEXTS)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="answers that are timed")
+    parser.add_argument("--events", type=int, default=EVENTS, help="of each kind that are timed")
+    given = parser.parse_args()
+    scrape = asyncio.run(scraped(given.ranks, given.tenants, given.contexts, given.repeats))
+    found = {"bench": "metrics", "target_ms": TARGET_MS, "scrape": scrape, "event_us": per_event(given.events)}
+    found |= {"machine": describe()}
+    print(json.dumps(found, indent=2) if given.json else table(found))
+
+
+async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: int) -> dict[str, Any]:
+    """Answers of the port, in milliseconds, and their size."""
+    config = EngineConfig(model="none", world_size=num_ranks, block_size=BLOCK, chunk_size=TOKENS)
+    blocks = 2 + num_contexts * TOKENS // BLOCK
+    engine = Engine(FakeRanks(num_ranks, blocks), config, max_positions=2 * TOKENS)
+    metrics = Metrics("model", "local")
+    await engine.start()
+    running = asyncio.create_task(engine.run())
+    try:
+        for number in range(num_contexts):
+            document = Document(context=f"tenant-{number % num_tenants}/c{number}", token_ids=range(TOKENS))
+            [_ async for _ in engine.ingest(document)]
+        for number in range(num_tenants):
+            use(metrics, f"tenant-{number}")
+        sources = Sources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
+        url = await metrics.start(sources, "127.0.0.1", 0)
+        answers = [await timed(int(url.split(":")[2].partition("/")[0])) for _ in range(repeats + 1)][1:]
+        held = [seconds_of(metrics.look) for _ in range(repeats)]
+    finally:
+        await metrics.stop()
+        await engine.close()
+        await running
+    _, text = answers[0]
+    sizes = {"ranks": num_ranks, "tenants": num_tenants, "contexts": num_contexts, "bytes": len(text)}
+    sizes |= {"series": sum(not line.startswith(b"#") for line in text.splitlines())}
+    times = percentiles("ms", [seconds for seconds, _ in answers])
+    return sizes | times | {"event_loop_ms": round(median(held) * 1e3, 3)}
+
+
+def use(metrics: Metrics, tenant: str) -> None:
+    """Calls of all kinds, which leave a series each, and a generation."""
+    for method in METHODS:
+        for code in CODES:
+            record = CallRecord(f"/longleaf.v1.SomeService/{method}", "", {})
+            with metrics.observer.call(record):
+                record.tenant, record.code = tenant, code
+    with metrics.observer.generation("", tenant) as saw:
+        saw(Admitted(10, 5))
+        for index in range(10):
+            saw(Tokens(index, (Token(1),)))
+
+
+async def timed(port: int) -> tuple[float, bytes]:
+    """Seconds of one answer, and what it says."""
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    answer = await reader.read()
+    seconds = time.perf_counter() - began
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    return seconds, body
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def per_event(count: int) -> dict[str, float]:
+    """Microseconds of one event of each kind; of tokens also without metrics, for comparison."""
+    observer, counts = Metrics("model", "local").observer, Counts()
+    tokens, record = Tokens(0, (Token(1),)), CallRecord("/a/Generate", "", {}, tenant="acme", code="OK")
+
+    def call() -> None:
+        with observer.call(record):
+            pass
+
+    def generation() -> None:
+        with observer.generation("", "acme") as saw:
+            saw(Admitted(10, 5))
+            saw(Ended("length", 10, 5, 1, 0.0, 0.0, 0.0))
+
+    with Observers([observer]).generation("", "acme") as saw, Observers().generation("", "acme") as unseen:
+        kinds: dict[str, Callable[[], object]] = {
+            "token": lambda: saw(tokens),
+            "token_without_metrics": lambda: unseen(tokens),
+            "call": call,
+            "generation": generation,
+            "step": lambda: counts.add_step("decode", 0.01),
+        }
+        return {name: round(min(_loop(work, count) for _ in range(3)) / count * 1e6, 3) for name, work in kinds.items()}
+
+
+def _loop(work: Callable[[], object], count: int) -> float:
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    return time.perf_counter() - began
+
+
+def table(found: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for part in ("scrape", "event_us") for name, value in found[part].items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What an engine counts of its own work, whoever asks: increments cost next to nothing, and nobody need look."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the buckets into which steps are counted."""
+
+
+class StepTimes:
+    """How many steps of one kind there were, and how long rank 0 computed in them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.buckets = [0] * (len(STEP_SECONDS) + 1)
+        """Steps by the bound that they kept, each in one of them; the last are longer than all bounds."""
+
+    def add(self, seconds: float) -> None:
+        """Takes in one step."""
+        self.seconds += seconds
+        self.buckets[bisect_left(STEP_SECONDS, seconds)] += 1
+
+    @property
+    def count(self) -> int:
+        return sum(self.buckets)
+
+
+@dataclass
+class Counts:
+    """What was done since the engine began, and what it holds now."""
+
+    steps: dict[str, StepTimes] = field(default_factory=dict[str, StepTimes])
+    """By what ranks did: `prefill`, `decode`, `move` or `restore`. No step does two of these."""
+    num_preempted: int = 0
+    """Times that an answer went back to the queue, to make room for others."""
+    reread_tokens: int = 0
+    """Tokens whose keys were gone, with lost ranks or while they were parked, and were computed again."""
+    num_contexts: int = 0
+    """Contexts that there are."""
+    snapshot_bytes: int | None = None
+    """Bytes of keys and values on storage; None where there is none."""
+
+    def add_step(self, kind: str, seconds: float) -> None:
+        """Takes in one step."""
+        if (times := self.steps.get(kind)) is None:
+            times = self.steps[kind] = StepTimes()
+        times.add(seconds)

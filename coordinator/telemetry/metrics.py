@@ -1,0 +1,57 @@
+"""Metrics for Prometheus: what is counted while calls go on, what is read when they are asked for, and the port.
+
+Only a service that tells metrics imports this, and prometheus_client with it.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from coordinator.telemetry.gauges import Gauges
+from coordinator.telemetry.metrics_port import PATH, MetricsPort
+from coordinator.telemetry.request_metrics import RequestMetrics
+from coordinator.telemetry.sources import Sources
+from longleaf import __version__
+from longleaf.config import join_address
+
+
+class Metrics:
+    """Life: start, stop. `model` is its name as clients see it, `launcher` what starts the ranks."""
+
+    def __init__(self, model: str, launcher: str) -> None:
+        disable_created_metrics()  # a series of its own for each other one, that nothing here reads
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._model = model
+        self._build = {"version": __version__, "launcher": launcher}
+        self.observer = RequestMetrics(self._registry, model)
+        """Counts calls and generations."""
+        self._gauges: Gauges | None = None
+        self._port = MetricsPort(self.render, CONTENT_TYPE_PLAIN_0_0_4)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._turn = asyncio.Lock()
+
+    async def start(self, sources: Sources, host: str, port: int) -> str:
+        """Listens, and gives the URL of the metrics. Raises StartError."""
+        self._gauges = Gauges(sources, self._model, self._build)
+        self._registry.register(self._gauges)
+        bound = await self._port.start(host, port)
+        return f"http://{join_address(host, bound)}{PATH}"
+
+    async def render(self) -> bytes:
+        """The metrics as they are now, in Prometheus' text format. The text is made beside the event loop: it has
+        thousands of lines where there are many tenants."""
+        async with self._turn:
+            self.look()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)
+
+    def look(self) -> None:
+        """Reads what is not counted; the event loop does nothing else meanwhile."""
+        if self._gauges is not None:
+            self._gauges.look()
+
+    async def stop(self) -> None:
+        """Ends what is open. Idempotent."""
+        await self._port.stop()
+        self._thread.shutdown(wait=False)

@@ -1,0 +1,151 @@
+"""Metrics of whole services: real sockets, real processes, ranks that compute nothing."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from coordinator.ranks.fakes import FakeFleet
+from coordinator.service import Service
+from coordinator.settings import ServiceConfig
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from longleaf.operations import TelemetryConfig
+from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
+from tests.support.scraping import scrape
+from tests.support.service import write_model
+from tests.support.tenants import ACME, BOLT, credential_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def test_what_clients_did_is_counted_by_tenant(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        await found.load()
+        seen = await found.scrape()
+        # each character is a token, and the context has one before and one behind them
+        for tenant, answers in ((ACME, 4), (BOLT, 3)):
+            assert seen.value("longleaf_generated_tokens_total", tenant=tenant) == 8 * answers
+            for name in (
+                "time_to_first_token_seconds",
+                "request_queue_seconds",
+                "request_prefill_seconds",
+                "request_decode_seconds",
+                "e2e_request_latency_seconds",
+            ):
+                assert seen.value(f"longleaf_{name}_count", tenant=tenant) == answers, name
+            assert seen.value("longleaf_cached_prompt_tokens_total", tenant=tenant) == answers * (len(TEXT) + 2)
+            assert seen.value("longleaf_prompt_tokens_total", tenant=tenant) >= 2 * answers * len(TEXT)
+            calls = {"tenant": tenant, "kind": "Generate", "outcome": "ok", "code": "OK"}
+            assert seen.value("longleaf_requests_total", **calls) == answers
+        lost = {"tenant": ACME, "kind": "Generate", "outcome": "refused", "code": "NOT_FOUND"}
+        assert seen.value("longleaf_requests_total", **lost) == 1
+        strange = {"tenant": "", "kind": "Generate", "outcome": "refused", "code": "UNAUTHENTICATED"}
+        assert seen.value("longleaf_requests_total", **strange) == 1
+        assert seen.value("longleaf_refused_credentials_total") == 1
+        assert seen.value("longleaf_contexts") == 2
+        assert seen.value("longleaf_ranks") == 2
+        assert [seen.value("longleaf_kv_tokens", rank=rank) > 0 for rank in "01"] == [True, True]
+        assert seen.value("longleaf_steps_total", kind="decode") > 0
+        assert seen.value("longleaf_requests_running") == seen.value("longleaf_requests_waiting") == 0
+
+
+async def test_what_clients_say_and_what_they_call_it_is_never_told(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        await found.load()
+        text = (await found.scrape()).text
+        for secret in (CONTEXT, REQUEST_ID, credential_of(ACME), *TEXT.split()):
+            if len(secret) > 3:
+                assert secret.lower() not in text.lower()
+        labels = {"model", "tenant", "rank", "kind", "code", "outcome", "file", "le", "version", "launcher"}
+        assert (await found.scrape()).label_names <= labels
+
+
+async def test_strangers_add_no_series_by_what_they_call(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        for number in range(5):
+            method: Any = found.channel.unary_unary(f"/longleaf.v1.GenerationService/Nonsense{number}")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await method(b"")
+            assert await found.generate(f"stranger{number}") is StatusCode.UNAUTHENTICATED
+        calls = [labels for name, labels in (await found.scrape()).samples if name == "longleaf_requests_total"]
+        expected = {"code": "UNAUTHENTICATED", "kind": "Generate", "outcome": "refused", "tenant": ""}
+        assert [dict(labels) for labels in calls] == [expected]
+
+
+async def test_a_lost_rank_is_told(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        await found.ingest(ACME, text="many words " * 40)
+        before = await found.scrape()
+        assert before.value("longleaf_ranks_lost_total") == 0
+        assert found.service._control is not None
+        await found.service._fleet.kill(1)
+        while (seen := await found.scrape()).value("longleaf_reingested_tokens_total") == 0:
+            assert await found.generate(ACME) is StatusCode.OK
+        assert seen.value("longleaf_ranks_lost_total") == 1
+        assert seen.value("longleaf_epoch") > before.value("longleaf_epoch")
+
+
+async def test_a_file_of_credentials_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0
+        (tmp_path / "credentials").write_text("nonsense")
+        while (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0:
+            assert await found.generate(ACME, "no-such-context") is StatusCode.NOT_FOUND
+            await asyncio.sleep(0.05)  # the file is looked at once a second
+
+
+async def test_metrics_are_there_before_the_model_is_and_after_the_ranks_are_gone(tmp_path: Path) -> None:
+    async with measured(tmp_path) as found:
+        seen = await found.scrape()
+        assert seen.value("longleaf_build_info", launcher="local", version="0.1.0") == 1
+        assert found.service._engine is not None
+        found.service._engine.end_streams("over")
+        seen = await found.scrape()
+        assert "longleaf_ranks" not in seen.families
+        assert seen.value("longleaf_ranks_lost_total") == 0
+    with pytest.raises(OSError, match="refused"):
+        await scrape(found.url)
+
+
+def config_of(folder: Path, port: int | None) -> ServiceConfig:
+    engine = EngineConfig(model=str(write_model(folder)), world_size=1)
+    return ServiceConfig(engine=engine, launcher="local", telemetry=TelemetryConfig(metrics_port=port))
+
+
+async def test_a_port_that_is_taken_ends_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = Service(config_of(tmp_path, port), FakeFleet(1))
+        with pytest.raises(StartError, match=f"metrics_port: cannot listen on 127.0.0.1:{port}: "):
+            await service.start()
+        await service.stop()
+
+
+NOT_IMPORTED = """
+import sys
+from coordinator.ranks.fakes import FakeFleet
+from coordinator.service import Service
+from coordinator.settings import ServiceConfig
+from longleaf.config import EngineConfig
+from longleaf.operations import TelemetryConfig
+
+def service(port):
+    config = ServiceConfig(engine=EngineConfig(model="none"), telemetry=TelemetryConfig(metrics_port=port))
+    return Service(config, FakeFleet(1))
+
+service(None)
+assert not any(name.startswith("prometheus_client") for name in sys.modules)
+service(0)
+assert "prometheus_client" in sys.modules
+"""
+
+
+def test_a_service_without_metrics_does_not_know_prometheus() -> None:
+    subprocess.run([sys.executable, "-c", NOT_IMPORTED], check=True)

@@ -1,0 +1,143 @@
+"""The page of metrics, the dashboard and the alerts tell of what a service exports, and of all of it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec.structs import replace as changed
+from prometheus_client import CollectorRegistry, Metric
+
+from coordinator.events import Admitted, Ended, Tokens
+from coordinator.telemetry.counts import Counts
+from coordinator.telemetry.gauges import Gauges
+from coordinator.telemetry.observers import CallRecord
+from coordinator.telemetry.request_metrics import RequestMetrics
+from coordinator.telemetry.sources import Sources
+from longleaf.channel.epochs import MergeTiming
+from longleaf.sampling import Token
+from tests.support.service import FakeEngine
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+DASHBOARD = json.loads((ROOT / "ops" / "grafana" / "longleaf.json").read_text())
+RULES = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.yml").read_text())
+SUFFIX = re.compile(r"_(bucket|sum|count)$")
+
+
+def exported() -> dict[str, Metric]:
+    """All that a service may export, by the names that Prometheus sees but for those of a histogram's parts."""
+    registry, counts = CollectorRegistry(), Counts(snapshot_bytes=1)
+    observer = RequestMetrics(registry, "m")
+    with observer.call(CallRecord("/longleaf.v1.GenerationService/Generate", "", {})):
+        pass
+    with observer.generation("r", "acme") as saw:
+        saw(Admitted(1, 0))
+        saw(Tokens(0, (Token(1),)))
+        saw(Tokens(1, (Token(1),)))
+        saw(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
+    counts.add_step("decode", 1.0)
+    sources = Sources(
+        cluster=lambda: changed(FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),)),
+        counts=lambda: counts,
+        ranks_lost=lambda: 0,
+        refused_credentials=lambda: 0,
+        refused_frames=lambda: 0,
+        failed_reloads={"credentials": lambda: 0},
+        certificate_expiry=lambda: 1.0,
+    )
+    gauges = Gauges(sources, "m", {"version": "1", "launcher": "local"})
+    registry.register(gauges)
+    gauges.look()
+    families = list(registry.collect())
+    return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
+
+
+EXPORTED = exported()
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table of a section of the page, without its head."""
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
+
+
+def named(expression: str) -> set[str]:
+    """The metrics of an expression."""
+    return {SUFFIX.sub("", name) for name in re.findall(r"\blongleaf_\w+", expression)}
+
+
+def expressions() -> list[str]:
+    targets = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    variables = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    return targets + variables + [rule["expr"] for rule in alerts()]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in RULES["groups"] for rule in group["rules"]]
+
+
+def test_the_page_tells_of_all_metrics_and_of_nothing_else() -> None:
+    told = [row[0].strip("`") for row in rows("Metrics")]
+    assert len(told) == len(set(told))
+    assert set(told) == set(EXPORTED)
+
+
+@pytest.mark.parametrize("row", rows("Metrics"), ids=lambda row: row[0])
+def test_a_row_has_the_type_and_the_labels_of_its_metric(row: list[str]) -> None:
+    name, kind, labels, meaning, _ = row
+    family = EXPORTED[name.strip("`")]
+    assert kind == family.type
+    assert meaning
+    found = {label for sample in family.samples for label in sample.labels if not sample.name.endswith("_created")}
+    assert set(labels.split(", ")) == found - {"le"}
+
+
+def test_names_are_prefixed_and_have_units_and_no_colons() -> None:
+    for name, family in EXPORTED.items():
+        assert re.fullmatch(r"longleaf_[a-z0-9_]+", name)
+        assert family.documentation.endswith(".")
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_what_dashboard_and_alerts_ask_is_exported(expression: str) -> None:
+    assert (names := named(expression))
+    assert names <= set(EXPORTED)
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    shown = set[str]().union(*map(named, expressions()))
+    assert shown == set(EXPORTED)
+
+
+def test_the_page_says_what_to_do_about_every_alert() -> None:
+    assert [row[0].strip("`") for row in rows("Alerts")] == [rule["alert"] for rule in alerts()]
+    assert all(len(row) == 3 and all(row) for row in rows("Alerts"))
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    kinds = {each["name"]: each["type"] for each in DASHBOARD["templating"]["list"]}
+    assert kinds == {"datasource": "datasource", "model": "query", "tenant": "query"}
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set[tuple[int, int]]()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        for target in panel.get("targets", ()):
+            assert panel["datasource"]["uid"] == target["datasource"]["uid"] == "${datasource}"
+
+
+def test_each_alert_is_tried_where_it_fires_and_where_not() -> None:
+    tests = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.test.yml").read_text())["tests"]
+    tried = {name: list[bool]() for name in (rule["alert"] for rule in alerts())}
+    for test in tests:
+        for case in test["alert_rule_test"]:
+            tried[case["alertname"]].append(bool(case["exp_alerts"]))
+    assert all(set(found) == {True, False} for found in tried.values()), tried

@@ -1,0 +1,88 @@
+"""What an engine counts of its own work, on fake ranks."""
+
+from collections import Counter
+
+import pytest
+
+from coordinator.engine.engine import Engine
+from coordinator.events import Claim, Document, Prompt
+from coordinator.ranks.fakes import FakeRanks
+from coordinator.telemetry.counts import STEP_SECONDS, StepTimes
+from longleaf.channel.step import Prefill
+from longleaf.config import EngineConfig
+from longleaf.sampling import Sampling
+from tests.support.gated import GatedRanks, comes_to
+from tests.support.running import running
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
+
+
+def prompt(count: int, max_tokens: int, context: str | None = None, priority: int = 0) -> Prompt:
+    sampling = Sampling(max_tokens=max_tokens)
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=sampling, claim=Claim(priority=priority))
+
+
+async def ingest(engine: Engine, context: str, count: int = 96) -> None:
+    [_ async for _ in engine.ingest(Document(context=context, token_ids=list(range(count))))]
+
+
+def test_a_step_counts_in_the_first_bucket_whose_bound_it_keeps() -> None:
+    times = StepTimes()
+    for seconds in (0.0, STEP_SECONDS[0], STEP_SECONDS[0] + 1e-9, STEP_SECONDS[-1] + 1):
+        times.add(seconds)
+    assert times.buckets == [2, 1, *[0] * (len(STEP_SECONDS) - 2), 1]
+    assert times.count == 4
+    assert times.seconds == sum((0.0, STEP_SECONDS[0], STEP_SECONDS[0] + 1e-9, STEP_SECONDS[-1] + 1))
+
+
+async def test_every_answered_step_counts_once_under_what_the_ranks_did() -> None:
+    ranks = FakeRanks(2, 100)
+    async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
+        await ingest(found.engine, "doc")
+        [_ async for _ in found.engine.submit(prompt(3, 5, "doc"))]
+        await ingest(found.engine, "other")
+        expected = Counter(type(plan.work).__name__.lower() for plan in ranks.plans)
+        assert set(expected) == {"prefill", "decode"}
+        counts = found.engine.counts
+        assert {kind: times.count for kind, times in counts.steps.items()} == expected
+        assert counts.num_contexts == 2
+        await found.engine.delete_context("other")
+        assert found.engine.counts.num_contexts == 1
+        assert (counts.num_preempted, counts.reread_tokens, counts.snapshot_bytes) == (0, 0, None)
+
+
+async def test_steps_last_as_long_as_rank_0_says() -> None:
+    ranks = GatedRanks(seconds_per_token=0.5)
+    async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
+        ranks.allow(100)
+        await ingest(found.engine, "doc", 32)
+        assert found.engine.counts.steps["prefill"].seconds == 16.0
+
+
+async def test_who_gives_way_to_a_higher_priority_counts_as_preempted() -> None:
+    ranks = GatedRanks()
+    config = EngineConfig(model="none", world_size=1, chunk_size=32, block_size=4, max_sequences=1)
+    async with running(Engine(ranks, config, max_positions=3000)) as found:
+        low = found.engine.submit(prompt(8, 20))
+        ranks.allow(5)
+        await comes_to(found.engine, lambda: sum(each.count for each in found.engine.counts.steps.values()) >= 4)
+        high = found.engine.submit(prompt(8, 5, priority=1))
+        ranks.allow(100)
+        for stream in (low, high):
+            [_ async for _ in stream]
+        assert found.engine.counts.num_preempted == 1
+
+
+async def test_what_was_lost_with_a_rank_counts_as_read_again_and_answers_are_not_preempted_for_it() -> None:
+    ranks = FakeRanks(3, 100, lost_rank=1)
+    async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
+        await ingest(found.engine, "doc")
+        held = found.engine.get_context("doc").shares[1].tokens
+        ranks.lose_at = len(ranks.plans) + 5
+        stream = found.engine.submit(prompt(3, 30, "doc"))
+        [_ async for _ in stream]
+        reread = [plan.work for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
+        assert found.engine.counts.reread_tokens == held
+        assert sum(len(work.token_ids) for work in reread) >= held
+        assert found.engine.counts.num_preempted == 0

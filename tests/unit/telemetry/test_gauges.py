@@ -1,0 +1,127 @@
+"""What is read from a service when its metrics are asked for."""
+
+from dataclasses import replace
+
+from msgspec.structs import replace as changed
+from prometheus_client import CollectorRegistry, generate_latest
+
+from coordinator.telemetry.counts import STEP_SECONDS, Counts
+from coordinator.telemetry.gauges import Gauges
+from coordinator.telemetry.sources import Sources
+from longleaf.channel.epochs import MergeTiming
+from longleaf.errors import Unavailable
+from longleaf.messages import Cluster
+from tests.support.scraping import Scraped
+from tests.support.service import FakeEngine
+
+CLUSTER = FakeEngine().cluster()
+SOURCES = Sources(cluster=lambda: CLUSTER, counts=Counts, ranks_lost=lambda: 0)
+
+
+def read(sources: Sources) -> Scraped:
+    registry, gauges = CollectorRegistry(), Gauges(sources, "lama", {"version": "7", "launcher": "local"})
+    registry.register(gauges)
+    gauges.look()
+    return Scraped(generate_latest(registry).decode())
+
+
+def of(cluster: Cluster) -> Scraped:
+    return read(replace(SOURCES, cluster=lambda: cluster))
+
+
+def test_the_load_and_the_ranks() -> None:
+    seen = of(changed(CLUSTER, running=5, waiting=4, epoch=9, world_size=6))
+    values = [seen.value(f"longleaf_{name}") for name in ("requests_running", "requests_waiting", "epoch", "ranks")]
+    assert values == [5, 4, 9, 6]
+    assert seen.value("longleaf_build_info", version="7", launcher="local") == 1
+
+
+def test_the_pool_of_each_rank() -> None:
+    worker = CLUSTER.workers[0]
+    ranks = (changed(worker, rank=0, tokens=30, max_tokens=120), changed(worker, rank=3, tokens=0, max_tokens=0))
+    seen = of(changed(CLUSTER, workers=ranks))
+    assert [seen.value("longleaf_kv_tokens", rank=rank) for rank in "03"] == [30, 0]
+    assert [seen.value("longleaf_kv_capacity_tokens", rank=rank) for rank in "03"] == [120, 0]
+    assert [seen.value("longleaf_kv_used_ratio", rank=rank) for rank in "03"] == [0.25, 0]
+
+
+def test_a_service_that_cannot_answer_tells_the_rest() -> None:
+    def refuse() -> Cluster:
+        raise Unavailable("loading")
+
+    seen = read(replace(SOURCES, cluster=refuse, ranks_lost=lambda: 2))
+    assert seen.value("longleaf_ranks_lost_total") == 2
+    assert "longleaf_ranks" not in seen.families
+
+
+def test_steps_by_what_the_ranks_did() -> None:
+    counts = Counts(num_preempted=3, reread_tokens=70, num_contexts=8)
+    for seconds in (STEP_SECONDS[0], STEP_SECONDS[2], STEP_SECONDS[-1] + 40):
+        counts.add_step("decode", seconds)
+    counts.add_step("prefill", 2.0)
+    seen = read(replace(SOURCES, counts=lambda: counts))
+    assert seen.value("longleaf_steps_total", kind="decode") == 3
+    assert seen.value("longleaf_steps_total", kind="prefill") == 1
+    bucket = "longleaf_step_seconds_bucket"
+    bounds = (STEP_SECONDS[0], STEP_SECONDS[1], STEP_SECONDS[2], STEP_SECONDS[-1], "+Inf")
+    assert [seen.value(bucket, kind="decode", le=str(bound)) for bound in bounds] == [1, 1, 2, 2, 3]
+    assert seen.value("longleaf_step_seconds_count", kind="decode") == 3
+    assert seen.value("longleaf_step_seconds_sum", kind="decode") == counts.steps["decode"].seconds
+    names = ("preemptions_total", "reingested_tokens_total", "contexts")
+    assert [seen.value(f"longleaf_{name}") for name in names] == [3, 70, 8]
+
+
+def test_merges_as_they_were_measured_with_the_fewest_rows() -> None:
+    timings = (MergeTiming(8, "gather", {"gather": 90.0}), MergeTiming(1, "butterfly", {"gather": 40, "butterfly": 25}))
+    seen = of(changed(CLUSTER, merge_timings=timings))
+    assert seen.value("longleaf_merge_seconds", kind="butterfly") == 25e-6
+    assert seen.value("longleaf_merge_seconds", kind="gather") == 40e-6
+
+
+def test_what_a_service_has_not_is_not_told() -> None:
+    left_out = {
+        "longleaf_refused_credentials",
+        "longleaf_refused_frames",
+        "longleaf_reload_failures",
+        "longleaf_certificate_expiry_timestamp_seconds",
+        "longleaf_snapshot_bytes",
+        "longleaf_merge_seconds",
+    }
+    assert not left_out & set(read(SOURCES).families)
+    assert not left_out & set(read(replace(SOURCES, certificate_expiry=lambda: None)).families)
+
+
+def test_what_it_has_is() -> None:
+    seen = read(
+        replace(
+            SOURCES,
+            counts=lambda: Counts(snapshot_bytes=4096),
+            refused_credentials=lambda: 5,
+            refused_frames=lambda: 6,
+            failed_reloads={"credentials": lambda: 1, "certificates": lambda: 2},
+            certificate_expiry=lambda: 1.5e9,
+        )
+    )
+    assert seen.value("longleaf_refused_credentials_total") == 5
+    assert seen.value("longleaf_refused_frames_total") == 6
+    assert [seen.value("longleaf_reload_failures_total", file=file) for file in ("credentials", "certificates")] == [
+        1,
+        2,
+    ]
+    assert seen.value("longleaf_certificate_expiry_timestamp_seconds") == 1.5e9
+    assert seen.value("longleaf_snapshot_bytes") == 4096
+
+
+def test_nothing_is_read_until_somebody_looks() -> None:
+    asked: list[int] = []
+
+    def cluster() -> Cluster:
+        asked.append(1)
+        return CLUSTER
+
+    gauges = Gauges(replace(SOURCES, cluster=cluster), "lama", {})
+    assert gauges.collect() == []
+    assert not asked
+    gauges.look()
+    assert len(asked) == 1
+    assert gauges.collect()
