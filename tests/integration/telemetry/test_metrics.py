@@ -4,22 +4,31 @@ import asyncio
 import socket
 import subprocess
 import sys
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc import StatusCode
+from prometheus_client import CollectorRegistry, generate_latest
 
+from coordinator.calls.use_cases import UseCases
 from coordinator.ranks.fakes import FakeFleet
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
+from coordinator.telemetry.observers import Observers
+from coordinator.telemetry.request_metrics import RequestMetrics
+from coordinator.text.template import split_template
+from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
+from longleaf.messages import Generate
 from longleaf.operations import TelemetryConfig
+from longleaf.sampling import Sampling
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
-from tests.support.scraping import scrape
-from tests.support.service import write_model
+from tests.support.scraping import Scraped, scrape
+from tests.support.service import FakeEngine, collect, ids, write_model
 from tests.support.tenants import ACME, BOLT, credential_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,23 +138,39 @@ async def test_a_port_that_is_taken_ends_the_start(tmp_path: Path) -> None:
 
 
 NOT_IMPORTED = """
+import asyncio
 import sys
-from coordinator.ranks.fakes import FakeFleet
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
-from longleaf.config import EngineConfig
+from coordinator.telemetry.watching import Watching
 from longleaf.operations import TelemetryConfig
 
-def service(port):
-    config = ServiceConfig(engine=EngineConfig(model="none"), telemetry=TelemetryConfig(metrics_port=port))
-    return Service(config, FakeFleet(1))
+def start(port):
+    asyncio.run(Watching(TelemetryConfig(metrics_port=port), "none", "local", True).start())
 
-service(None)
+start(None)
 assert not any(name.startswith("prometheus_client") for name in sys.modules)
-service(0)
+start(0)
 assert "prometheus_client" in sys.modules
 """
 
 
 def test_a_service_without_metrics_does_not_know_prometheus() -> None:
     subprocess.run([sys.executable, "-c", NOT_IMPORTED], check=True)
+
+
+async def test_an_answer_that_its_text_ends_is_completed_though_the_engine_never_says_so(tmp_path: Path) -> None:
+    engine, registry = FakeEngine(), CollectorRegistry()
+    engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
+    tokenizer = Tokenizer.load(write_model(tmp_path), split_template)
+    observers = Observers([RequestMetrics(registry, "echo")])
+    use_cases = UseCases(engine, tokenizer, engine.describe, observers=observers)
+    request = Generate(input="count", sampling=Sampling(max_tokens=100, stop=("END",)), tenant=ACME)
+    async with aclosing(use_cases.generation.run(request)) as answer:
+        text, finished = await collect(answer)
+    await use_cases.close()
+    assert (text, finished.reason) == ("one two ", "stop")
+    seen = Scraped(generate_latest(registry).decode())
+    assert seen.value("longleaf_e2e_request_latency_seconds_count", tenant=ACME) == 1
+    assert seen.value("longleaf_request_decode_seconds_count", tenant=ACME) == 1
+    assert seen.value("longleaf_prompt_tokens_total", tenant=ACME) == len(engine.prompts[0].token_ids)
+    assert seen.value("longleaf_generated_tokens_total", tenant=ACME) == len("one two END")
