@@ -49,10 +49,10 @@ def _cannot_join(address: str, why: str) -> StartError:
 
 def _headers() -> Mapping[str, str]:
     """What Ray sends of its token, wherever it finds it; nothing when it finds none."""
-    from ray import _raylet  # late, because Ray reads the environment then
+    import ray  # late, because it reads the environment then
 
-    untyped: Any = _raylet
-    loader: Any = untyped.AuthenticationTokenLoader.instance()
+    untyped: Any = ray
+    loader = untyped._raylet.AuthenticationTokenLoader.instance()
     try:
         return loader.get_token_for_http_header() if loader.has_token() else {}
     except Exception:  # a file that it was pointed to cannot be read
@@ -61,11 +61,12 @@ def _headers() -> Mapping[str, str]:
 
 def _refuses(address: str, headers: Mapping[str, str]) -> bool | None:
     """Whether the cluster refuses a call for want of the right token; None when it says something else, or nothing."""
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        untyped: Any = channel
-        call = untyped.unary_unary(CALL)
+    channel: Any = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
+    with channel:
         try:
-            call(b"", metadata=tuple((name.lower(), text) for name, text in headers.items()), timeout=CALL_SECONDS)
+            channel.unary_unary(CALL)(
+                b"", metadata=tuple((name.lower(), text) for name, text in headers.items()), timeout=CALL_SECONDS
+            )
         except grpc.RpcError as error:
             failed: Any = error
             return True if failed.code() is grpc.StatusCode.UNAUTHENTICATED else None

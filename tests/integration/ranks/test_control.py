@@ -255,7 +255,8 @@ async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPl
     await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
     await control._channel.send([0], message)
     where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
-    assert f"{where}: {type(message).__name__}" in str((await control.group.wait_ended()).error)
+    told = str((await control.group.wait_ended()).error)
+    assert told.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"
     assert await life == 1
     await control.close()
 
