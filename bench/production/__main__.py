@@ -4,13 +4,15 @@ All is measured with the embedded model and real services, started as a user wou
 
     python -m bench.production --json                                    # all parts
     python -m bench.production --only cost --repeats 2 --seconds 0.5     # some, smaller
-    python -m bench.production --only cost --into production.json        # puts one part into a file with those of before
+    python -m bench.production --only cost --into production.json        # puts one part into a file with others
 
 cost       TLS, credentials of 20 tenants, metrics that are asked for once a second, and JSON logs of level info,
            against all of these off: tokens per second of 16 streams over one connection, what the coordinator computes
            per token (cpu_us_per_token), the first token on a connection that is there, and on a new one (connected).
            Each repeat starts one service with the settings and two without, which are asked by turns of `--seconds`.
            off_by_off tells what two services differ by that do not differ
+rotation   from the moment at which certificate and key are others until a new connection is shown that (shown_s), while
+           16 streams go on; `--seconds` is the longest time between two rotations
 
 Clients and service share the machine: what encryption costs the clients is counted as well.
 """
@@ -25,7 +27,7 @@ from bench.durable.options import Row
 from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.production import cost
+from bench.production import cost, rotation
 from bench.production.options import Options
 
 
@@ -39,6 +41,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "cost": Part(cost.measure, 5, 2.0),
+    "rotation": Part(rotation.measure, 10, 1.0),
 }
 
 

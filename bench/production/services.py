@@ -58,10 +58,12 @@ def everything_off() -> Settings:
     return Settings(OPEN, SILENT, Access(tls_ca="", tls_cert="", tls_key="", credential=""))
 
 
-def production(authority: Authority, folder: Path) -> Settings:
-    """TLS, credentials, metrics and JSON logs that tell of every call; the files are written to `folder`."""
-    secret = Secret(folder / "tls")
-    secret.write(authority.make())
+def production(authority: Authority, folder: Path, secret: Secret | None = None) -> Settings:
+    """TLS, credentials, metrics and JSON logs that tell of every call. What `secret` does not bring is written to
+    `folder`."""
+    if secret is None:
+        secret = Secret(folder / "tls")
+        secret.write(authority.make())
     credentials = [new_credential() for _ in range(TENANTS)]
     entries = [
         Entry(tenant=f"tenant-{number}", role="user", digests=(digest_of(credential),))
