@@ -13,6 +13,12 @@ cost       TLS, credentials of 20 tenants, metrics that are asked for once a sec
            off_by_off tells what two services differ by that do not differ
 rotation   from the moment at which certificate and key are others until a new connection is shown that (shown_s), while
            16 streams go on; `--seconds` is the longest time between two rotations
+flood      10,000 calls a second with wrong credentials are wanted: how many the service refuses (per_s), what it
+           computes of each (cpu_us_per_call) when nothing else goes on, and the share of their pace that 16 streams keep
+           beside them (kept). good: as many calls of the same method with credentials that are right; fewer: 1,000 a
+           second; limited: the callers are so nice (19) that they get only what nobody else wants of a processor.
+           caller_cores: how many processors they took; elsewhere they would have machines of their own
+others     cores that work took which is no part of this
 
 Clients and service share the machine: what encryption costs the clients is counted as well.
 """
@@ -27,8 +33,9 @@ from bench.durable.options import Row
 from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.production import cost, rotation
+from bench.production import cost, flood, rotation
 from bench.production.options import Options
+from bench.production.others import Others
 
 
 class Part(NamedTuple):
@@ -42,6 +49,7 @@ class Part(NamedTuple):
 PARTS = {
     "cost": Part(cost.measure, 5, 2.0),
     "rotation": Part(rotation.measure, 10, 1.0),
+    "flood": Part(flood.measure, 5, 2.0),
 }
 
 
@@ -85,7 +93,9 @@ def run(name: str, given: argparse.Namespace) -> Row:
         repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size
     )
     tell(f"{name}: {options.repeats} repeats")
-    return {"part": name, **part.measure(options), "machine": describe()}
+    others = Others()
+    found = part.measure(options)
+    return {"part": name, "others": round(others.cores, 2), **found, "machine": describe()}
 
 
 def read(file: Path) -> list[Row]:
