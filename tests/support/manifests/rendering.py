@@ -1,6 +1,7 @@
 """What kustomize makes of a folder of manifests, without kustomize: as much of it as the manifests use.
 
-Strategic merge patches, whose lists are merged by the keys that an openapi schema names; components; names of images.
+Strategic merge patches, whose lists are merged by the keys that an openapi schema names; JSON patches with a target;
+components; names of images.
 What it does not know raises KeyError. Whether it does as kustomize does is a test.
 """
 
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.support.manifests.json_patch import patched
 
 Document = dict[str, Any]
 PATCH = "$patch"
@@ -66,7 +69,11 @@ class _Renderer:
         for name in settings.get("components", ()):
             found = self.render(folder / name, found)
         for patch in settings.get("patches", ()):
-            for change in documents(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text()):
+            text = patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text()
+            if "target" in patch:
+                found = _by_operations(found, patch["target"], yaml.safe_load(text))
+                continue
+            for change in documents(text):
                 found = self._patch(found, change)
         for one in found if "namespace" in settings else ():
             one["metadata"]["namespace"] = settings["namespace"]
@@ -101,6 +108,16 @@ class _Renderer:
         by_key = {one[key]: one for one in old}
         merged = [self._merge(by_key.pop(one[key], {}), one, schema) for one in new]
         return [*(one for one in merged if one is not None), *by_key.values()] or None
+
+
+def _by_operations(found: list[Document], target: dict[str, str], operations: list[Document]) -> list[Document]:
+    """A JSON patch of all documents of a kind, or of the one that is named, too. Raises KeyError where none is."""
+    if unknown := target.keys() - {"kind", "name"}:
+        raise KeyError(f"target: {', '.join(sorted(unknown))}")
+    named = [one["kind"] == target["kind"] and target.get("name") in (None, one["metadata"]["name"]) for one in found]
+    if not any(named):
+        raise KeyError(str(target))
+    return [patched(one, operations) if is_named else one for one, is_named in zip(found, named, strict=True)]
 
 
 def _identity(document: Document) -> tuple[str, str, str]:
