@@ -6,12 +6,14 @@ from pathlib import Path
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
+from longleaf.operations import TelemetryConfig
 from workers.__main__ import live
 from workers.imports import for_good
 
 
-def live_as_rank(folder: Path, spec: RankSpec) -> None:
-    """As workers.__main__.main, with a probe in `folder`."""
+def live_as_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
+    """As workers.__main__.main, with a probe in `folder`; its log is that of the default settings."""
+    assert telemetry.has_plain_log
     apply_environment(network_environment(interface_of(spec.host)))
     with for_good():
         from tests.chaos.member import ChaosRank
