@@ -135,7 +135,7 @@ def per_event(count: int) -> dict[str, float]:
             "token_without_metrics": lambda: unseen(tokens),
             "call": call,
             "generation": generation,
-            "step": lambda: counts.add_step("decode", 0.01),
+            "step": lambda: counts.add_step("decode", 0.01, 4096),
         }
         return {name: round(min(_loop(work, count) for _ in range(3)) / count * 1e6, 3) for name, work in kinds.items()}
 

@@ -18,7 +18,7 @@ from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend
-from longleaf.tree import Merge, Wire, choose_merge, make_merge
+from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
 from workers.decode.choosing import Choosing, Telling
@@ -84,7 +84,8 @@ class Epoch:
         """The step that was begun last."""
         self.merges: tuple[MergeTiming, ...] = ()
         """What the choice of the merge goes by, if it was chosen."""
-        self.peers = Peers(groups.world, self._make_merge(groups, merges)) if groups else None
+        self._merge = CountedMerge(self._make_merge(groups, merges), self._wire) if groups else None
+        self.peers = Peers(groups.world, self._merge) if groups and self._merge else None
         if groups and self._graphs is not None and groups.world.transport == "gloo":
             log.info("graphs: none, for tensors travel through the host's memory")
             self._graphs = None
@@ -185,6 +186,7 @@ class Epoch:
         with contextlib.suppress(PrefillDone):
             self._forward(self._means.model.decoder, inputs, step)
         told = ToHost(step.has_finite_keys())
+        result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
 
         def finish() -> StepResult | None:
             has_finite_keys = bool(told.wait())
@@ -192,6 +194,10 @@ class Epoch:
             return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
 
         return Pending(lambda: told.arrival.is_past, finish)
+
+    def _merge_bytes(self) -> int:
+        """Since the step before. Of a step that is replayed nothing is counted."""
+        return self._merge.take() if self._merge else 0
 
     def _move(self, work: Move, result: StepResult) -> Pending:
         """An answer says that all that moved is at its new place, on all ranks."""
@@ -209,7 +215,8 @@ class Epoch:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
         begun = (self._fixed and self._fixed.begin(rows, sampled)) or self._begin(rows, sampled)
-        result = msgspec.structs.replace(result, kv_bytes_read=self._inputs.kv_bytes_read(rows))
+        read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
+        result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
         if isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
             self._before.result()  # what breaks in a step must not show in the answer to the one before

@@ -295,7 +295,7 @@ class Engine(ContextCalls):
             self._steps.begin(self._epochs.current.formation.group, plan)
         self._tell(scheduler, outcomes)
         for plan, result in answered:
-            self._counts.add_step(plan.kind, result.seconds)
+            self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
             self._observe(plan, result)
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:

@@ -31,6 +31,8 @@ class Counts:
 
     steps: dict[str, StepTimes] = field(default_factory=dict[str, StepTimes])
     """By what ranks did: `prefill`, `decode`, `move` or `restore`. No step does two of these."""
+    merge_bytes: int = 0
+    """Bytes of packed partials that rank 0 gave to merges."""
     num_preempted: int = 0
     """Times that an answer went back to the queue, to make room for others."""
     reread_tokens: int = 0
@@ -40,8 +42,9 @@ class Counts:
     snapshot_bytes: int | None = None
     """Bytes of keys and values on storage; None where there is none."""
 
-    def add_step(self, kind: str, seconds: float) -> None:
+    def add_step(self, kind: str, seconds: float, merge_bytes: int) -> None:
         """Takes in one step."""
+        self.merge_bytes += merge_bytes
         if (times := self.steps.get(kind)) is None:
             times = self.steps[kind] = StepTimes()
         times.add(seconds)

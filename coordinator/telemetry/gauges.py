@@ -87,6 +87,7 @@ class Gauges:
         found = [
             steps,
             seconds,
+            self._counter("merge_bytes", "Bytes of packed partials that rank 0 gave to merges.", counts.merge_bytes),
             self._counter(
                 "preemptions", "Answers that went back to the queue, to make room for others.", counts.num_preempted
             ),

@@ -234,6 +234,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     tokens: dict[int, Token]
     kv_bytes_read: int = 0
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
+    merge_bytes: int = 0
+    """Bytes of packed partials that rank 0 gave to merges in a step of prefill or decode, over all layers."""
     seconds: float = 0.0
     """How long rank 0 computed."""
     not_finite: tuple[int, ...] = ()

@@ -46,6 +46,19 @@ BROKEN_SEND = "Internal error from Core"
 """What the library itself, not the server, says of a call that ended while it was being sent to."""
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
 """What the library says on either side of a request that is larger than a message may be."""
+NO_CONNECTION = "failed to connect to all addresses"
+ADVICES = (
+    (("WRONG_VERSION_NUMBER",), "it serves plain connections, and with --tls-ca or LONGLEAF_TLS_CA they are encrypted"),
+    (
+        ("SSL_ERROR_SSL", "Hostname Verification"),
+        "its certificate is not for that name, or of none of the authorities in --tls-ca or LONGLEAF_TLS_CA",
+    ),
+    (
+        ("Socket closed", "Connection reset"),
+        "if it serves encrypted connections alone, name its authority with --tls-ca or LONGLEAF_TLS_CA",
+    ),
+)
+"""Signs in what the library says of a connection that did not come about, and what may help, the surest first."""
 RANK = re.compile(r"[0-9]{1,9}")
 MAX_TEXT_BYTES = 800
 """Of a message, name or description in UTF-8. Statuses travel in headers, of which a client takes 8 KiB by default: the
@@ -113,7 +126,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             told = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
             return InvalidArgument("request", told)
         case StatusCode.UNAVAILABLE if not is_told:
-            return Unavailable(f"the server at {server} does not answer ({status.message})")
+            return Unavailable(f"the server at {server} does not answer ({status.message}){_advice(status.message)}")
         case StatusCode.DEADLINE_EXCEEDED if not is_told:
             return DeadlineExceeded(f"{server} did not answer in time")
         case StatusCode.CANCELLED:  # not by us: that would be a CancelledError
@@ -124,6 +137,13 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             return LongleafError(f"{server} does not serve this call of longleaf.v1: {status.message}")
         case _:
             return None
+
+
+def _advice(message: str) -> str:
+    """What may help where no connection came about, and the library's own words tell only those who know it."""
+    if not message.startswith(NO_CONNECTION):
+        return ""
+    return next((f": {advice}" for signs, advice in ADVICES if any(sign in message for sign in signs)), "")
 
 
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:

@@ -298,7 +298,8 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         telemetry=flags.telemetry(),
         as_json=as_json,
     )
-    print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)
+    if flags.log_format == "text":
+        print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)
     _become(command)
 
 

@@ -9,13 +9,14 @@ from longleaf.topology import Topology
 from longleaf.tree.base import Merge, Wire
 from longleaf.tree.butterfly import Butterfly
 from longleaf.tree.choose import Chosen, choose, reuse
+from longleaf.tree.counted import CountedMerge
 from longleaf.tree.exchange import Exchange
 from longleaf.tree.gather import Gather
 from longleaf.tree.hierarchy import Hierarchy
 from longleaf.tree.packed import Packed
 from longleaf.tree.paper import Paper
 
-__all__ = ["MERGES", "Chosen", "Merge", "Wire", "choose_merge", "make_merge", "tiers"]
+__all__ = ["MERGES", "Chosen", "CountedMerge", "Merge", "Wire", "choose_merge", "make_merge", "tiers"]
 
 MERGES: dict[MergeName, type[Paper | Packed | Gather | Exchange | Hierarchy | Butterfly]] = {
     "paper": Paper,

@@ -1,10 +1,12 @@
 """Every merge, with threads as the ranks of several machines: greedy text equals transformers' `generate`."""
 
+import json
 import logging
 
 import pytest
 import torch
 
+from longleaf.attention.packed import num_columns
 from longleaf.kernels import table
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.tree import MERGES
@@ -70,3 +72,15 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
     [told] = [message for message in caplog.messages if "fold" in message]
     assert "compiled, torch, compiled" in told
+
+
+async def test_the_bytes_that_are_given_to_merges_are_counted(goldens):
+    golden = goldens("llama")
+    shape = json.loads((golden.folder / "config.json").read_text())
+    dim = shape["hidden_size"] // shape["num_attention_heads"]
+    row_bytes = shape["num_attention_heads"] * num_columns(dim, torch.float32) * 4
+    config = config_for(golden.folder, world_size=2, merge="gather", prefill="keys")  # chunks merge nothing
+    async with running(config) as engine:
+        assert await answer(engine, golden.prompt) == golden.tokens
+        num_decodes = engine.counts.steps["decode"].count
+        assert engine.counts.merge_bytes == num_decodes * shape["num_hidden_layers"] * row_bytes > 0

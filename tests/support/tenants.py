@@ -29,15 +29,20 @@ def credential_of(tenant: str) -> str:
 
 def credentials(folder: Path, **quotas: Quotas) -> Credentials:
     """Those of the three, with quotas by tenant."""
+    return Credentials.of(str(write_credentials(folder, **quotas)))
+
+
+def write_credentials(folder: Path, *others: str, **quotas: Quotas) -> Path:
+    """The file of these; `others` come in as users."""
     file = folder / "credentials"
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(line_of(_entry(tenant, quotas.get(tenant, Quotas()))) for tenant in ROLES))
-    return Credentials.of(str(file))
+    file.write_text("\n".join(line_of(_entry(each, quotas.get(each, Quotas()))) for each in (*ROLES, *others)))
+    return file
 
 
 def _entry(tenant: str, quotas: Quotas) -> Entry:
     digests = (digest_of(credential_of(tenant)),)
-    return Entry(tenant=tenant, role=ROLES[tenant], digests=digests, quotas=quotas)
+    return Entry(tenant=tenant, role=ROLES.get(tenant, "user"), digests=digests, quotas=quotas)
 
 
 def bearer(tenant: str | None) -> tuple[tuple[str, str], ...]:

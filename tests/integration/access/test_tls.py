@@ -67,15 +67,24 @@ async def test_a_client_that_trusts_the_authority_comes_in(authority: Authority,
 async def test_plain_clients_and_those_that_trust_others_are_unavailable(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     async with encrypted(authority, tmp_path) as (_, address):
-        for access in (PLAIN, other.access()):
-            with pytest.raises(Unavailable):
+        for access, told in ((PLAIN, "if it serves encrypted connections"), (other.access(), "its certificate is not")):
+            with pytest.raises(Unavailable, match=told):
                 await num_tokens(address, access)
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
 
 async def test_an_encrypted_client_of_a_plain_service_is_unavailable(authority: Authority, tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (_, address):
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="it serves plain connections"):
+            await num_tokens(address, authority.access())
+
+
+async def test_a_certificate_for_another_name_is_told_as_such(authority: Authority, tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path / "model", host="127.0.0.2", certificates=certificates_of(authority)) as (
+        _,
+        address,
+    ):
+        with pytest.raises(Unavailable, match="its certificate is not for that name"):
             await num_tokens(address, authority.access())
 
 

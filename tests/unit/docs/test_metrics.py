@@ -38,7 +38,7 @@ def exported() -> dict[str, Metric]:
         saw(Tokens(0, (Token(1),)))
         saw(Tokens(1, (Token(1),)))
         saw(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
-    counts.add_step("decode", 1.0)
+    counts.add_step("decode", 1.0, 8)
     sources = Sources(
         cluster=lambda: changed(FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),)),
         counts=lambda: counts,

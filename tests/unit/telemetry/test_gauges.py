@@ -57,8 +57,8 @@ def test_a_service_that_cannot_answer_tells_the_rest() -> None:
 def test_steps_by_what_the_ranks_did() -> None:
     counts = Counts(num_preempted=3, reread_tokens=70, num_contexts=8)
     for seconds in (STEP_SECONDS[0], STEP_SECONDS[2], STEP_SECONDS[-1] + 40):
-        counts.add_step("decode", seconds)
-    counts.add_step("prefill", 2.0)
+        counts.add_step("decode", seconds, 7)
+    counts.add_step("prefill", 2.0, 1000)
     seen = read(replace(SOURCES, counts=lambda: counts))
     assert seen.value("longleaf_steps_total", kind="decode") == 3
     assert seen.value("longleaf_steps_total", kind="prefill") == 1
@@ -67,8 +67,8 @@ def test_steps_by_what_the_ranks_did() -> None:
     assert [seen.value(bucket, kind="decode", le=str(bound)) for bound in bounds] == [1, 1, 2, 2, 3]
     assert seen.value("longleaf_step_seconds_count", kind="decode") == 3
     assert seen.value("longleaf_step_seconds_sum", kind="decode") == counts.steps["decode"].seconds
-    names = ("preemptions_total", "reingested_tokens_total", "contexts")
-    assert [seen.value(f"longleaf_{name}") for name in names] == [3, 70, 8]
+    names = ("merge_bytes_total", "preemptions_total", "reingested_tokens_total", "contexts")
+    assert [seen.value(f"longleaf_{name}") for name in names] == [1021, 3, 70, 8]
 
 
 def test_merges_as_they_were_measured_with_the_fewest_rows() -> None:

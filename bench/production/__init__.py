@@ -1,0 +1,1 @@
+"""What the settings of production cost: encryption, credentials, metrics and a log that says more."""

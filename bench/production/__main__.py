@@ -1,0 +1,113 @@
+"""What the settings of production cost: services with everything off against services with all that a public one sets.
+
+All is measured with the embedded model and real services, started as a user would start them. Usage:
+
+    python -m bench.production --json                                    # all parts
+    python -m bench.production --only cost --repeats 2 --seconds 0.5     # some, smaller
+    python -m bench.production --only cost --into production.json        # puts one part into a file with others
+
+cost       TLS, credentials of 20 tenants, metrics that are asked for once a second, and JSON logs of level info,
+           against all of these off: tokens per second of 16 streams over one connection, what the coordinator computes
+           per token (cpu_us_per_token), the first token on a connection that is there, and on a new one (connected).
+           Each repeat starts one service with the settings and two without, which are asked by turns of `--seconds`.
+           off_by_off tells what two services differ by that do not differ
+rotation   from the moment at which certificate and key are others until a new connection is shown that (shown_s), while
+           16 streams go on; `--seconds` is the longest time between two rotations
+flood      10,000 calls a second with wrong credentials are wanted: how many the service refuses (per_s), what it
+           computes of each (cpu_us_per_call) when nothing else goes on, and the share of their pace that 16 streams keep
+           beside them (kept). good: as many calls of the same method with credentials that are right; fewer: 1,000 a
+           second; limited: the callers are so nice (19) that they get only what nobody else wants of a processor.
+           caller_cores: how many processors they took; elsewhere they would have machines of their own
+others     cores that work took which is no part of this
+
+Clients and service share the machine: what encryption costs the clients is counted as well.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.durable.options import Row
+from bench.durable.table import table
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.production import cost, flood, rotation
+from bench.production.options import Options
+from bench.production.others import Others
+
+
+class Part(NamedTuple):
+    """Something to measure, and how much of it by default."""
+
+    measure: Callable[[Options], Row]
+    repeats: int
+    seconds: float
+
+
+PARTS = {
+    "cost": Part(cost.measure, 5, 2.0),
+    "rotation": Part(rotation.measure, 10, 1.0),
+    "flood": Part(flood.measure, 5, 2.0),
+}
+
+
+def main() -> None:
+    unwind_on_terminate()
+    given = parse()
+    rows = read(given.into) if given.into is not None else list[Row]()
+    for name in given.only:
+        rows = joined(rows, run(name, given))
+        if given.into is not None:  # at once: a part that fails shall not cost the others
+            given.into.write_text(told(rows) + "\n")
+    print(told(rows) if given.json else table(rows))
+
+
+def told(rows: list[Row]) -> str:
+    return json.dumps({"bench": "production", "rows": rows}, indent=2)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.production", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--repeats", type=int, help="rounds, rotations or turns; by default each part's own number")
+    parser.add_argument("--seconds", type=float, help="of a turn; by default each part's own number")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the services")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
+    given = parser.parse_args(arguments)
+    if given.world_size < 1 or (given.repeats is not None and given.repeats < 1):
+        parser.error("--repeats, --world-size: too few to measure")
+    if given.seconds is not None and not 0.1 <= given.seconds <= 60:
+        parser.error("--seconds: must be between 0.1 and 60")
+    return given
+
+
+def run(name: str, given: argparse.Namespace) -> Row:
+    """The row of a part."""
+    part = PARTS[name]
+    options = Options(
+        repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size
+    )
+    tell(f"{name}: {options.repeats} repeats")
+    others = Others()
+    found = part.measure(options)
+    return {"part": name, "others": round(others.cores, 2), **found, "machine": describe()}
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a result; none where there is none."""
+    return json.loads(file.read_text())["rows"] if file.is_file() else []
+
+
+def joined(before: list[Row], row: Row) -> list[Row]:
+    """Rows in the order of the parts, the new one instead of an old one."""
+    by_part = {found["part"]: found for found in (*before, row)}
+    return [by_part[name] for name in PARTS if name in by_part]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Many calls at once, from a process of its own."""
+
+import asyncio
+import os
+import ssl
+import time
+from dataclasses import dataclass
+
+from bench.production.frames import MAX_STREAM, Answers, Call, opening
+
+CONNECTIONS = 4
+MAX_OPEN = 1024
+"""Calls of a connection that are not answered yet: the service keeps 256 refused ones waiting for a second each."""
+PACE_SECONDS = 0.005
+READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a caller is to do."""
+
+    address: str
+    tls_ca: str
+    host: str
+    """Address to call from: the service counts by host."""
+    path: str
+    credential: str
+    rate: float
+    """Calls per second that are wanted, of all connections together."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What came of it."""
+
+    sent: int
+    ended: int
+    """Of those sent, with an answer; the others were broken off in the end."""
+    cpu_seconds: float
+    """What the caller itself computed."""
+
+
+class Caller:
+    """One connection of equal calls."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: Call) -> None:
+        self._reader, self._writer, self._call = reader, writer, call
+        self._answers = Answers()
+        self._stream = 1
+        self.sent = 0
+        writer.write(opening())
+
+    @property
+    def ended(self) -> int:
+        return self._answers.num_ended
+
+    @property
+    def room(self) -> int:
+        """Calls that may be sent now."""
+        is_full = self._answers.is_leaving or self._stream + 2 * MAX_OPEN > MAX_STREAM
+        return 0 if is_full else MAX_OPEN - (self.sent - self.ended)
+
+    def send(self, count: int) -> None:
+        streams = range(self._stream, self._stream + 2 * count, 2)
+        self._writer.write(b"".join(map(self._call.encode, streams)))
+        self._stream += 2 * count
+        self.sent += count
+
+    async def read(self) -> None:
+        """Until the service ends the connection."""
+        while data := await self._reader.read(READ_BYTES):
+            if reply := self._answers.take(data):
+                self._writer.write(reply)
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+def call(asked: Asked) -> Called:
+    """Makes calls for so many seconds, as fast as wanted or as answers come. Raises OSError when nobody listens."""
+    return asyncio.run(_call(asked))
+
+
+async def _call(asked: Asked) -> Called:
+    trusting = ssl.create_default_context(cafile=asked.tls_ca)
+    trusting.set_alpn_protocols(["h2"])
+    host, _, port = asked.address.rpartition(":")
+    made = Call(asked.path, asked.address, asked.credential)
+    callers = list[Caller]()
+    for _ in range(CONNECTIONS):
+        found = await asyncio.open_connection(host, int(port), ssl=trusting, local_addr=(asked.host, 0))
+        callers.append(Caller(*found, made))
+    reading = [asyncio.create_task(caller.read()) for caller in callers]
+    began, cpu = time.perf_counter(), _cpu()
+    await _send(callers, asked, began)
+    cpu = _cpu() - cpu
+    for task, caller in zip(reading, callers, strict=True):
+        task.cancel()
+        caller.close()
+    await asyncio.wait(reading)
+    return Called(sum(caller.sent for caller in callers), sum(caller.ended for caller in callers), cpu)
+
+
+async def _send(callers: list[Caller], asked: Asked, began: float) -> None:
+    while (passed := time.perf_counter() - began) < asked.seconds:
+        due = int(asked.rate * passed) - sum(caller.sent for caller in callers)
+        for number, caller in enumerate(callers):
+            share = -(-due // (len(callers) - number))
+            count = max(0, min(share, caller.room))
+            if count:
+                caller.send(count)
+            due -= count
+        await asyncio.sleep(PACE_SECONDS)
+
+
+def _cpu() -> float:
+    times = os.times()
+    return times.user + times.system

@@ -1,0 +1,23 @@
+"""How much is measured, and how what was found is told."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.durable.options import Goal, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much of a part."""
+
+    repeats: int
+    """Rounds, rotations or turns."""
+    seconds: float
+    """Of each turn."""
+    world_size: int
+
+
+def result(options: Options, figures: Mapping[str, object], goals: Sequence[Goal]) -> Row:
+    """What a part found."""
+    told = {"repeats": options.repeats, "seconds": options.seconds, "world_size": options.world_size}
+    return {**told, **figures, "goals": [goal.as_row() for goal in goals]}

@@ -1,0 +1,156 @@
+"""Tenants on whole services: each comes in by its credential over TLS, and sees what is its own alone."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.e2e.test_commands import expected
+from tests.support.authority import DAY, Authority, pem_of
+from tests.support.command_line import CLI
+from tests.support.tenanted import Tenanted
+from tests.support.tenants import ACME, BOLT, OPS, credential_of
+
+TEXTS = {
+    ACME: "The lighthouse keeper wrote of storms, and of ships that never came.\n" * 20,
+    BOLT: "A clock maker of Prague counted minutes that nobody else had seen.\n" * 30,
+}
+QUESTION = "Who wrote?"
+LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def service(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tenanted]:
+    """Of two ranks, in which acme and bolt have another `book` each."""
+    folder = tmp_path_factory.mktemp("tenants")
+    options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", request.param)
+    options += ("--kv-bytes", "8000000", "--data-dir", str(folder / "data"), "--drain-seconds", "20")
+    with Tenanted(folder, *options) as service:
+        for tenant, text in TEXTS.items():
+            service.ingest(tenant, "book", text)
+        yield service
+        drained = service.run_as(OPS, "drain", "--wait")
+        assert (drained.returncode, drained.stdout) == (0, "drained\n"), drained.stderr
+        assert service.served.process.wait(60) == 0
+        assert service.served.process.stdout is not None
+        written = service.served.output + service.served.process.stdout.read()
+        assert not [secret for secret in service.secrets() if secret in written]
+
+
+def test_each_is_answered_of_its_own_book(service: Tenanted, checkpoint: Path) -> None:
+    """As one device would, by ids that transformers' generate gives for that tenant's own text."""
+    answers = {tenant: service.ask(tenant, "book", QUESTION, 24) for tenant in TEXTS}
+    for tenant, text in TEXTS.items():
+        assert answers[tenant] == expected(checkpoint, f"{text}\n\n{QUESTION}", 24), tenant
+    assert answers[ACME] != answers[BOLT]
+
+
+def test_each_lists_its_own_and_an_admin_has_no_more(service: Tenanted) -> None:
+    service.ingest(BOLT, "play", "of bolt alone")
+    assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
+    told = service.run_as(ACME, "contexts", "show", "play")
+    missing = service.run_as(ACME, "contexts", "show", "none")
+    assert (told.returncode, missing.returncode) == (2, 2)
+    assert told.stderr.replace("play", "none") == missing.stderr
+    service.run_as(BOLT, "contexts", "delete", "play")
+
+
+def test_a_credential_in_the_environment_says_who_calls(service: Tenanted) -> None:
+    access = {"LONGLEAF_TLS_CA": str(service.authority.file), "LONGLEAF_CREDENTIAL": credential_of(BOLT)}
+    found = service.run("contexts", "show", "book", "--json", **access)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["tokens"] == service.json_as(BOLT, "contexts", "show", "book")["tokens"]
+    assert json.loads(found.stdout)["tokens"] != service.json_as(ACME, "contexts", "show", "book")["tokens"]
+
+
+def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tmp_path: Path) -> None:
+    ca = str(service.authority.file)
+    wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
+    for environment, told in ((wrong, "nobody has these credentials"), ({}, "no credentials came: --credential-file")):
+        found = service.run("contexts", "list", "--tls-ca", ca, **environment)
+        check_line(found, 2, told)
+        assert "longleaf-another" not in found.stderr
+    check_line(service.run("contexts", "list", "--tls-ca", ca, "--credential-file", str(tmp_path / "none")), 2, "none")
+
+
+def test_who_speaks_plainly_learns_so(service: Tenanted) -> None:
+    found = service.run("contexts", "list", LONGLEAF_CREDENTIAL=credential_of(ACME))
+    check_no_connection(found, "if it serves encrypted connections alone, name its authority with --tls-ca")
+
+
+def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Path) -> None:
+    other = Authority(tmp_path / "other")
+    found = service.run("contexts", "list", "--tls-ca", str(other.file), LONGLEAF_CREDENTIAL=credential_of(ACME))
+    check_no_connection(found, "its certificate is not for that name, or of none of the authorities in --tls-ca")
+
+
+@pytest.mark.parametrize("tenant", [ACME, BOLT])
+@pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
+def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
+    check_line(service.run_as(tenant, *command), 2, "is for the role admin")
+    assert service.names(tenant) == ["book"]
+
+
+def check_no_connection(found: subprocess.CompletedProcess[str], told: str) -> None:
+    """The last line says why, and those before it that it was tried again."""
+    *retries, line = found.stderr.splitlines()
+    assert (found.returncode, found.stdout) == (1, "")
+    assert all(each.startswith("trying again in ") for each in retries), retries
+    assert line.startswith("error: ")
+    assert told in line
+
+
+def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) -> None:
+    assert (found.returncode, found.stdout) == (code, "")
+    [line] = found.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("another's", "tls_key: is not the key"),
+        ("missing", "tls_key: "),
+        ("encrypted", "tls_key: is encrypted"),
+        ("expired", "tls_cert: expired"),
+    ],
+)
+def test_keys_that_cannot_serve_are_named_by_their_option(
+    checkpoint: Path, tmp_path: Path, made: str, told: str
+) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.write("server")
+    if made == "another's":
+        _, key = authority.write("other")
+    elif made == "missing":
+        key = tmp_path / "nowhere"
+    elif made == "encrypted":
+        secret = ec.generate_private_key(ec.SECP256R1())
+        cert, key = authority.write("server", (authority.make(key=secret)[0], pem_of(secret, b"passphrase")))
+    else:
+        cert, key = authority.write("server", authority.make(life=-DAY))
+    check_does_not_start(checkpoint, told, "--tls-cert", str(cert), "--tls-key", str(key))
+
+
+@pytest.mark.parametrize("has_credentials", [False, True])
+def test_beyond_this_machine_nothing_is_served_without_tls(
+    checkpoint: Path, tmp_path: Path, has_credentials: bool
+) -> None:
+    given = ("--credentials", str(tmp_path / "credentials")) if has_credentials else ()
+    check_does_not_start(checkpoint, "--insecure", "--host", "0.0.0.0", *given)
+
+
+def check_does_not_start(checkpoint: Path, told: str, *options: str) -> None:
+    command = [*CLI, "serve", "--model", str(checkpoint), "--port", "0", "--launcher", "local", *options]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    *others, line = found.stderr.splitlines()
+    assert others in ([], ["starting 1 rank (local) …"])
+    assert line.startswith("error: ")
+    assert told in line
