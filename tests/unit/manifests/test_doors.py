@@ -14,21 +14,13 @@ from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument
 from tests.support.manifests.doors import files_given, secret_file
 from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
-from tests.support.manifests.rendering import MANIFESTS, render, with_components, with_these
+from tests.support.manifests.rendering import CLOSING, MANIFESTS, render, with_components, with_these
 from tests.support.manifests.rules import problems
 from tests.support.manifests.validation import all_errors
 
 ROOT = MANIFESTS.parent
 RAY = re.search(r"^ray==(.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE).group(1)
 CLOSED = ("gpu-1x8", "gpu-2x8")
-OPENLY = {
-    "patch": """
-- {op: test, path: /spec/headGroupSpec/template/spec/containers/1/args/11, value: --insecure}
-- {op: remove, path: /spec/headGroupSpec/template/spec/containers/1/args/11}
-""",
-    "target": {"kind": "RayCluster", "name": "longleaf"},
-}
-"""Takes away what the smallest overlay adds."""
 
 
 @pytest.fixture
@@ -39,7 +31,7 @@ def whole(tmp_path):
 @pytest.fixture
 def small(tmp_path):
     """The smallest overlay, closed as the others are."""
-    return with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], [OPENLY])
+    return with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], [CLOSING])
 
 
 @pytest.fixture
