@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import typer
@@ -14,7 +15,7 @@ from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument
 from tests.support.manifests.doors import files_given, secret_file
 from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
-from tests.support.manifests.rendering import CLOSING, MANIFESTS, render, with_components, with_these
+from tests.support.manifests.rendering import CLOSING, MANIFESTS, of_readme, render, with_components, with_these
 from tests.support.manifests.rules import problems
 from tests.support.manifests.validation import all_errors
 
@@ -191,6 +192,23 @@ def test_alerts_and_dashboard_are_those_of_ops(whole):
     (dashboard,) = of_kind(whole, "ConfigMap")
     assert dashboard["data"] == {"longleaf.json": (ROOT / "ops" / "grafana" / "longleaf.json").read_text()}
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_what_the_readme_tells_people_to_write_has_an_authority(tmp_path):
+    found = of_readme(tmp_path)
+    check(taken(serve_of(found)))
+    assert of_kind(found, "Issuer") and of_kind(found, "PodMonitor")
+    assert named(found, "Certificate", "longleaf")["spec"]["issuerRef"]["name"] == "internal"
+
+
+def test_the_readme_tells_how_the_smallest_overlay_is_closed():
+    told = (MANIFESTS / "README.md").read_text()
+    (block,) = [one for one in told.split("```")[1::2] if one.startswith("\ncomponents:")]
+    settings = yaml.safe_load(block)
+    assert [Path(one).name for one in settings["components"]] == ["certificates", "credentials", "authority"]
+    (patch,) = settings["patches"]
+    assert patch["target"] == CLOSING["target"]
+    assert yaml.safe_load(patch["patch"]) == yaml.safe_load(CLOSING["patch"])
 
 
 BREAKS = {
