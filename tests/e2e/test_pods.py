@@ -15,9 +15,11 @@ import pytest
 
 from bench.harness.hosts import hosts, obstacle
 from longleaf.config import DEFAULT_PORT
-from tests.support.manifests.kubelet import RunningPod, ray_command
-from tests.support.manifests.pods import Pod, groups, pods
-from tests.support.manifests.rendering import render
+from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
+from tests.support.authority import Authority
+from tests.support.manifests.kubelet import NO_SECRETS, RunningPod, Secrets, ray_command
+from tests.support.manifests.pods import Pod, groups, options, pods
+from tests.support.manifests.rendering import CLOSING, render, with_these
 from tests.support.tools import lacks
 from tests.support.witness import Witness
 
@@ -35,6 +37,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
     answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
 print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 """
+READER = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
 TALKERS = """
 import asyncio, json, sys
 from longleaf.client import AsyncClient
@@ -65,7 +68,8 @@ asyncio.run(main())
 way whenever a drain begins; and are so short that they end within its time on a slow machine, too."""
 
 
-Place = Callable[[Pod, int], RunningPod]
+Place = Callable[..., RunningPod]
+"""Of a pod, a host's number and Secrets."""
 Running = tuple[RunningPod, list[RunningPod]]
 
 
@@ -77,11 +81,11 @@ def place() -> Iterator[Place]:
     with ExitStack() as stack:
         network = stack.enter_context(hosts(1 + NUM_PODS))
 
-        def enter(pod: Pod, host: int) -> RunningPod:
+        def enter(pod: Pod, host: int, secrets: Secrets = NO_SECRETS) -> RunningPod:
             # a short path: the sockets of Ray lie in it, and their names have a limit
             folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            return stack.enter_context(RunningPod(pod, network, host, folder))
+            return stack.enter_context(RunningPod(pod, network, host, folder, secrets))
 
         yield enter
 
@@ -89,7 +93,12 @@ def place() -> Iterator[Place]:
 @pytest.fixture
 def running(place: Place) -> Running:
     """The pods of a service that is ready: the head, and those of ranks."""
-    head, members = place(HEAD, 0), [place(RANKS, host) for host in range(1, 1 + NUM_PODS)]
+    return bring_up(place(HEAD, 0), place)
+
+
+def bring_up(head: RunningPod, place: Place, credential: str = "") -> Running:
+    """Starts the containers of a head, and pods of ranks; `credential` is that of an admin."""
+    members = [place(RANKS, host) for host in range(1, 1 + NUM_PODS)]
     serve = head.start("serve")  # all containers of a pod start at once: Ray is not there yet
     start_ray(head, None)
     wait_until(head, "livenessProbe")
@@ -98,7 +107,7 @@ def running(place: Place) -> Running:
         start_ray(member, head)
     wait_until(head, "startupProbe")
     assert f"listening on 0.0.0.0:{DEFAULT_PORT}\n" in serve.stdout  # reads no further than to that line
-    workers = json.loads(run(head, "longleaf", "cluster", "--json"))["workers"]
+    workers = json.loads(run(head, *known(credential), "longleaf", "cluster", "--json"))["workers"]
     assert len(workers) == 4 and len({worker["node"] for worker in workers}) == len(members)
     return head, members
 
@@ -117,7 +126,7 @@ def start_ray(pod: RunningPod, head: RunningPod | None) -> None:
 
 def probe(head: RunningPod, name: str) -> str:
     """What a probe of `serve` is answered, empty when it is not."""
-    asked = HEAD.container("serve")[name]["grpc"]
+    asked = head.pod.container("serve")[name]["grpc"]
     command = [sys.executable, "-c", PROBE, f"{head.address}:{asked['port']}", asked["service"]]
     output, _ = head.execute("serve", command).communicate(timeout=60)
     return output.strip().rpartition("\n")[2]
@@ -130,6 +139,11 @@ def wait_until(head: RunningPod, name: str) -> None:
         assert head.containers["serve"].poll() is None, head.containers["serve"].stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def known(credential: str) -> list[str]:
+    """Goes before a command that is to come in with a credential."""
+    return ["env", f"LONGLEAF_CREDENTIAL={credential}"]
 
 
 def run(head: RunningPod, *command: str) -> str:
@@ -166,6 +180,54 @@ def test_a_stream_ends_whole_when_all_pods_are_stopped_at_once(running: Running)
     check_told([json.loads(line) for line in lines])
     assert 0 in {codes["head", "serve"][0], codes["head", "ray-head"][0]}
     assert codes["head", "serve"][1] == 0
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> tuple[Secrets, dict[Role, str]]:
+    """The Secrets of a closed service, and a credential of each role."""
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.make()
+    credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}
+    entries = [
+        Entry(tenant=f"some-{role}", role=role, digests=(digest_of(each),)) for role, each in credentials.items()
+    ]
+    listed = "".join(f"{line_of(entry)}\n" for entry in entries)
+    told: Secrets = {
+        "longleaf-certificate": {"tls.crt": certificate, "tls.key": key, "ca.crt": authority.file.read_bytes()},
+        "longleaf-credentials": {"list": listed.encode(), "drain": f"{credentials['admin']}\n".encode()},
+    }
+    return told, credentials
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hooks(
+    place: Place, secrets: tuple[Secrets, dict[Role, str]], tmp_path: Path
+):
+    (tmp_path / "closed").mkdir()
+    documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], [CLOSING])
+    told, credentials = secrets
+    head, _ = bring_up(place(pods(documents)[0], 0, told), place, credentials["admin"])
+    assert probe(head, "livenessProbe") == probe(head, "readinessProbe") == "SERVING"
+    for nobody in ([], ["env", "LONGLEAF_TLS_CA="], known(new_credential()), known(credentials["user"])):
+        stranger = head.execute("serve", [*nobody, "longleaf", "drain"])
+        output, _ = stranger.communicate(timeout=60)
+        assert stranger.returncode != 0, output
+    port = options(head.pod.container("serve"))["metrics-port"]
+    assert "longleaf_build_info{" in run(head, sys.executable, "-c", READER, f"http://{head.address}:{port}/metrics")
+    talkers = head.execute(
+        "serve", [*known(credentials["user"]), sys.executable, "-c", TALKERS, f"localhost:{DEFAULT_PORT}"]
+    )
+    lines = [talkers.stdout.readline()]
+    with ThreadPoolExecutor(2) as kubelets:
+        stops = [kubelets.submit(head.stop, name) for name in head.containers]
+        lines += talkers.stdout.readlines()
+        codes = {name: stop.result() for name, stop in zip(head.containers, stops, strict=True)}
+    assert talkers.wait(timeout=60) == 0, lines
+    check_told([json.loads(line) for line in lines])
+    assert 0 in {codes["serve"][0], codes["ray-head"][0]}
+    assert codes["serve"][1] == 0
 
 
 @pytest.mark.ray

@@ -1,5 +1,8 @@
 """Pods as processes of this machine: what a manifest says of containers, run without Kubernetes.
 
+Secrets are folders of the pod's /tmp, as a kubelet makes them: keys are links into a folder in whose place another can
+be put. Commands and variables have these instead of what they are mounted at.
+
 A pod is a namespace each of network, mounts and processes, whose first process collects orphans as a pod's does; /tmp
 is the pod's own. All containers of a pod share its processes here, as the head's do. Ray's command is what KubeRay 1.7
 makes of `rayStartParams`. What it is not: no image, no limits, no users, no read-only root.
@@ -9,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,6 +25,9 @@ from longleaf.config import cache_folder, embedded_model
 from tests.support.manifests.pods import Pod
 
 Document = dict[str, Any]
+Secrets = Mapping[str, Mapping[str, bytes]]
+"""What is in each, by name and key."""
+NO_SECRETS: Secrets = {}
 TOKEN = "a token of the cluster"
 PAUSE = "mount --bind {folder} /tmp && (sleep infinity & wait)"
 FILES_LIMIT = 65536
@@ -37,6 +43,18 @@ def ray_command(pod: Pod, parameters: dict[str, str], head: str | None) -> list[
     return ["/bin/bash", "-c", "--", f"ulimit -n {FILES_LIMIT}; {start} {' '.join(told)}"]
 
 
+def write_secret(folder: Path, content: Mapping[str, bytes]) -> None:
+    """Makes a folder of a Secret, or puts other content in the place of what is there, all at once."""
+    version = f"..v{len(list(folder.glob('..v*')))}"
+    (folder / version).mkdir(parents=True)
+    for key, data in content.items():
+        (folder / version / key).write_bytes(data)
+        if not (folder / key).is_symlink():
+            (folder / key).symlink_to(f"..data/{key}")
+    (folder / "..next").symlink_to(version)
+    (folder / "..next").rename(folder / "..data")
+
+
 def _sleeps(process: psutil.Process) -> bool:
     """Whether it is what keeps a pod's first process waiting."""
     try:
@@ -48,8 +66,10 @@ def _sleeps(process: psutil.Process) -> bool:
 class RunningPod:
     """A pod on a host of `network`; nothing of it outlives the block."""
 
-    def __init__(self, pod: Pod, network: Network, host: int, folder: Path) -> None:
+    def __init__(self, pod: Pod, network: Network, host: int, folder: Path, secrets: Secrets = NO_SECRETS) -> None:
         self.pod, self.address = pod, network.addresses[host]
+        for name, content in secrets.items():
+            write_secret(folder / name, content)
         self._namespace, self._interface = network.namespaces[host], network.interface
         self._folder = folder
         self.containers: dict[str, subprocess.Popen[str]] = {}
@@ -95,9 +115,13 @@ class RunningPod:
 
     def execute(self, name: str, command: Sequence[str]) -> "subprocess.Popen[str]":
         """A command in a container, as `kubectl exec` and hooks run them."""
-        variables = self._environment(self.pod.container(name))
+        container = self.pod.container(name)
+        variables = self._environment(container)
         for variable, value in variables.items():
             command = [word.replace(f"$({variable})", value) for word in command]
+        for there, here in self._secrets(container).items():
+            command = [word.replace(there, here) for word in command]
+            variables = {variable: value.replace(there, here) for variable, value in variables.items()}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         return subprocess.Popen([*self.inside, *command], env=variables, text=True, **pipes)
 
@@ -117,6 +141,12 @@ class RunningPod:
             else:
                 found[one["name"]] = self.address if "fieldRef" in one["valueFrom"] else TOKEN
         return found
+
+    def _secrets(self, container: Document) -> dict[str, str]:
+        """Where Secrets are mounted, and where they are instead."""
+        secrets = {one["name"]: one["secret"]["secretName"] for one in self.pod.spec["volumes"] if "secret" in one}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        return {path: f"/tmp/{secrets[name]}" for path, name in mounts.items() if name in secrets}
 
     def hook(self, name: str) -> "subprocess.Popen[str]":
         """Begins what runs before a container is stopped."""

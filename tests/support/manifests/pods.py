@@ -67,3 +67,19 @@ def options(container: Document) -> dict[str, str]:
     for name, value in environment(container).items():
         found = {option: text.replace(f"$({name})", value) for option, text in found.items()}
     return found
+
+
+def selects(selector: Document, pod: Pod) -> bool:
+    """Whether a selector, of labels alone or with expressions, finds the pod."""
+    is_plain = not selector.keys() & {"matchLabels", "matchExpressions"}
+    wanted = selector if is_plain else selector.get("matchLabels", {})
+    expressions = () if is_plain else selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in expressions)
+    return wanted.items() <= pod.labels.items() and all(
+        pod.labels.get(one["key"]) in one["values"] for one in expressions
+    )
+
+
+def serve_of(documents: Sequence[Document]) -> Document:
+    """The container that starts the service."""
+    return next(pod for pod in pods(documents) if pod.owner == "head").container("serve")

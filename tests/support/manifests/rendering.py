@@ -1,13 +1,14 @@
 """What kustomize makes of a folder of manifests, without kustomize: as much of it as the manifests use.
 
 Strategic merge patches, whose lists are merged by the keys that an openapi schema names; JSON patches with a target;
-components; names of images.
+components; names of images; ConfigMaps of files.
 What it does not know raises KeyError. Whether it does as kustomize does is a test.
 """
 
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,25 @@ from tests.support.manifests.json_patch import patched
 Document = dict[str, Any]
 PATCH = "$patch"
 MANIFESTS = Path(__file__).resolve().parents[3] / "k8s"
-KNOWN = {"apiVersion", "kind", "namespace", "resources", "components", "images", "patches", "openapi"}
+CLOSING: Document = {
+    "patch": """
+- {op: test, path: /spec/headGroupSpec/template/spec/containers/1/args/11, value: --insecure}
+- {op: remove, path: /spec/headGroupSpec/template/spec/containers/1/args/11}
+""",
+    "target": {"kind": "RayCluster", "name": "longleaf"},
+}
+"""Takes away what leaves the smallest overlay open, as k8s/README.md tells."""
+KNOWN = {
+    "apiVersion",
+    "kind",
+    "namespace",
+    "resources",
+    "configMapGenerator",
+    "components",
+    "images",
+    "patches",
+    "openapi",
+}
 
 
 def render(folder: Path) -> list[Document]:
@@ -32,12 +51,28 @@ def documents(text: str) -> list[Document]:
 
 
 def with_components(folder: Path, overlay: str) -> list[Document]:
-    """Writes a kustomization of an overlay and all components, and renders it."""
-    components = sorted(path.parent for path in (MANIFESTS / "components").glob("*/kustomization.yaml"))
-    settings = {"resources": [os.path.relpath(MANIFESTS / "overlays" / overlay, folder)]}
-    settings |= {"components": [os.path.relpath(path, folder) for path in components]}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings))
+    """Writes a kustomization of an overlay and those of all components that it has not, and renders it."""
+    there = components_of(MANIFESTS / "overlays" / overlay)
+    paths = sorted(path.parent for path in (MANIFESTS / "components").glob("*/kustomization.yaml"))
+    return with_these(folder, overlay, [path.name for path in paths if path.name not in there])
+
+
+def with_these(
+    folder: Path, overlay: str, components: Sequence[str], patches: Sequence[Document] = ()
+) -> list[Document]:
+    """Writes a kustomization of an overlay, components and patches, and renders it."""
+    settings: Document = {"resources": [os.path.relpath(MANIFESTS / "overlays" / overlay, folder)]}
+    settings |= {"components": [os.path.relpath(MANIFESTS / "components" / name, folder) for name in components]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings | {"patches": list(patches)}))
     return render(folder)
+
+
+def components_of(folder: Path) -> set[str]:
+    """Names of the components that a kustomization has, or one that it is made of."""
+    settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found = {Path(name).name for name in settings.get("components", ())}
+    below = [folder / name for name in settings.get("resources", ())]
+    return found.union(*(components_of(path) for path in below if path.is_dir()))
 
 
 def of_readme(folder: Path) -> list[Document]:
@@ -64,6 +99,7 @@ class _Renderer:
         for name in settings.get("resources", ()):
             path = folder / name
             found = self.render(path, found) if path.is_dir() else found + documents(path.read_text())
+        found = found + [_config_map(folder, one) for one in settings.get("configMapGenerator", ())]
         if "openapi" in settings:
             self._schema = json.loads((folder / settings["openapi"]["path"]).read_text())["definitions"]
         for name in settings.get("components", ()):
@@ -108,6 +144,15 @@ class _Renderer:
         by_key = {one[key]: one for one in old}
         merged = [self._merge(by_key.pop(one[key], {}), one, schema) for one in new]
         return [*(one for one in merged if one is not None), *by_key.values()] or None
+
+
+def _config_map(folder: Path, told: Document) -> Document:
+    """Files of a folder under their names, with no hash behind the ConfigMap's own."""
+    if told["options"].get("disableNameSuffixHash") is not True or told.keys() - {"name", "files", "options"}:
+        raise KeyError(told["name"])
+    metadata = {"name": told["name"], "labels": told["options"]["labels"]}
+    data = {name: (folder / name).read_text() for name in told["files"]}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def _by_operations(found: list[Document], target: dict[str, str], operations: list[Document]) -> list[Document]:

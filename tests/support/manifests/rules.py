@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from longleaf.config import DEFAULT_PORT
-from tests.support.manifests.pods import Pod, cluster, environment, groups, of_kind, options, pods
+from tests.support.manifests.doors import DOOR_RULES
+from tests.support.manifests.pods import Pod, cluster, environment, groups, of_kind, options, pods, selects, serve_of
 
 Document = dict[str, Any]
 Documents = Sequence[Document]
@@ -100,11 +101,12 @@ def volumes_are_there(documents: Documents) -> Iterator[str]:
 
 
 def service_is_probed(documents: Documents) -> Iterator[str]:
-    serve = _serve(documents)
+    serve = serve_of(documents)
     ready, live = HEALTH
+    port = int(options(serve).get("health-port", DEFAULT_PORT))
     for name, service in {"startupProbe": ready, "readinessProbe": ready, "livenessProbe": live}.items():
-        if serve.get(name, {}).get("grpc") != {"port": DEFAULT_PORT, "service": service}:
-            yield f"serve: {name} does not ask {service} at {DEFAULT_PORT}"
+        if serve.get(name, {}).get("grpc") != {"port": port, "service": service}:
+            yield f"serve: {name} does not ask {service} at {port}"
     startup = serve.get("startupProbe", {})
     seconds = startup.get("periodSeconds", 0) * startup.get("failureThreshold", 0)
     if seconds < HOUR:
@@ -115,20 +117,18 @@ def service_is_probed(documents: Documents) -> Iterator[str]:
 
 
 def ports_are_the_defaults(documents: Documents) -> Iterator[str]:
-    serve = _serve(documents)
+    serve = serve_of(documents)
     if options(serve)["port"] != str(DEFAULT_PORT):
         yield f"serve: listens on {options(serve)['port']}, not on {DEFAULT_PORT}"
-    if [port["containerPort"] for port in serve["ports"]] != [DEFAULT_PORT]:
-        yield f"serve: does not name port {DEFAULT_PORT}"
+    given = options(serve)
+    named = {DEFAULT_PORT} | {int(given[name]) for name in ("health-port", "metrics-port") if name in given}
+    if (found := {port["containerPort"] for port in serve["ports"]}) != named:
+        yield f"serve: names ports {sorted(found)}, not {sorted(named)}"
+    protocol = "https" if "tls-cert" in given else "kubernetes.io/h2c"
     for service in of_kind(documents, "Service"):
         for port in service["spec"]["ports"]:
-            if port["port"] != DEFAULT_PORT or port.get("appProtocol") != "kubernetes.io/h2c":
-                yield f"Service {service['metadata']['name']}: not gRPC at {DEFAULT_PORT}"
-    for policy in of_kind(documents, "NetworkPolicy"):
-        for rule in policy["spec"].get("ingress", ()):
-            opened = {port["port"] for port in rule.get("ports", ())}
-            if opened - {DEFAULT_PORT}:
-                yield f"NetworkPolicy {policy['metadata']['name']}: opens {sorted(opened)}"
+            if port["port"] != DEFAULT_PORT or port.get("appProtocol") != protocol:
+                yield f"Service {service['metadata']['name']}: not gRPC at {DEFAULT_PORT}, as {protocol}"
 
 
 def selectors_find_pods(documents: Documents) -> Iterator[str]:
@@ -155,20 +155,9 @@ def selectors_find_pods(documents: Documents) -> Iterator[str]:
                 )
 
 
-def selects(selector: Document, pod: Pod) -> bool:
-    """Whether a selector, of labels alone or with expressions, finds the pod."""
-    is_plain = not selector.keys() & {"matchLabels", "matchExpressions"}
-    wanted = selector if is_plain else selector.get("matchLabels", {})
-    expressions = () if is_plain else selector.get("matchExpressions", ())
-    assert all(one["operator"] == "In" for one in expressions)
-    return wanted.items() <= pod.labels.items() and all(
-        pod.labels.get(one["key"]) in one["values"] for one in expressions
-    )
-
-
 def sizes_agree(documents: Documents) -> Iterator[str]:
     """World size, slots, GPUs, and pods that must stay."""
-    serve, found = _serve(documents), groups(documents)
+    serve, found = serve_of(documents), groups(documents)
     head = found.pop("head")
     if {name: head["rayStartParams"].get(name) for name in ("num-cpus", "num-gpus")} != {
         "num-cpus": "0",
@@ -194,7 +183,7 @@ def sizes_agree(documents: Documents) -> Iterator[str]:
 
 
 def endings_are_graceful(documents: Documents) -> Iterator[str]:
-    drain = float(options(_serve(documents))["drain-seconds"])
+    drain = float(options(serve_of(documents))["drain-seconds"])
     for pod in pods(documents):
         if pod.owner not in groups(documents):
             continue
@@ -213,7 +202,7 @@ def ray_is_joined_as_one_machine(documents: Documents) -> Iterator[str]:
     for container in head.containers():
         if "/tmp" not in {mount["mountPath"] for mount in container["volumeMounts"]}:
             yield f"head/{container['name']}: does not share /tmp"
-    serve = _serve(documents)
+    serve = serve_of(documents)
     token = {"secretKeyRef": {"name": of_kind(documents, "RayCluster")[0]["metadata"]["name"], "key": "auth_token"}}
     given = {one["name"]: one.get("valueFrom") for one in serve["env"]}
     if cluster(documents).get("authOptions") != {"mode": "token"}:
@@ -238,10 +227,6 @@ def _containers(documents: Documents) -> Iterator[tuple[Pod, Document]]:
             yield pod, container
 
 
-def _serve(documents: Documents) -> Document:
-    return next(pod for pod in pods(documents) if pod.owner == "head").container("serve")
-
-
 RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     images_are_pinned,
     containers_have_limits,
@@ -255,4 +240,5 @@ RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     endings_are_graceful,
     ray_is_joined_as_one_machine,
     nobody_has_rights,
+    *DOOR_RULES,
 )

@@ -9,9 +9,9 @@ import pytest
 from vendor_schemas import of_definition
 
 from tests.support.manifests.definitions import definition
-from tests.support.manifests.pods import cluster, environment, of_kind, options, pods
-from tests.support.manifests.rendering import of_readme, render, with_components
-from tests.support.manifests.rules import problems, selects
+from tests.support.manifests.pods import cluster, environment, of_kind, options, pods, selects
+from tests.support.manifests.rendering import of_readme, render, with_components, with_these
+from tests.support.manifests.rules import problems
 from tests.support.manifests.validation import KUBERNETES, SCHEMAS, all_errors
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +117,8 @@ def test_what_the_readme_tells_people_to_write_keeps_the_rules(tmp_path):
     assert options(serve(found))["snapshot-url"] == "s3://keys/longleaf"
 
 
-def test_what_holds_keys_has_the_credentials_of_the_storage(whole):
+def test_what_holds_keys_has_the_credentials_of_the_storage(tmp_path):
+    whole = with_these(tmp_path, "gpu-2x8", ["snapshots", "prefetch"])
     assert options(serve(whole)) == options(serve(RENDERED["gpu-2x8"])) | {"snapshot-url": "s3://bucket/longleaf"}
     (container,) = ranks(whole)["template"]["spec"]["containers"]
     for one in (*head(whole)["containers"], container):
@@ -187,7 +188,9 @@ BREAKS = {
     "is a hostPath": lambda found: head(found)["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
     "gets a token": lambda found: head(found).pop("automountServiceAccountToken"),
     "Ray would run in serve": lambda found: head(found)["containers"].reverse(),
-    "no volume shm": lambda found: head(found)["volumes"].pop(1),
+    "no volume shm": lambda found: head(found)["volumes"].remove(
+        next(one for one in head(found)["volumes"] if one["name"] == "shm")
+    ),
     "no claim longleaf-models": lambda found: found.remove(document(found, "PersistentVolumeClaim")),
     "readinessProbe does not ask": lambda found: serve(found)["readinessProbe"]["grpc"].update(service=""),
     "less than an hour": lambda found: serve(found)["startupProbe"].update(failureThreshold=10),
@@ -200,7 +203,7 @@ BREAKS = {
     "is not spread": lambda found: ranks(found)["template"]["metadata"]["labels"].update(
         {"app.kubernetes.io/component": "rank"}
     ),
-    "head has no grpc": lambda found: serve(found)["ports"][0].update(name="rpc"),
+    "head has no grpc": lambda found: serve(found)["ports"][1].update(name="rpc"),
     "head: has slots": lambda found: cluster(found)["headGroupSpec"]["rayStartParams"].pop("num-gpus"),
     "and 24 slots": lambda found: ranks(found).update(replicas=3),
     "its size is not fixed": lambda found: ranks(found).update(maxReplicas=5),
@@ -223,11 +226,3 @@ BREAKS = {
 def test_a_broken_rule_is_told(told, broken):
     BREAKS[told](broken)
     assert told in "\n".join(problems(broken, RAY))
-
-
-def test_options_are_those_of_the_command(documents):
-    """So that a renamed one is found before a pod starts."""
-    from longleaf.commands.serve import ServeFlags
-
-    names = {name.replace("_", "-") for name in ServeFlags.__dataclass_fields__}
-    assert options(serve(documents)).keys() - names == set()

@@ -1,0 +1,169 @@
+"""What must hold of the ways into a service: certificates, credentials, hooks, and the port of metrics."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from longleaf.config import DEFAULT_PORT
+from longleaf.errors import InvalidArgument
+from longleaf.operations import SecurityConfig
+from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
+
+Document = dict[str, Any]
+Documents = Sequence[Document]
+CERTIFICATE_KEYS = {"tls.crt", "tls.key", "ca.crt"}
+"""What cert-manager writes into a Secret."""
+RAYS_PORT = "metrics"
+"""The name that KubeRay gives to a port of Ray's own, unless that has one."""
+
+
+def secret_file(pod: Pod, container: Document, path: str) -> tuple[str, str]:
+    """The Secret, and the key in it, that `path` is in a container. Raises KeyError where it is none."""
+    folder, _, key = path.rpartition("/")
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volume = next(one for one in pod.spec["volumes"] if one["name"] == mounts[folder])
+    return volume["secret"]["secretName"], key
+
+
+def files_given(documents: Documents) -> Iterator[tuple[Document, str]]:
+    """What reads a file at a path: the coordinator, in Ray's own container, and the hooks."""
+    head = _head(documents)
+    given = options(serve_of(documents))
+    coordinator = head.container("ray-head")
+    names = ("tls-cert", "tls-key", "tls-client-ca", "credentials")
+    yield from ((coordinator, given[name]) for name in names if name in given)
+    for container in head.containers():
+        yield from ((container, path) for path in hook_files(container).values())
+
+
+def hook_files(container: Document) -> dict[str, str]:
+    """The files with which a container's hook comes in: of the authority, and of the credential."""
+    hook = options(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}))
+    found = {"tls-ca": environment(container).get("LONGLEAF_TLS_CA"), "credential-file": hook.get("credential-file")}
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def service_may_listen(documents: Documents) -> Iterator[str]:
+    """By the rules that `serve` has itself; and nobody is let in beside the door."""
+    given = options(serve_of(documents))
+    found = {
+        name: given.get(name.replace("_", "-")) for name in ("tls_cert", "tls_key", "tls_client_ca", "credentials")
+    }
+    is_closed = found["tls_cert"] is not None and found["credentials"] is not None
+    try:
+        SecurityConfig(**found, insecure="insecure" in given).check(given["host"])
+    except InvalidArgument as error:
+        yield f"serve: {error}"
+    if is_closed and "insecure" in given:
+        yield "serve: says --insecure, and need not"
+
+
+def files_are_mounted(documents: Documents) -> Iterator[str]:
+    """Each from a Secret; what is of a certificate from the one that cert-manager writes."""
+    head = _head(documents)
+    of_certificates = {one["spec"]["secretName"] for one in of_kind(documents, "Certificate")}
+    for container, path in files_given(documents):
+        try:
+            secret, key = secret_file(head, container, path)
+        except KeyError:
+            yield f"head/{container['name']}: {path} is of no Secret"
+            continue
+        if secret in of_certificates and key not in CERTIFICATE_KEYS:
+            yield f"head/{container['name']}: {path} is not in the Secret of a certificate"
+
+
+def hooks_come_in(documents: Documents) -> Iterator[str]:
+    """A hook is a client like others, and needs what they need."""
+    given = options(serve_of(documents))
+    wanted = {"tls-ca"} if "tls-cert" in given else set[str]()
+    wanted |= {"credential-file"} if "credentials" in given else set[str]()
+    for container in _head(documents).containers():
+        if (found := hook_files(container).keys()) != wanted:
+            yield f"head/{container['name']}: its hook has {sorted(found)}, and needs {sorted(wanted)}"
+
+
+def certificate_has_the_names(documents: Documents) -> Iterator[str]:
+    """By which hooks and clients call the service."""
+    if "tls-cert" not in (given := options(serve_of(documents))):
+        return
+    head = _head(documents)
+    try:
+        secret, _ = secret_file(head, head.container("ray-head"), given["tls-cert"])
+    except KeyError:
+        return  # told by another rule
+    certificates = [one["spec"] for one in of_kind(documents, "Certificate") if one["spec"]["secretName"] == secret]
+    if len(certificates) != 1:
+        yield f"Secret {secret}: {len(certificates)} certificates are written there"
+        return
+    names = {*certificates[0]["dnsNames"], *certificates[0]["ipAddresses"]}
+    wanted = {"localhost", "127.0.0.1"} | {one["metadata"]["name"] for one in of_kind(documents, "Service")}
+    for policy in of_kind(documents, "BackendTLSPolicy"):
+        validation = policy["spec"]["validation"]
+        wanted.add(validation["hostname"])
+        if [(one["kind"], one["name"]) for one in validation["caCertificateRefs"]] != [("Secret", secret)]:
+            yield f"BackendTLSPolicy {policy['metadata']['name']}: has not the authority of {secret}"
+    yield from (f"Certificate {secret}: is not for {name}" for name in sorted(wanted - names))
+    if "server auth" not in certificates[0]["usages"]:
+        yield f"Certificate {secret}: is not a server's"
+
+
+def gateways_speak_as_the_service_does(documents: Documents) -> Iterator[str]:
+    is_encrypted = "tls-cert" in options(serve_of(documents))
+    policies = of_kind(documents, "BackendTLSPolicy")
+    targets = {one["name"] for policy in policies for one in policy["spec"]["targetRefs"] if one["kind"] == "Service"}
+    for route in of_kind(documents, "GRPCRoute"):
+        asked = {one["name"] for rule in route["spec"]["rules"] for one in rule["backendRefs"]}
+        if asked != targets if is_encrypted else bool(targets):
+            yield f"GRPCRoute {route['metadata']['name']}: goes to {sorted(asked)}, and {sorted(targets)} are encrypted"
+
+
+def ports_are_open_to_whom_they_are_for(documents: Documents) -> Iterator[str]:
+    """That of clients; and that of metrics, to one namespace. Kubelets need no rule to check their own pods."""
+    metrics = options(serve_of(documents)).get("metrics-port")
+    for policy in of_kind(documents, "NetworkPolicy"):
+        name = f"NetworkPolicy {policy['metadata']['name']}"
+        for rule in policy["spec"].get("ingress", ()):
+            opened = {port["port"] for port in rule.get("ports", ())}
+            if metrics is not None and opened == {int(metrics)}:
+                if not rule.get("from") or any(one.keys() != {"namespaceSelector"} for one in rule["from"]):
+                    yield f"{name}: opens metrics to more than a namespace"
+            elif opened - {DEFAULT_PORT}:
+                yield f"{name}: opens {sorted(opened)}"
+
+
+def metrics_are_found(documents: Documents) -> Iterator[str]:
+    """By Prometheus, which looks for a port by its name."""
+    given, monitors = options(serve_of(documents)), of_kind(documents, "PodMonitor")
+    if ("metrics-port" in given) != bool(monitors):
+        yield f"{len(monitors)} PodMonitors, and serve has {given.get('metrics-port', 'no port')} for metrics"
+        return
+    if monitors and given.get("metrics-host") != "0.0.0.0":
+        yield "serve: metrics are for its pod alone"
+    for monitor in monitors:
+        name = f"PodMonitor {monitor['metadata']['name']}"
+        found = [pod.owner for pod in pods(documents) if selects(monitor["spec"]["selector"], pod)]
+        if found != ["head"]:
+            yield f"{name}: selects {found}"
+        named = [
+            (port["name"], str(port["containerPort"]))
+            for container in _head(documents).containers()
+            for port in container.get("ports", ())
+        ]
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            ports = [number for port, number in named if port == endpoint["port"]]
+            if ports != [given["metrics-port"]] or endpoint["port"] == RAYS_PORT:
+                yield f"{name}: asks {endpoint['port']}, which is {ports}"
+
+
+def _head(documents: Documents) -> Pod:
+    return Pod("head", cluster(documents)["headGroupSpec"]["template"])
+
+
+DOOR_RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
+    service_may_listen,
+    files_are_mounted,
+    hooks_come_in,
+    certificate_has_the_names,
+    gateways_speak_as_the_service_does,
+    ports_are_open_to_whom_they_are_for,
+    metrics_are_found,
+)
