@@ -22,7 +22,7 @@ WANTED_RATIO = 0.97
 WANTED_MORE_MS = 1.0
 SCRAPE_SECONDS = 1.0
 WARM_UP_SECONDS = 1.0
-TURNS = 3
+TURNS = 6
 """Of each service in a round."""
 FIRST_TOKENS, CONNECTIONS = 10, 4
 """Timed in each turn."""
@@ -120,6 +120,12 @@ def of_both(rounds: Sequence[tuple[Measured, ...]], choose: Callable[[Measured],
     return Both(found[OFF] + found[OFF_AGAIN], found[ON])
 
 
+def of_turns(rounds: Sequence[tuple[Measured, ...]], work: Callable[[float, float, float], float]) -> list[float]:
+    """What `work` makes of the three services' paces, for each turn of all rounds."""
+    turns = (zip(*(found.paces for found in services), strict=True) for services in rounds)
+    return [work(off.tokens_per_s, on.tokens_per_s, again.tokens_per_s) for turn in turns for off, on, again in turn]
+
+
 def summary(options: Options, rounds: Sequence[tuple[Measured, ...]]) -> Row:
     """Medians over all rounds, and how the ratios of single rounds differ."""
     rates = {place: [found[place].tokens_per_s for found in rounds] for place in (OFF, ON, OFF_AGAIN)}
@@ -139,6 +145,8 @@ def summary(options: Options, rounds: Sequence[tuple[Measured, ...]]) -> Row:
         "ratio": round(ratio, 4),
         **spread("ratio", each),
         **spread("off_by_off", noise),
+        "turn_ratio": round(median(of_turns(rounds, lambda off, on, again: 2 * on / (off + again))), 4),
+        "turn_off_by_off": round(median(of_turns(rounds, lambda off, _, again: again / off)), 4),
         "off_cpu_us_per_token": round(median(cpu.off), 1),
         "on_cpu_us_per_token": round(median(cpu.on), 1),
         "first_tokens": len(firsts.on),

@@ -19,11 +19,15 @@ class Others:
         return max(0.0, (_seconds_of_others() - self._before) / (time.perf_counter() - self._began))
 
 
-def _seconds_of_others() -> float:
-    all_of_them = psutil.cpu_times()
-    busy = all_of_them.user + all_of_them.system + getattr(all_of_them, "nice", 0.0)
+def own_seconds() -> float:
+    """What this process and those that it started have computed."""
     this = psutil.Process()
-    return busy - sum(_seconds(process) for process in (this, *this.children(recursive=True)))
+    return sum(_seconds(process) for process in (this, *this.children(recursive=True)))
+
+
+def _seconds_of_others() -> float:
+    everybody = psutil.cpu_times()
+    return everybody.user + everybody.system + getattr(everybody, "nice", 0.0) - own_seconds()
 
 
 def _seconds(process: psutil.Process) -> float:
