@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from longleaf.geometry import Rope
 from longleaf.parcel.frames import PREAMBLE, Frame
-from longleaf.parcel.records import ID_BYTES, IDS_PER_RECORD, MIN_SHARE, Head, Keys, Part, SegmentHead, encode
+from longleaf.parcel.records import ID_BYTES, IDS_PER_RECORD, Head, Keys, Part, SegmentHead, encode
 from longleaf.storage.manifest import Piece, SegmentManifest
 
 Content = memoryview | Piece
@@ -44,7 +44,8 @@ class Packing:
     """A context with this head and path, as bytes: the same for the same arguments."""
 
     def __init__(self, head: Head, path: Sequence[Segment], manifests: Mapping[int, SegmentManifest]) -> None:
-        """`manifests` are by id, of segments that have some. Keys travel where enough of their segment is used."""
+        """`manifests` are by id, of segments that have some. Keys travel where all of their segment is used: what is
+        behind belongs to other contexts, perhaps of others, and pieces are not cut."""
         self._stretches: list[Stretch] = []
         self._num_bytes = 0
         self._digest = blake3(PREAMBLE)
@@ -69,15 +70,15 @@ class Packing:
                 yield content, max(0, offset - start)
 
     def _add_segment(self, segment: Segment, num_used: int, manifest: SegmentManifest | None) -> None:
-        has_keys = manifest is not None and num_used >= MIN_SHARE * len(segment.token_ids)
-        keys = _keys_of(manifest) if manifest is not None and has_keys else None
-        num_tokens = len(segment.token_ids) if has_keys else num_used
-        told = encode(SegmentHead(num_used=num_used, num_tokens=num_tokens, rope=segment.rope, keys=keys))
+        if num_used < len(segment.token_ids):
+            manifest = None
+        keys = None if manifest is None else keys_of(manifest)
+        told = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys))
         self._add_record(Frame.of("segment", told), memoryview(told))
-        for first in range(0, num_tokens, IDS_PER_RECORD):
-            ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_tokens))
+        for first in range(0, num_used, IDS_PER_RECORD):
+            ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
             self._add_record(Frame.of("ids", ids), ids)
-        if manifest is not None and has_keys:
+        if manifest is not None:
             for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
                 self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)
 
@@ -93,7 +94,8 @@ class Packing:
         self._num_bytes += num_bytes
 
 
-def _keys_of(manifest: SegmentManifest) -> Keys:
+def keys_of(manifest: SegmentManifest) -> Keys:
+    """What a parcel says of the keys of a segment."""
     windows = None if manifest.windows is None else _part_of(manifest.windows)
     return Keys(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
 

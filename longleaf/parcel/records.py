@@ -22,7 +22,8 @@ MAX_SEGMENT_BYTES = 64 << 20
 MAX_PIECE_BYTES = 1 << 30
 """Services write pieces of 64 MiB, or one block if that is more."""
 MIN_SHARE = 1 / 2
-"""How much of a segment's tokens a context must use to carry its keys, which come whole. It bounds all ids, too."""
+"""How much of a segment's tokens a context must use for its keys to be taken, which come whole: early versions sent
+segments that were used in part. It bounds all ids, too."""
 MAX_TOKENS = 1 << 40
 MAX_NAME = 256
 """Characters."""
@@ -86,7 +87,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
     num_used: int
     """Tokens of it on the path."""
     num_tokens: int
-    """All of its tokens, which is more than are used only where keys are of all."""
+    """All of its tokens, which is more than are used only in what early versions wrote, where keys are of all."""
     rope: Rope
     keys: Keys | None
 

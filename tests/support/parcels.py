@@ -10,8 +10,9 @@ from blake3 import blake3
 from coordinator.catalog.records import SegmentRecord
 from longleaf.fingerprint import Fingerprint
 from longleaf.geometry import Rope
-from longleaf.parcel.packing import Packing
-from longleaf.parcel.records import Head
+from longleaf.parcel.frames import PREAMBLE, Frame, Kind
+from longleaf.parcel.packing import Packing, keys_of
+from longleaf.parcel.records import Head, SegmentHead, encode
 from longleaf.parcel.unpacking import Told, Unpacking
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import Attempt
@@ -38,6 +39,28 @@ class Packable:
         return bytes_from(self.packing(), self.objects)
 
 
+def packed_early(given: Packable) -> bytes:
+    """Its parcel as early versions wrote it: with whole segments, their keys too, where the context uses a part."""
+    parcel, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
+
+    def add(kind: Kind, content: bytes) -> None:
+        frame = Frame.of(kind, content).encode()
+        digest.update(frame)
+        parcel.extend(frame + content)
+
+    add("head", encode(given.head))
+    ends = [*(segment.start for segment in given.path[1:]), given.head.num_tokens]
+    for segment, end in zip(given.path, ends, strict=True):
+        keys, num_tokens = keys_of(given.manifests[segment.id]), len(segment.token_ids)
+        told = SegmentHead(num_used=end - segment.start, num_tokens=num_tokens, rope=segment.rope, keys=keys)
+        add("segment", encode(told))
+        add("ids", segment.token_ids.tobytes())
+        for name in given.manifests[segment.id].objects:
+            add("piece", given.objects[name])
+    add("end", digest.digest())
+    return bytes(parcel)
+
+
 def bytes_from(packing: Packing, objects: dict[str, bytes], offset: int = 0) -> bytes:
     """The bytes of a parcel from `offset` on."""
     found = bytearray()
@@ -47,7 +70,7 @@ def bytes_from(packing: Packing, objects: dict[str, bytes], offset: int = 0) -> 
 
 
 def packable(
-    sizes: Sequence[tuple[int, int]] = ((8, 6), (5, 5)),
+    sizes: Sequence[tuple[int, int]] = ((6, 6), (5, 5)),
     keyed: Sequence[bool] = (True, True),
     piece_tokens: int = 4,
     piece_bytes: int = 40,

@@ -3,10 +3,12 @@
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from longleaf.client import Client
 from longleaf.credentials import digest_of
 from tests.support.authority import Authority
 from tests.support.command_line import CLI, Served
@@ -15,12 +17,12 @@ from tests.support.tenants import ROLES, credential_of, write_credentials
 
 class Tenanted(AbstractContextManager["Tenanted"]):
     """A running `longleaf serve` for acme, bolt and ops, to be entered; its keys lie in `folder`. `options` are further
-    ones of the service."""
+    ones of the service, `others` come in as well."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, others: Sequence[str] = ()) -> None:
         self.authority = Authority(folder / "ca")
         cert, key = self.authority.write("server")
-        self.credentials = write_credentials(folder)
+        self.credentials = write_credentials(folder, *others)
         self._folder, self._stack = folder, ExitStack()
         ways = ("--tls-cert", str(cert), "--tls-key", str(key), "--credentials", str(self.credentials))
         self.served = Served(*ways, *options)
@@ -35,6 +37,9 @@ class Tenanted(AbstractContextManager["Tenanted"]):
     @property
     def address(self) -> str:
         return self.served.address
+
+    def client(self, tenant: str) -> Client:
+        return Client(self.address, **self.authority.access(credential=credential_of(tenant)))
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs a client command with these variables and no other that says who calls."""

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from google.protobuf.json_format import MessageToDict
 from grpc import StatusCode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,75 +14,8 @@ from hypothesis import strategies as st
 from coordinator.ranks.fakes import FakeRanks
 from longleaf.credentials import Quotas
 from tests.support import gated
-from tests.support.tenants import ACME, BOLT, OPS, Caller, credentials, request_of
-
-Step = tuple[str, list[dict[str, Any]]]
-NAMES = ("book", "play")
-TEXTS = ("call me ishmael, some years ago", "call me ishmael, never mind how long", "it was the best of times")
-NAME = st.sampled_from(NAMES).map(lambda name: f"contexts/{name}")
-TEXT = st.sampled_from(TEXTS)
-REQUEST = st.sampled_from(["one", "two"])
-HIDDEN = ("Time", "time", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
-"""What differs from run to run."""
-
-
-def _generate(name: str | None, text: str, request_id: str) -> Step:
-    fields: dict[str, Any] = {"text": text, "sampling": {"max_token_count": 5, "seed": 1}, "request_id": request_id}
-    if name is not None:
-        fields["context"] = name
-    return "Generate", [fields | {"resume_duration": {"seconds": 60}}]
-
-
-def _ingest(name: str, text: str, append: bool = False) -> Step:
-    return "IngestContext", [{"config": {"name": name, "append": append}}, {"text": text.encode()}]
-
-
-STEPS = st.one_of(
-    st.builds(_ingest, NAME, TEXT, st.booleans()),
-    st.builds(_generate, st.none() | NAME, TEXT, REQUEST),
-    st.builds(lambda r: ("CancelGeneration", [{"request_id": r}]), REQUEST),
-    st.builds(lambda r: ("Generate", [{"request_id": r, "resume_token_index": 0}]), REQUEST),
-    st.builds(lambda n: ("GetContext", [{"name": n}]), NAME),
-    st.builds(lambda n: ("DeleteContext", [{"name": n}]), NAME),
-    st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), NAME, NAME),
-    st.just(("ListContexts", [{}])),
-    st.just(("GetCluster", [{}])),
-)
-SCRIPT = st.lists(STEPS, min_size=1, max_size=8)
-Said = list[tuple[str, StatusCode, list[Any], str]]
-
-
-def _plain(value: Any) -> Any:
-    """Without what differs from run to run."""
-    if isinstance(value, dict):
-        found = {key: _plain(each) for key, each in value.items() if not any(word in key for word in HIDDEN)}
-        return {key: each for key, each in found.items() if each not in ({}, [])}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
-async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
-    """What the tenant hears of its script."""
-    said: Said = []
-    async with grpc.aio.insecure_channel(address) as channel:
-        caller = Caller(channel, tenant)
-        for name, requests in script:
-            code, responses, told = await caller.call(name, [request_of(name, **fields) for fields in requests])
-            found = [_plain(MessageToDict(response)) for response in responses]
-            if name in ("Generate", "IngestContext"):  # how its progress is cut depends on steps
-                found = [each for each in found if not {"progress", "phase"} & set(each) or "context" in each]
-                found = _joined([each for each in found if each])
-            said.append((name, code, found, told))
-    return said
-
-
-def _joined(found: list[Any]) -> list[Any]:
-    """With the tokens and the text of deltas in one: who reads late is told several tokens at once."""
-    deltas = [each["delta"] for each in found if "delta" in each]
-    if not deltas:
-        return found
-    token_ids = [token_id for delta in deltas for token_id in delta.get("tokenIds", [])]
-    rest = [each for each in found if "delta" not in each]
-    return [*rest, {"tokenIds": token_ids, "text": "".join(delta.get("text", "") for delta in deltas)}]
+from tests.support.apart import SCRIPT, TEXTS, Said, Step, generate, play
+from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 
 async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Said]:
@@ -127,7 +58,7 @@ def test_a_quota_of_one_changes_nothing_for_the_other(
 
 async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) -> None:
     """Bolt asks what acme has just asked; the answer tells how much of it was held."""
-    step = _generate(None, TEXTS[0], "one")
+    step = generate(None, TEXTS[0], "one")
     for shares, held in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
         ranks = FakeRanks(1, 400, vocab=gated.VOCAB)
         options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "share_prefixes": shares}
@@ -135,7 +66,7 @@ async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) 
         async with gated.serving(ranks, folder / "model", authenticator=credentials(folder), **options) as (_, address):
             await play(address, ACME, [step])
             [(_, code, found, _)] = await play(address, BOLT, [step])
-            [(_, _, again, _)] = await play(address, BOLT, [_generate(None, TEXTS[0], "two")])
+            [(_, _, again, _)] = await play(address, BOLT, [generate(None, TEXTS[0], "two")])
         assert code == StatusCode.OK
         cached = [each["started"].get("cachedTokenCount", 0) for each in found if "started" in each]
         assert [bool(count) for count in cached] == [bool(held)] * len(cached)

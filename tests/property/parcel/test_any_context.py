@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.parcel.records import MIN_SHARE, SegmentHead
+from longleaf.parcel.records import SegmentHead
 from longleaf.parcel.unpacking import Ids
 from tests.support.parcels import packable, unpack
 
@@ -21,7 +21,7 @@ def test_a_parcel_carries_all_of_its_context(
     parcel = context.packed()
     told = unpack(parcel, data.draw(st.lists(st.integers(0, len(parcel)), max_size=10)))
     assert told[0] == context.head
-    travelling = [has and used >= MIN_SHARE * size for (size, used), has in zip(sizes, keyed, strict=True)]
+    travelling = [has and used == size for (size, used), has in zip(sizes, keyed, strict=True)]
     heads = [one for one in told if isinstance(one, SegmentHead)]
     assert [head.keys is not None for head in heads] == travelling
     assert [(head.num_used, head.rope) for head in heads] == [
@@ -32,8 +32,8 @@ def test_a_parcel_carries_all_of_its_context(
         if isinstance(one, Ids):
             ids += one.token_ids
     expected = array("I")
-    for segment, (size, used), has_keys in zip(context.path, sizes, travelling, strict=True):
-        expected += segment.token_ids[: size if has_keys else used]
+    for segment, (_, used) in zip(context.path, sizes, strict=True):
+        expected += segment.token_ids[:used]
     assert ids == expected
     names = [
         name

@@ -30,7 +30,7 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.messages import ExportContext, ImportHeader, ImportProgress, Parcel
 from longleaf.storage.manifest import decode_manifest
 from tests.support.houses import empty_house, house_of, sending
-from tests.support.parcels import FORM, Packable, packable
+from tests.support.parcels import FORM, Packable, packable, packed_early
 from tests.support.service import FakeEngine
 from tests.support.timers import Timers
 
@@ -217,6 +217,13 @@ async def test_the_keys_of_some_segments_arrive(into: Into) -> None:
     reports = await arrive(into(house), given.packed())
     assert reports[-1].key_tokens == 12
     assert len(house.contexts["moby"].manifests) == 2
+
+
+async def test_what_early_versions_sent_arrives_with_segments_used_in_part(into: Into) -> None:
+    house, given = empty_house(), packable(((8, 6), (5, 5)))
+    *_, last = await arrive(into(house), packed_early(given))
+    assert last.context is not None
+    assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
 async def test_another_name_is_taken(into: Into) -> None:

@@ -1,5 +1,7 @@
 """Parcels: what is damaged, cut, out of order or too large is told, wherever that is."""
 
+from array import array
+
 import pytest
 from blake3 import blake3
 from msgspec.structs import replace
@@ -19,20 +21,30 @@ def record(kind: str, content: bytes) -> bytes:
 
 
 def test_what_is_unpacked_is_what_was_packed() -> None:
-    given = packable(((8, 6), (5, 5), (9, 3)), (True, False, True))
+    given = packable(((8, 8), (5, 5), (9, 8)), (True, False, True))
     told = unpack(given.packed())
     assert told[0] == given.head
     segments = [one for one in told if isinstance(one, SegmentHead)]
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
-        (6, 8, True),
+        (8, 8, True),
         (5, 5, False),
-        (3, 3, False),  # less than half of it is used, so its keys would be mostly in vain
+        (8, 8, False),  # its keys come whole, and would tell what another context says behind
     ]
     ids = [one.token_ids for one in told if isinstance(one, Ids)]
-    assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:3]]
+    assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
     assert [bytes(one) for one in told if isinstance(one, bytearray)] == [
         given.objects[name] for name in given.manifests[given.path[0].id].objects
     ]
+
+
+def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> None:
+    """What lies behind is another context's, of another tenant where tenants share beginnings."""
+    given = packable(((8, 7), (5, 4)), vocabulary=200)
+    for segment, unused in zip(given.path, (7, 4), strict=True):
+        segment.token_ids[unused:] = array("I", [0xABCDEF01] * (len(segment.token_ids) - unused))
+    parcel = given.packed()
+    assert (0xABCDEF01).to_bytes(4, "little") not in parcel
+    assert not [content for content in given.objects.values() if content in parcel]
 
 
 def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:

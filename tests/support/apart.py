@@ -1,0 +1,86 @@
+"""Scripts of calls that tenants play, and what they hear: with all in it that does not differ from run to run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from grpc import StatusCode
+from hypothesis import strategies as st
+
+from tests.support.tenants import Caller, request_of
+
+Step = tuple[str, list[dict[str, Any]]]
+NAMES = ("book", "play")
+TEXTS = ("call me ishmael, some years ago", "call me ishmael, never mind how long", "it was the best of times")
+NAME = st.sampled_from(NAMES).map(lambda name: f"contexts/{name}")
+WRONG = st.sampled_from(["contexts/acme/book", "contexts/bolt/play", "acme/book", "contexts/..", "contexts/bücher", ""])
+"""Names that nobody has, and that might lead to another's."""
+SAMPLING = {"max_token_count": 5, "seed": 1}
+TEXT = st.sampled_from(TEXTS)
+REQUEST = st.sampled_from(["one", "two"])
+HIDDEN = ("Time", "time", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
+"""What differs from run to run."""
+
+
+def generate(name: str | None, text: str, request_id: str) -> Step:
+    fields: dict[str, Any] = {"text": text, "sampling": SAMPLING, "request_id": request_id}
+    if name is not None:
+        fields["context"] = name
+    return "Generate", [fields | {"resume_duration": {"seconds": 60}}]
+
+
+def ingest(name: str, text: str, append: bool = False) -> Step:
+    return "IngestContext", [{"config": {"name": name, "append": append}}, {"text": text.encode()}]
+
+
+STEPS = st.one_of(
+    st.builds(ingest, NAME, TEXT, st.booleans()),
+    st.builds(generate, st.none() | NAME, TEXT, REQUEST),
+    st.builds(lambda r: ("CancelGeneration", [{"request_id": r}]), REQUEST),
+    st.builds(lambda r: ("Generate", [{"request_id": r, "resume_token_index": 0}]), REQUEST),
+    st.builds(lambda n: ("GetContext", [{"name": n}]), NAME),
+    st.builds(lambda n: ("DeleteContext", [{"name": n}]), NAME),
+    st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), NAME, NAME),
+    st.builds(lambda n: ("ExportContext", [{"name": n}]), NAME | WRONG),
+    st.builds(lambda n: ("RereadContext", [{"name": n}]), NAME | WRONG),
+    st.builds(lambda n, call: (call, [{"name": n}]), WRONG, st.sampled_from(["GetContext", "DeleteContext"])),
+    st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), WRONG, NAME),
+    st.just(("ListContexts", [{}])),
+    st.just(("GetCluster", [{}])),
+)
+SCRIPT = st.lists(STEPS, min_size=1, max_size=8)
+Said = list[tuple[str, StatusCode, list[Any], str]]
+
+
+def _plain(value: Any) -> Any:
+    """Without what differs from run to run."""
+    if isinstance(value, dict):
+        found = {key: _plain(each) for key, each in value.items() if not any(word in key for word in HIDDEN)}
+        return {key: each for key, each in found.items() if each not in ({}, [])}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
+    """What the tenant hears of its script."""
+    said: Said = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        caller = Caller(channel, tenant)
+        for name, requests in script:
+            code, responses, told = await caller.call(name, [request_of(name, **fields) for fields in requests])
+            found = [_plain(MessageToDict(response)) for response in responses]
+            if name in ("Generate", "IngestContext"):  # how its progress is cut depends on steps
+                found = [each for each in found if not {"progress", "phase"} & set(each) or "context" in each]
+                found = _joined([each for each in found if each])
+            said.append((name, code, found, told))
+    return said
+
+
+def _joined(found: list[Any]) -> list[Any]:
+    """With the tokens and the text of deltas in one: who reads late is told several tokens at once."""
+    deltas = [each["delta"] for each in found if "delta" in each]
+    if not deltas:
+        return found
+    token_ids = [token_id for delta in deltas for token_id in delta.get("tokenIds", [])]
+    rest = [each for each in found if "delta" not in each]
+    return [*rest, {"tokenIds": token_ids, "text": "".join(delta.get("text", "") for delta in deltas)}]
