@@ -50,7 +50,14 @@ def service_may_listen(documents: Documents) -> Iterator[str]:
     }
     is_closed = found["tls_cert"] is not None and found["credentials"] is not None
     try:
-        SecurityConfig(**found, insecure="insecure" in given).check(given["host"])
+        security = SecurityConfig(
+            tls_cert=found["tls_cert"],
+            tls_key=found["tls_key"],
+            tls_client_ca=found["tls_client_ca"],
+            credentials=found["credentials"],
+            insecure="insecure" in given,
+        )
+        security.check(given["host"])
     except InvalidArgument as error:
         yield f"serve: {error}"
     if is_closed and "insecure" in given:
