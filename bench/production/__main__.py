@@ -8,7 +8,8 @@ All is measured with the embedded model and real services, started as a user wou
 
 cost       TLS, credentials of 20 tenants, metrics that are asked for once a second, and JSON logs of level info,
            against all of these off: tokens per second of 16 streams over one connection, what the coordinator computes
-           per token (cpu_us_per_token), the first token on a connection that is there, and on a new one (connected).
+           per token (cpu_us_per_token) and what the client does (client_us_per_token), the first token on a connection
+           that is there, and on a new one (connected).
            Each repeat starts one service with the settings and two without, which are asked by turns of `--seconds`.
            off_by_off tells what two services differ by that are the same. ratio is of medians, with the least and
            the most of single repeats; turn_ratio is the median of the ratios of turns that followed one another
