@@ -137,7 +137,8 @@ def summary(options: Options, rounds: Sequence[tuple[Measured, ...]]) -> Row:
         of_both(rounds, lambda found: found.first_tokens),
         of_both(rounds, lambda found: found.connected),
     )
-    cpu = of_both(rounds, lambda found: [pace.us_per_token for pace in found.paces])
+    service = of_both(rounds, lambda found: [pace.service_us for pace in found.paces])
+    client = of_both(rounds, lambda found: [pace.client_us for pace in found.paces])
     figures: dict[str, object] = {
         "streams": STREAMS,
         "off_tokens_per_s": round(median(off), 1),
@@ -147,8 +148,10 @@ def summary(options: Options, rounds: Sequence[tuple[Measured, ...]]) -> Row:
         **spread("off_by_off", noise),
         "turn_ratio": round(median(of_turns(rounds, lambda off, on, again: 2 * on / (off + again))), 4),
         "turn_off_by_off": round(median(of_turns(rounds, lambda off, _, again: again / off)), 4),
-        "off_cpu_us_per_token": round(median(cpu.off), 1),
-        "on_cpu_us_per_token": round(median(cpu.on), 1),
+        "off_cpu_us_per_token": round(median(service.off), 1),
+        "on_cpu_us_per_token": round(median(service.on), 1),
+        "off_client_us_per_token": round(median(client.off), 1),
+        "on_client_us_per_token": round(median(client.on), 1),
         "first_tokens": len(firsts.on),
         **latency("off_first_token", firsts.off),
         **latency("on_first_token", firsts.on),

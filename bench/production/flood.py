@@ -193,12 +193,8 @@ def summary(options: Options, quiet: dict[str, Turns], beside: dict[str, Turns],
         figures[f"{name}_kept_min"] = round(min(turns.kept), 3)
         figures[f"{name}_kept_max"] = round(max(turns.kept), 3)
         figures[f"{name}_caller_cores"] = round(median(turns.caller_cores), 2)
-    figures["other_codes"] = sum(
-        count
-        for turns in (*quiet.values(), *beside.values())
-        for code, count in turns.codes.items()
-        if code != turns.code
-    )
+    codes = sum((turns.codes for turns in (*quiet.values(), *beside.values())), Counter[str]())
+    figures["other_codes"] = {code: count for code, count in codes.items() if code not in (REFUSED, ANSWERED)}
     figures["streams_broken"] = errors.total()
     goals = [
         Goal(f"{name}_kept", median(beside[name].kept), WANTED_KEPT, is_least=True)

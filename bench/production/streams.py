@@ -26,12 +26,20 @@ class Pace(NamedTuple):
 
     tokens_per_s: float
     service_cpu_s: float
+    """What the coordinator computed."""
+    client_cpu_s: float
+    """What this process did."""
     seconds: float
 
     @property
-    def us_per_token(self) -> float:
+    def service_us(self) -> float:
         """What the coordinator computed of each token, if it did nothing else."""
         return self.service_cpu_s / (self.tokens_per_s * self.seconds) * 1e6
+
+    @property
+    def client_us(self) -> float:
+        """The same of this process."""
+        return self.client_cpu_s / (self.tokens_per_s * self.seconds) * 1e6
 
 
 class Streams:
@@ -73,10 +81,11 @@ class Streams:
 
     async def pace(self, service: Running, work: Awaitable[object]) -> Pace:
         """That of all together while `work` is done."""
-        cpu, tokens, began = service.cpu_seconds, self._num_tokens, time.perf_counter()
+        cpu, own, tokens, began = service.cpu_seconds, time.process_time(), self._num_tokens, time.perf_counter()
         await work
         seconds = time.perf_counter() - began
-        return Pace((self._num_tokens - tokens) / seconds, service.cpu_seconds - cpu, seconds)
+        rate = (self._num_tokens - tokens) / seconds
+        return Pace(rate, service.cpu_seconds - cpu, time.process_time() - own, seconds)
 
 
 async def first_token(client: AsyncClient) -> float:
