@@ -230,7 +230,7 @@ class Uploads:
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
             if not self._drop_oldest():
-                told = f"all hold {self.num_bytes:,} bytes, at most {self._max_bytes:,} may be held"
+                told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:

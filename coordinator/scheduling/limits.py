@@ -97,12 +97,12 @@ class Limits:
             if tokens + taken <= room:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
-            text = f"{tokens:,} tokens are needed, and of {room:,} the contexts keep {taken:,}; delete a context{more}"
+            # How many they keep is for admins: it would tell a tenant what others do.
+            kept = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
+            text = f"{kept}; delete a context{more}"
             if self.may_grow:
-                told = f"{tokens:,} tokens are needed, and of {room:,} the contexts keep {taken:,}"
-                raise ResourceExhausted(
-                    pool, f"{told} until a lost rank is replaced", retry_seconds or REPLACED_SECONDS
-                )
+                told = f"{kept} until a lost rank is replaced"
+                raise ResourceExhausted(pool, told, retry_seconds or REPLACED_SECONDS)
             if retry_seconds is not None:
                 text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)

@@ -92,8 +92,8 @@ class Gate:
     def hold(self, num_bytes: int) -> None:
         """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""
         if self._num_held + num_bytes > self._max_held:
-            told = f"those that wait for an answer have {self._num_held:,} bytes, {num_bytes:,} more are over"
-            raise ResourceExhausted("requests", f"{told} {self._max_held:,}", RETRY_SECONDS)
+            told = f"with {num_bytes:,} bytes more those that wait for an answer have more than {self._max_held:,}"
+            raise ResourceExhausted("requests", told, RETRY_SECONDS)
         self._num_held += num_bytes
 
     def release(self, num_bytes: int) -> None:

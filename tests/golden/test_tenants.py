@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import StatusCode
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def serving(checkpoint: Path, folder: Path, **quotas: Quotas) -> AsyncGenerator[str]:
     """The address of a service of two ranks for the tenants."""
-    config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16)
+    config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
     engine = Engine(ThreadRanks(config), config, max_positions=8192)
     async with running(engine):
         use_cases = UseCases(engine, Tokenizer.load(checkpoint, split_template), engine.cluster)
@@ -131,7 +131,13 @@ async def heard(checkpoint: Path, folder: Path, scripts: dict[str, Sequence[Step
     return dict(zip(scripts, found, strict=True))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(acme=SCRIPT, bolt=SCRIPT)
 def test_each_hears_what_it_would_hear_alone(
     checkpoint: Path, tmp_path: Path, acme: list[Step], bolt: list[Step]

@@ -19,7 +19,7 @@ WRONG = st.sampled_from(["contexts/acme/book", "contexts/bolt/play", "acme/book"
 SAMPLING = {"max_token_count": 5, "seed": 1}
 TEXT = st.sampled_from(TEXTS)
 REQUEST = st.sampled_from(["one", "two"])
-HIDDEN = ("Time", "time", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
+HIDDEN = ("Time", "time", "Timings", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
 """What differs from run to run."""
 
 

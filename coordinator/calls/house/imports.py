@@ -196,9 +196,9 @@ class Imports:
 
     def _check_room(self) -> None:
         """Raises ResourceExhausted when all of them hold too much."""
-        while (held := sum(found.arrival.num_held_bytes for found in self._all)) > self._max_bytes:
+        while sum(found.arrival.num_held_bytes for found in self._all) > self._max_bytes:
             if not self._forget_oldest():
-                told = f"all hold {held:,} bytes, at most {self._max_bytes:,} may be held"
+                told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
                 raise ResourceExhausted("imports", told, RETRY_SECONDS)
 
     def _forget_oldest(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.ranks.fakes import FakeRanks
 from longleaf.credentials import Quotas
 from tests.support import gated
-from tests.support.apart import SCRIPT, TEXTS, Said, Step, generate, play
+from tests.support.apart import SCRIPT, TEXTS, Said, Step, generate, ingest, play
 from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 
@@ -83,3 +83,21 @@ async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str)
     heard = (await served(tmp_path, scripts))[tenant]
     [page] = heard[-1][2]
     assert [each["name"] for each in page["contexts"]] == [f"contexts/{tenant}-0", f"contexts/{tenant}-1"]
+
+
+async def test_what_finds_no_room_is_told_no_figures_of_others(tmp_path: Path) -> None:
+    """Whatever acme keeps, bolt hears the same of a document for which it leaves no room."""
+    told = set[str]()
+    for size in (400, 900):
+        steps = {ACME: ingest("contexts/book", "a" * size), BOLT: ingest("contexts/book", "b" * 2900)}
+        ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
+        options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2}
+        async with gated.serving(
+            ranks, tmp_path / "model", authenticator=credentials(tmp_path / str(size)), **options
+        ) as (_, address):
+            [(_, code, _, _)] = await play(address, ACME, [steps[ACME]])
+            assert code == StatusCode.OK
+            [(_, code, _, text)] = await play(address, BOLT, [steps[BOLT]])
+        assert code == StatusCode.RESOURCE_EXHAUSTED
+        told.add(text)
+    assert len(told) == 1, told

@@ -247,7 +247,7 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
-    with pytest.raises(ResourceExhausted, match="all hold 16,008 bytes, at most 16,000"):
+    with pytest.raises(ResourceExhausted, match="all together hold too much, at most 16,000"):
         uploads.count(other)
     uploads.audit()
 

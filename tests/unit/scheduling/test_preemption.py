@@ -165,7 +165,7 @@ def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
 def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
     bench = Bench(blocks=(5, 5))
     bench.ingest("doc", 30)
-    with pytest.raises(ResourceExhausted, match="the contexts keep 32; delete a context") as caught:
+    with pytest.raises(ResourceExhausted, match="contexts keep too many; delete a context") as caught:
         bench.ask(10, 4)
     assert caught.value.retry_seconds is None
     bench.run()
