@@ -139,7 +139,7 @@ async def test_a_request_that_is_too_large_must_change(
     service: Served, max_sent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if max_sent is not None:
-        monkeypatch.setattr("longleaf.client.calls.OPTIONS", (("grpc.max_send_message_length", max_sent),))
+        monkeypatch.setattr("longleaf.client.channels.OPTIONS", (("grpc.max_send_message_length", max_sent),))
     async with AsyncClient(service.address) as client:
         with pytest.raises(
             InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes, at most {4 << 20:,} fit"
