@@ -142,6 +142,7 @@ class Epoch:
             choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
         self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
+        self._merge_bytes()  # those of no step
 
     def take(self, layout: Layout) -> None:
         """Takes for held what is told, and nothing else."""
