@@ -80,6 +80,7 @@ class Roster:
         self._agreed: tuple[Hello, ...] = ()
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
+        self._is_over = False
         self._pulses = self._loop.create_task(self._watch_pulses())
         self._tasks: set[asyncio.Task[None]] = set()
         """What is being done to members, such as killing them."""
@@ -212,7 +213,8 @@ class Roster:
         self._channel.forget(number)
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
-        self.tell(MemberLost(number, rank, epoch, member.node, member.end, self.is_kept))
+        if not self._is_over:  # else it was told to leave
+            self.tell(MemberLost(number, rank, epoch, member.node, member.end, self.is_kept))
 
     # --- pulses ---
 
@@ -243,7 +245,8 @@ class Roster:
         return None if is_over() else _furthest_behind(members)
 
     async def close(self) -> None:
-        """Forgets what is being done to members."""
+        """Forgets what is being done to members. Those that end from now on are no losses."""
+        self._is_over = True
         tasks = [self._pulses, *self._tasks]
         for task in tasks:
             task.cancel()
