@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from longleaf.errors import InvalidArgument
+from longleaf.small_files import read_small
 
 MAX_PEM_BYTES = 1 << 20
 Key = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
@@ -26,14 +27,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 def read_pem(field: str, path: str | Path) -> bytes:
     """What is in a file. Raises InvalidArgument."""
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_PEM_BYTES + 1)
-    except OSError as error:
-        raise InvalidArgument(field, f"{path}: {error.strerror}") from None
-    if len(data) > MAX_PEM_BYTES:
-        raise InvalidArgument(field, f"{path} has more than {MAX_PEM_BYTES:,} bytes")
-    return data
+    return read_small(field, path, MAX_PEM_BYTES)
 
 
 def parse_pair(chain: bytes, key: bytes, fields: tuple[str, str] = ("tls_cert", "tls_key")) -> KeyPair:

@@ -15,7 +15,7 @@ from bench.production.options import Options, result
 from bench.production.services import Running, Secret, production, running
 from bench.production.streams import STREAMS, Streams
 from longleaf.client import AsyncClient
-from tests.support.authority import Authority
+from tests.support.authority import Authority, shown_serial
 
 WANTED_SECONDS = 2.0
 PAUSE_SECONDS = 0.02
@@ -65,19 +65,8 @@ async def _until_shown(address: str, trusting: ssl.SSLContext, wanted: int, conn
     async with asyncio.timeout(MOST_SECONDS):
         while True:
             at = time.perf_counter()
-            shown = await _shown(address, trusting)
+            shown = await shown_serial(address, trusting)
             connections.append(time.perf_counter() - at)
             if shown == wanted:
                 return time.perf_counter() - began
             await asyncio.sleep(PAUSE_SECONDS)  # another process is watched: nothing here could tell
-
-
-async def _shown(address: str, trusting: ssl.SSLContext) -> int:
-    """The serial number of the certificate that a new connection gets."""
-    host, _, port = address.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-    try:
-        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        return x509.load_der_x509_certificate(found).serial_number
-    finally:
-        writer.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from longleaf.errors import InvalidArgument
+from longleaf.small_files import read_small
 
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
@@ -66,18 +67,7 @@ class WatchedFiles(Generic[Parsed]):
 
     def _read(self) -> list[bytes]:
         """Raises InvalidArgument."""
-        return [_read(field, path) for field, path in self._paths.items()]
-
-
-def _read(field: str, path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InvalidArgument(field, f"{path}: {error.strerror}") from None
-    if len(data) > MAX_BYTES:
-        raise InvalidArgument(field, f"{path} has more than {MAX_BYTES:,} bytes")
-    return data
+        return [read_small(field, path, MAX_BYTES) for field, path in self._paths.items()]
 
 
 def _digest_of(datas: list[bytes]) -> tuple[bytes, ...]:

@@ -1,5 +1,7 @@
 """An authority that makes certificates, and files of them."""
 
+import asyncio
+import ssl
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -72,6 +74,17 @@ class Authority:
         if name:
             access["tls_cert"], access["tls_key"] = self.write(name, self.make(*uris))
         return access
+
+
+async def shown_serial(address: str, trusting: ssl.SSLContext) -> int:
+    """The serial number of the certificate that a new connection gets."""
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+    try:
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        return x509.load_der_x509_certificate(found).serial_number
+    finally:
+        writer.close()
 
 
 def pem_of(key: Key, passphrase: bytes = b"") -> bytes:

@@ -14,7 +14,7 @@ from coordinator.serving.certificates import Certificates
 from longleaf.client import AsyncClient
 from longleaf.operations import SecurityConfig
 from longleaf.pem import parse_pair
-from tests.support.authority import Authority
+from tests.support.authority import Authority, shown_serial
 from tests.support.service import FakeEngine, serving
 
 NUM_ROTATIONS = 10
@@ -39,13 +39,7 @@ async def shown(address: str, authority: Authority) -> int:
     """The serial number of the certificate that a new connection gets."""
     trusting = ssl.create_default_context(cafile=str(authority.file))
     trusting.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-    try:
-        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        return x509.load_der_x509_certificate(found).serial_number
-    finally:
-        writer.close()
+    return await shown_serial(address, trusting)
 
 
 def serial(pair: tuple[bytes, bytes]) -> int:
