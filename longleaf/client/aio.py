@@ -23,6 +23,7 @@ from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import (
     Cluster,
     Context,
+    Conversation,
     Draining,
     Event,
     GenerateOptions,
@@ -97,10 +98,15 @@ class AsyncClient(ContextCalls):
         await self._calls.close()
 
     async def generate(
-        self, input: str | BytesLike | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        input: str | BytesLike | Iterable[int] | Conversation,
+        *,
+        context: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Event, None]:
-        """Streams one generation from text (bytes are UTF-8) or token ids: Started, Progress, Delta, and last Finished.
-        Where the service loses ranks, Recovering comes between them, and the next Delta has the next index.
+        """Streams one generation from text (bytes are UTF-8), token ids or a conversation: Started, Progress, Delta,
+        and last Finished. Where the service loses ranks, Recovering comes between them, and the next Delta has the next
+        index.
 
         Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
         and was given a `request_id` ends there when nobody has read it for a minute.

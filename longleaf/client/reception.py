@@ -7,7 +7,7 @@ from typing import cast
 from longleaf import codec
 from longleaf.codec import BytesLike
 from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
-from longleaf.messages import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
+from longleaf.messages import Conversation, Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RESUME_SECONDS = 60.0
@@ -17,7 +17,9 @@ RESUME_SECONDS = 60.0
 class Reception:
     """What was asked, what of the answer has come, and the request for the rest of it."""
 
-    def __init__(self, input: str | BytesLike | Iterable[int], context: str | None, options: GenerateOptions) -> None:
+    def __init__(
+        self, input: str | BytesLike | Iterable[int] | Conversation, context: str | None, options: GenerateOptions
+    ) -> None:
         """Raises InvalidArgument when a value does not fit its field, and TypeError for an option that there is not."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")

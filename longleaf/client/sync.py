@@ -18,6 +18,7 @@ from longleaf.messages import (
     Cluster,
     Context,
     ContextOptions,
+    Conversation,
     Draining,
     Event,
     ExportProgress,
@@ -82,7 +83,11 @@ class Client:
             self._loop.clean_up(partial(_close, stream))
 
     def generate(
-        self, input: str | BytesLike | Iterable[int], *, context: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        input: str | BytesLike | Iterable[int] | Conversation,
+        *,
+        context: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Generator[Event, None, None]:
         return self._iterate(self._client.generate(input, context=context, **options))
 

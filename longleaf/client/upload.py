@@ -22,7 +22,7 @@ Told = TypeVar("Told")
 
 def header_of(context: str, document: Document, options: IngestOptions) -> IngestHeader:
     """What an ingest begins with. Raises TypeError for an option that there is not."""
-    own = {"append", "upload_id", "priority", "client", "timeout"}
+    own = {"append", "upload_id", "system", "priority", "client", "timeout"}
     settings = cast(ContextOptions, {name: value for name, value in options.items() if name not in own})
     return IngestHeader(
         context,
@@ -30,6 +30,7 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
         size_of(document),
         options.get("upload_id", ""),
         ContextSettings(**settings),
+        options.get("system", ""),
         priority=options.get("priority", 0),
         client=options.get("client", ""),
     )

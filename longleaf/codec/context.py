@@ -34,6 +34,7 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 MAX_DISPLAY_NAME = 256
 """Characters."""
 MAX_UPLOAD_ID = 128
+MAX_SYSTEM_BYTES = 32 << 10
 MAX_PATHS = 16
 """Paths in a field mask."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
@@ -239,7 +240,12 @@ def _decode_ttl(ttl: Duration, field: str) -> float:
 def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:
     match piece:
         case IngestHeader():
-            return ingest_pb.IngestContextRequest(config=_encode_header(piece))
+            config = _encode_header(piece)
+            if not piece.system:
+                return ingest_pb.IngestContextRequest(config=config)
+            system = encodable(piece.system, "system")
+            prefaced = ingest_pb.PrefacedIngestConfig(config=config, system=system)
+            return ingest_pb.IngestContextRequest(prefaced_config=prefaced)
         case bytes():
             return ingest_pb.IngestContextRequest(text=piece)
         case _:
@@ -263,12 +269,24 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
     match message.WhichOneof("payload"):
         case "config":
             return _decode_header(message.config)
+        case "prefaced_config":
+            return _decode_prefaced(message.prefaced_config)
         case "text":
             return message.text
         case "token_ids":
             return decode_ids(message.token_ids)
         case _:
-            raise InvalidArgument("payload", "is missing: give config, text or token_ids")
+            raise InvalidArgument("payload", "is missing: give config, prefaced_config, text or token_ids")
+
+
+def _decode_prefaced(prefaced: ingest_pb.PrefacedIngestConfig) -> IngestHeader:
+    header = _decode_header(prefaced.config)
+    if header.append:
+        raise InvalidArgument("prefaced_config.system", "is for new contexts: it comes before all that they hold")
+    if (size := len(prefaced.system.encode())) > MAX_SYSTEM_BYTES:
+        told = f"has {size:,} bytes, at most {MAX_SYSTEM_BYTES:,} are taken"
+        raise InvalidArgument("prefaced_config.system", told)
+    return replace(header, system=prefaced.system)
 
 
 def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:

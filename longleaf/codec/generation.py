@@ -1,10 +1,11 @@
 """Requests to generate, and the events of their streams."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from longleaf.codec.claims import decode_claim, encode_claim
+from longleaf.codec.conversation import decode_conversation, encode_conversation
 from longleaf.codec.names import (
     BytesLike,
     as_text,
@@ -20,6 +21,7 @@ from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
+    Conversation,
     Delta,
     Event,
     Finished,
@@ -45,7 +47,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def encode_generate(
-    input: str | BytesLike | Iterable[int],
+    input: str | BytesLike | Iterable[int] | Conversation,
     *,
     context: str | None,
     use_chat_template: bool | None,
@@ -64,10 +66,14 @@ def encode_generate(
         message.use_chat_template = use_chat_template
     if isinstance(input, str | BytesLike):
         message.text = as_text(input, "text")
+    elif isinstance(input, Conversation):
+        message.conversation.CopyFrom(encode_conversation(input))
     elif is_series(input):
         message.token_ids.CopyFrom(encode_ids(input))
     else:
-        raise InvalidArgument("input", f"{type(input).__name__} is neither text nor a sequence of token ids")
+        raise InvalidArgument(
+            "input", f"{type(input).__name__} is neither text, a sequence of token ids nor a conversation"
+        )
     message.return_token_bytes = with_token_bytes
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""
@@ -99,15 +105,12 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     if message.HasField("resume_token_index"):
         index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
-    kind = message.WhichOneof("input")
-    if kind is None:
-        raise InvalidArgument("input", "give text or token_ids")
     priority, client = decode_claim(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
         raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
     duration = decode_seconds(message.resume_duration)
     return Generate(
-        input=message.text if kind == "text" else decode_ids(message.token_ids),
+        input=_decode_input(message),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),
@@ -118,6 +121,24 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         priority=priority,
         client=client,
     )
+
+
+def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | Conversation:
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return decode_ids(message.token_ids)
+        case "conversation":
+            return _decode_conversation(message)
+        case _:
+            raise InvalidArgument("input", "give text, token_ids or conversation")
+
+
+def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
+    if message.HasField("use_chat_template") and not message.use_chat_template:
+        raise InvalidArgument("use_chat_template", "a conversation is nothing without the template")
+    return decode_conversation(message.conversation)
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:

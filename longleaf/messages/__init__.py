@@ -38,6 +38,7 @@ from longleaf.messages.contexts import (
     Tokenized,
     expired,
 )
+from longleaf.messages.conversation import Conversation, Message, Role
 from longleaf.messages.generation import (
     Delta,
     Event,
@@ -76,6 +77,7 @@ __all__ = [
     "ContextOptions",
     "ContextSettings",
     "ContextState",
+    "Conversation",
     "Delta",
     "Draining",
     "Event",
@@ -95,6 +97,7 @@ __all__ = [
     "IngestProgress",
     "LeftOut",
     "Loss",
+    "Message",
     "ModelInfo",
     "Parcel",
     "ParcelPiece",
@@ -108,6 +111,7 @@ __all__ = [
     "Recovery",
     "Reread",
     "Resume",
+    "Role",
     "SamplingOptions",
     "SlotState",
     "Started",

@@ -125,6 +125,8 @@ class IngestOptions(ContextOptions, ClaimOptions, total=False):
     """To an existing context."""
     upload_id: str
     """Names the ingest, so that it can be resumed."""
+    system: str
+    """A system's message that the chat template puts before the document."""
     timeout: float | None
     """Seconds for the whole call."""
 
@@ -161,6 +163,8 @@ class IngestHeader(Claimed, frozen=True):
     total_bytes: int | None = None
     upload_id: str = ""
     settings: ContextSettings = UNCHANGED
+    system: str = ""
+    """A system's message that the chat template puts before the document."""
 
 
 IngestPiece = IngestHeader | bytes | Sequence[int]

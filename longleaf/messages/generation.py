@@ -6,6 +6,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from longleaf.messages.claims import Claimed, ClaimOptions
+from longleaf.messages.conversation import Conversation
 from longleaf.sampling import Logprobs, Sampling
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
@@ -49,9 +50,9 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
 
 
 class Generate(Claimed, frozen=True, kw_only=True):
-    """A request to generate; `input` is text, or token ids that are used as they are."""
+    """A request to generate; `input` is text, token ids that are used as they are, or a conversation."""
 
-    input: str | Sequence[int]
+    input: str | Sequence[int] | Conversation
     context: str | None = None
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None

@@ -56,15 +56,25 @@ class IngestConfig(_message.Message):
     capacity_token_count: int
     def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., capacity_token_count: _Optional[int] = ...) -> None: ...
 
+class PrefacedIngestConfig(_message.Message):
+    __slots__ = ("config", "system")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    config: IngestConfig
+    system: str
+    def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., system: _Optional[str] = ...) -> None: ...
+
 class IngestContextRequest(_message.Message):
-    __slots__ = ("config", "text", "token_ids")
+    __slots__ = ("config", "text", "token_ids", "prefaced_config")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PREFACED_CONFIG_FIELD_NUMBER: _ClassVar[int]
     config: IngestConfig
     text: bytes
     token_ids: _generation_pb2.TokenIds
-    def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+    prefaced_config: PrefacedIngestConfig
+    def __init__(self, config: _Optional[_Union[IngestConfig, _Mapping]] = ..., text: _Optional[bytes] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., prefaced_config: _Optional[_Union[PrefacedIngestConfig, _Mapping]] = ...) -> None: ...
 
 class IngestContextResponse(_message.Message):
     __slots__ = ("phase", "received_size_bytes", "processed_token_count", "total_token_count", "tokens_per_second", "context", "received_token_count", "recovering")

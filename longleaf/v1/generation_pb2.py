@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clongleaf/v1/generation.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfe\x04\n\x0eSamplingParams\x12\x1c\n\x0fmax_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x10ignore_end_token\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.longleaf.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x1a\n\rlogprob_count\x18\x0e \x01(\x05H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x12\n\x10_max_token_countB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x13\n\x11_ignore_end_tokenB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x10\n\x0e_logprob_count\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x03\"\xde\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9b\x01\n\x07Started\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x16\n\x0equeue_position\x18\x03 \x01(\x05\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x1d\n\x15\x62\x65yond_trained_length\x18\x05 \x01(\x08\x12\r\n\x05\x65xact\x18\t \x01(\x08\"D\n\x08Progress\x12\x1d\n\x15processed_token_count\x18\x01 \x01(\x03\x12\x19\n\x11total_token_count\x18\x02 \x01(\x03\"`\n\nRecovering\x12\x18\n\x10lost_token_count\x18\x01 \x01(\x03\x12\x1d\n\x15recovered_token_count\x18\x02 \x01(\x03\x12\x19\n\x11total_token_count\x18\x03 \x01(\x03\"[\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x18\n\x0btoken_bytes\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0e\n\x0c_token_bytes\"m\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.longleaf.v1.TokenLogprob\x12\x18\n\x0btoken_bytes\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0e\n\x0c_token_bytes\"|\n\x05\x44\x65lta\x12\x13\n\x0btoken_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.longleaf.v1.Logprobs\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\"\xc1\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.longleaf.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.longleaf.v1.Timings\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\x12\r\n\x05\x65xact\x18\n \x01(\x08*\x9a\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46INISH_REASON_END_TOKEN\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clongleaf/v1/generation.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\"\xfe\x04\n\x0eSamplingParams\x12\x1c\n\x0fmax_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1d\n\x10ignore_end_token\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12>\n\nlogit_bias\x18\x0c \x03(\x0b\x32*.longleaf.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x1a\n\rlogprob_count\x18\x0e \x01(\x05H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x12\n\x10_max_token_countB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x13\n\x11_ignore_end_tokenB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x10\n\x0e_logprob_count\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x1e\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04kind\"L\n\x07Message\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.longleaf.v1.Role\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.longleaf.v1.Part\"6\n\x0c\x43onversation\x12&\n\x08messages\x18\x01 \x03(\x0b\x32\x14.longleaf.v1.Message\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x03\"\xde\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x64\x65\x63ode_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x10prefill_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9b\x01\n\x07Started\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x03\x12\x16\n\x0equeue_position\x18\x03 \x01(\x05\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x1d\n\x15\x62\x65yond_trained_length\x18\x05 \x01(\x08\x12\r\n\x05\x65xact\x18\t \x01(\x08\"D\n\x08Progress\x12\x1d\n\x15processed_token_count\x18\x01 \x01(\x03\x12\x19\n\x11total_token_count\x18\x02 \x01(\x03\"`\n\nRecovering\x12\x18\n\x10lost_token_count\x18\x01 \x01(\x03\x12\x1d\n\x15recovered_token_count\x18\x02 \x01(\x03\x12\x19\n\x11total_token_count\x18\x03 \x01(\x03\"[\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x18\n\x0btoken_bytes\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0e\n\x0c_token_bytes\"m\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.longleaf.v1.TokenLogprob\x12\x18\n\x0btoken_bytes\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0e\n\x0c_token_bytes\"|\n\x05\x44\x65lta\x12\x13\n\x0btoken_index\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\'\n\x08logprobs\x18\x04 \x03(\x0b\x32\x15.longleaf.v1.Logprobs\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\"\xc1\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.longleaf.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.longleaf.v1.Timings\x12\x14\n\x0csample_index\x18\x05 \x01(\x05\x12\r\n\x05\x65xact\x18\n \x01(\x08*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*\x9a\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46INISH_REASON_END_TOKEN\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,30 +34,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1918
-  _globals['_FINISHREASON']._serialized_end=2072
+  _globals['_ROLE']._serialized_start=2083
+  _globals['_ROLE']._serialized_end=2163
+  _globals['_FINISHREASON']._serialized_start=2166
+  _globals['_FINISHREASON']._serialized_end=2320
   _globals['_SAMPLINGPARAMS']._serialized_start=78
   _globals['_SAMPLINGPARAMS']._serialized_end=716
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=488
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=536
   _globals['_TOKENIDS']._serialized_start=718
   _globals['_TOKENIDS']._serialized_end=741
-  _globals['_USAGE']._serialized_start=743
-  _globals['_USAGE']._serialized_end=838
-  _globals['_TIMINGS']._serialized_start=841
-  _globals['_TIMINGS']._serialized_end=1063
-  _globals['_STARTED']._serialized_start=1066
-  _globals['_STARTED']._serialized_end=1221
-  _globals['_PROGRESS']._serialized_start=1223
-  _globals['_PROGRESS']._serialized_end=1291
-  _globals['_RECOVERING']._serialized_start=1293
-  _globals['_RECOVERING']._serialized_end=1389
-  _globals['_TOKENLOGPROB']._serialized_start=1391
-  _globals['_TOKENLOGPROB']._serialized_end=1482
-  _globals['_LOGPROBS']._serialized_start=1484
-  _globals['_LOGPROBS']._serialized_end=1593
-  _globals['_DELTA']._serialized_start=1595
-  _globals['_DELTA']._serialized_end=1719
-  _globals['_FINISHED']._serialized_start=1722
-  _globals['_FINISHED']._serialized_end=1915
+  _globals['_PART']._serialized_start=743
+  _globals['_PART']._serialized_end=773
+  _globals['_MESSAGE']._serialized_start=775
+  _globals['_MESSAGE']._serialized_end=851
+  _globals['_CONVERSATION']._serialized_start=853
+  _globals['_CONVERSATION']._serialized_end=907
+  _globals['_USAGE']._serialized_start=909
+  _globals['_USAGE']._serialized_end=1004
+  _globals['_TIMINGS']._serialized_start=1007
+  _globals['_TIMINGS']._serialized_end=1229
+  _globals['_STARTED']._serialized_start=1232
+  _globals['_STARTED']._serialized_end=1387
+  _globals['_PROGRESS']._serialized_start=1389
+  _globals['_PROGRESS']._serialized_end=1457
+  _globals['_RECOVERING']._serialized_start=1459
+  _globals['_RECOVERING']._serialized_end=1555
+  _globals['_TOKENLOGPROB']._serialized_start=1557
+  _globals['_TOKENLOGPROB']._serialized_end=1648
+  _globals['_LOGPROBS']._serialized_start=1650
+  _globals['_LOGPROBS']._serialized_end=1759
+  _globals['_DELTA']._serialized_start=1761
+  _globals['_DELTA']._serialized_end=1885
+  _globals['_FINISHED']._serialized_start=1888
+  _globals['_FINISHED']._serialized_end=2081
 # @@protoc_insertion_point(module_scope)

@@ -321,6 +321,16 @@ async def test_a_call_that_an_earlier_service_does_not_have_is_made_once(later: 
 
 REFUSED = [
     ("GenerationService/Generate", NEW.GenerateRequest(input_newer="x"), "input"),
+    (
+        "GenerationService/Generate",
+        NEW.GenerateRequest(conversation={"messages": [{"role": VALUE, "parts": [{"text": "x"}]}]}),
+        "conversation.messages[0].role",
+    ),
+    (
+        "GenerationService/Generate",
+        NEW.GenerateRequest(conversation={"messages": [{"role": 2, "parts": [{"kind_newer": "x"}]}]}),
+        "conversation.messages[0].parts[0]",
+    ),
     ("ContextService/IngestContext", NEW.IngestContextRequest(payload_newer="x"), "payload"),
     (
         "ContextService/UpdateContext",
@@ -350,7 +360,7 @@ async def test_fields_that_a_service_does_not_know_have_no_effect(service: Serve
     assert found[-1].finished.usage.completion_token_count == 2
 
 
-def test_no_request_has_an_enum() -> None:
+def test_requests_have_no_other_enum() -> None:
     """One that has must be decoded so that values which this version does not know are refused by their field; then
     it goes into the list of what is refused, and from here."""
     waiting, seen = [method.input_type for method in methods()], set()
@@ -358,5 +368,6 @@ def test_no_request_has_an_enum() -> None:
         message = waiting.pop()
         seen.add(message.full_name)
         enums = [field.full_name for field in message.fields if field.enum_type is not None]
-        assert set(enums) <= {"longleaf.v1.Context.state"}, "that one is told alone: nobody reads it in a request"
+        told_alone, refused = "longleaf.v1.Context.state", "longleaf.v1.Message.role"
+        assert set(enums) <= {told_alone, refused}, "nobody reads the first in a request, and the other is in the list"
         waiting += [f.message_type for f in message.fields if f.message_type and f.message_type.full_name not in seen]

@@ -1,0 +1,52 @@
+"""Conversations as protobuf messages and back."""
+
+from typing import get_args
+
+from longleaf.codec.names import encodable
+from longleaf.errors import InvalidArgument
+from longleaf.messages import Conversation, Message, Role
+from longleaf.v1 import generation_pb2 as generation_pb
+
+MAX_MESSAGES = 512
+ROLES: tuple[Role, ...] = get_args(Role)
+"""By their numbers, from 1."""
+
+
+def encode_conversation(conversation: Conversation) -> generation_pb.Conversation:
+    """Raises InvalidArgument naming the message whose text no wire can carry, or whose role there is not."""
+    return generation_pb.Conversation(
+        messages=[_encode_message(i, message) for i, message in enumerate(conversation.messages)]
+    )
+
+
+def _encode_message(place: int, message: Message) -> generation_pb.Message:
+    field = f"conversation.messages[{place}]"
+    if message.role not in ROLES:
+        raise InvalidArgument(f"{field}.role", f"{message.role!r} is none of {', '.join(ROLES)}")
+    part = generation_pb.Part(text=encodable(message.text, f"{field}.text"))
+    return generation_pb.Message(role=generation_pb.Role.Name(ROLES.index(message.role) + 1), parts=[part])
+
+
+def decode_conversation(message: generation_pb.Conversation) -> Conversation:
+    """Raises InvalidArgument naming the field."""
+    num_messages = len(message.messages)
+    if not 1 <= num_messages <= MAX_MESSAGES:
+        told = f"are {num_messages:,}, and must be 1 to {MAX_MESSAGES}"
+        raise InvalidArgument("conversation.messages", told)
+    messages = tuple(_decode_message(f"conversation.messages[{i}]", each) for i, each in enumerate(message.messages))
+    if messages[-1].role != "user":
+        told = f"is the {messages[-1].role}'s, and the last message must be the user's: the model answers it"
+        raise InvalidArgument(f"conversation.messages[{num_messages - 1}].role", told)
+    return Conversation(messages)
+
+
+def _decode_message(field: str, message: generation_pb.Message) -> Message:
+    if not 1 <= message.role <= len(ROLES):
+        raise InvalidArgument(f"{field}.role", "is missing, or none that this service knows")
+    for i, part in enumerate(message.parts):
+        if part.WhichOneof("kind") is None:
+            raise InvalidArgument(f"{field}.parts[{i}]", "is of no kind that this service knows: give text")
+    role, text = ROLES[message.role - 1], "".join(part.text for part in message.parts)
+    if role == "user" and not text:
+        raise InvalidArgument(f"{field}.parts", "have no text")
+    return Message(role, text)
