@@ -37,6 +37,7 @@ from longleaf.config import (
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
+from longleaf.machine import allow_files
 from longleaf.messages import Cluster, Draining, ModelInfo
 from longleaf.units import human_seconds
 
@@ -91,6 +92,7 @@ class Service:
         """Opens the port, brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument
         or WorkerLost."""
         return_large()
+        allow_files()
         sys.setswitchinterval(SWITCH_SECONDS)
         self._config.check()
         self._observers = await self._watching.start()

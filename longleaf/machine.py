@@ -5,6 +5,7 @@ A container sees the memory and the processors of the whole machine; its limits 
 """
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -39,6 +40,17 @@ def num_processors(root: Path = ROOT) -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_group_processors(folder) for folder in _groups(root, "cpu"))
     return max(1, int(min([allowed, *(quota for quota in quotas if quota)])))
+
+
+def max_files() -> int:
+    """How many files and connections this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def allow_files() -> None:
+    """Lets this process have as many files and connections open as the system would ever let it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

@@ -60,9 +60,12 @@ class Gate:
         max_calls: int = MAX_CALLS,
         max_held_bytes: int = MAX_HELD_BYTES,
         arrival_seconds: float = ARRIVAL_SECONDS,
+        share: float = SHARE,
     ) -> None:
+        """One host may have open a `share` of the calls."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
+        self._most_of_host = math.ceil(max_calls * share)
         self._max_held = max_held_bytes
         self._num_calls = 0
         self._calls = Counter[str]()
@@ -75,7 +78,7 @@ class Gate:
         """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted."""
         if self._num_calls >= self._max_calls:
             raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
-        if self._calls[host] >= (most := math.ceil(self._max_calls * SHARE)):
+        if self._calls[host] >= (most := self._most_of_host):
             raise ResourceExhausted("calls", f"{most:,} from your host are open already", RETRY_SECONDS)
         self._calls[host] += 1
         self._num_calls += 1

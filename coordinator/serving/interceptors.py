@@ -12,6 +12,7 @@ from coordinator.access.authenticator import Authenticator
 from coordinator.access.caller import CALLER
 from coordinator.access.permissions import check_role
 from coordinator.access.refusals import Refusals
+from coordinator.serving.anteroom import Anteroom
 from coordinator.serving.gate import Gate, Handler, Incoming, StreamCall
 from coordinator.serving.lobby import SERVED, Lobby
 from coordinator.serving.peers import certified_names, plain_headers
@@ -40,6 +41,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
     ) -> None:
         self._lobby = lobby
         self._gate = gate
+        self._anteroom = Anteroom()
         self._unread_timeout = unread_timeout
         self._authenticator = authenticator
         self._observers = observers
@@ -70,9 +72,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
 
     async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
-        with self._gate.of(record.method, handler, record.host) as incoming:
+        is_served = record.method.startswith(SERVED)
+        room = self._gate if is_served else self._anteroom
+        with room.of(record.method, handler, record.host) as incoming:
             try:
-                if record.method.startswith(SERVED):
+                if is_served:
                     await self._admit(record, call)
                 with self._lobby.visit(record.method):
                     await self._respond(handler, call, incoming)

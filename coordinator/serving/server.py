@@ -1,6 +1,6 @@
 """The gRPC server: the services, health and reflection on one port, and health alone on another."""
 
-import socket
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from coordinator.serving.certificates import Certificates
 from coordinator.serving.gate import MAX_CALLS, Gate
 from coordinator.serving.health import HealthServicer
 from coordinator.serving.interceptors import CallInterceptor
+from coordinator.serving.listener import Listener
 from coordinator.serving.lobby import Lobby
 from coordinator.serving.servicers import (
     ClusterServicer,
@@ -24,8 +25,9 @@ from coordinator.serving.servicers import (
     TokenizerServicer,
 )
 from coordinator.telemetry.observers import NOBODY, Observers
-from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS, join_address
-from longleaf.errors import LongleafError, StartError, Unavailable
+from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS
+from longleaf.errors import LongleafError, Unavailable
+from longleaf.machine import max_files
 from longleaf.messages import Draining
 from longleaf.v1 import (
     cluster_service_pb2_grpc,
@@ -44,8 +46,8 @@ LOADING_SECONDS, DRAINING_SECONDS = 2.0, 1.0
 """When to come again: to this service, and to the one that takes its place."""
 MAX_METADATA_BYTES = 16 << 10
 """Bytes of a call's headers: of more the library refuses the call."""
-MAX_HEALTH_CALLS = 64
-"""Calls that may be open at once on the port of health alone."""
+LIBRARY = "grpc._cython.cygrpc"
+"""What the library logs as."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
@@ -55,6 +57,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_connection_age_ms", 3_600_000),  # so that certificates and balance are renewed; what runs goes on
+    ("grpc.max_connection_idle_ms", 300_000),  # connections are few: those that nobody uses make room
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
     ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -64,15 +68,6 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 ANYBODY = Anybody()
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises StartError with the reason when nobody could listen on `host`:`port`; gRPC only writes it to the log."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]
-        raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
 def _loading() -> LongleafError:
@@ -104,23 +99,27 @@ class Server:
         observers: Observers = NOBODY,
         certificates: Certificates | None = None,
     ) -> None:
-        self._certificates = certificates
         self._lobby = lobby = Lobby(loading)
         if use_cases is not None:
             lobby.open(use_cases)
         interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
-        self._health = HealthServicer()
-        self._health_server: grpc.aio.Server | None = None
-        _add(self._server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
-        _add(self._server, context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
-        _add(self._server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
-        _add(self._server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
-        _add(self._server, health_pb2_grpc, "Health", self._health)
-        untyped: Any = health
-        names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
-        if authenticator.is_open:  # else strangers need not know what there is to call
-            reflection.enable_server_reflection(names, self._server)
+        self._health = health_servicer = HealthServicer()
+
+        def make() -> grpc.aio.Server:
+            server = _make(interceptor)
+            _add(server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
+            _add(server, context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
+            _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
+            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
+            _add(server, health_pb2_grpc, "Health", health_servicer)
+            if authenticator.is_open:  # else strangers need not know what there is to call
+                untyped: Any = health
+                names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, server)
+            return server
+
+        self._listener = Listener(make, certificates)
+        self._health_listener: Listener | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listens on `host`:`port` and returns the port, chosen by the system for 0. Alive from now on, and healthy
@@ -128,22 +127,22 @@ class Server:
 
         Raises StartError when the address cannot be had.
         """
-        bound = _listen(self._server, host, port, self._certificates)
         self._tell_health(self._lobby.is_open)
         self._health.set(LIVENESS, True)
-        await self._server.start()
-        return bound
+        return await self._listener.start(host, port)
 
     async def start_health(self, host: str, port: int) -> int:
         """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
         when the address cannot be had."""
-        interceptor = CallInterceptor(self._lobby, Gate(MAX_HEALTH_CALLS), MAX_SECONDS, ANYBODY, NOBODY)
-        server = grpc.aio.server(interceptors=[interceptor], options=OPTIONS)
-        _add(server, health_pb2_grpc, "Health", self._health)
-        bound = _listen(server, host, port, None)
-        await server.start()
-        self._health_server = server
-        return bound
+        interceptor = CallInterceptor(self._lobby, Gate(), MAX_SECONDS, ANYBODY, NOBODY)
+
+        def make() -> grpc.aio.Server:
+            server = _make(interceptor)
+            _add(server, health_pb2_grpc, "Health", self._health)
+            return server
+
+        self._health_listener = Listener(make)
+        return await self._health_listener.start(host, port)
 
     def open(self, use_cases: UseCases) -> None:
         """Lets calls in and is healthy from now on, unless none are taken any more."""
@@ -172,29 +171,31 @@ class Server:
 
     async def wait(self) -> None:
         """Waits until the server has stopped."""
-        await self._server.wait_for_termination()
+        await self._listener.wait()
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
         self._tell_health(False)
         self._health.end()
-        await self._server.stop(grace)
-        if self._health_server is not None:
-            await self._health_server.stop(grace)
+        await self._listener.stop(grace)
+        if self._health_listener is not None:
+            await self._health_listener.stop(grace)
+
+
+def _make(interceptor: CallInterceptor) -> grpc.aio.Server:
+    """A server that nobody is told of yet. Of its connections a process can have as many as files, which others need,
+    too."""
+    logging.getLogger(LIBRARY).addFilter(_is_harmless)
+    connections = max(1, max_files() // 2)
+    options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
+    return grpc.aio.server(interceptors=[interceptor], options=options)
+
+
+def _is_harmless(record: logging.LogRecord) -> bool:
+    """What the library says of headers that are no UTF-8 has them in it, and credentials may be among them."""
+    return not str(record.msg).startswith("Invalid encoding")
 
 
 def _add(server: grpc.aio.Server, generated: Any, service: str, servicer: object) -> None:
     """Calls the generated function that registers the service; it carries no types."""
     getattr(generated, f"add_{service}Servicer_to_server")(servicer, server)
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:
-    """The port that `server` got. Raises StartError."""
-    check_address(host, port)
-    address = join_address(host, port)
-    try:
-        if certificates is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, certificates.credentials())
-    except RuntimeError as error:
-        raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error

@@ -34,11 +34,12 @@ class Deaf:
         with suppress(OSError):
             await self._writer.wait_closed()
 
-    async def call(self, method: str, request: bytes = b"") -> None:
-        """Makes a call that never ends by itself."""
+    async def call(self, method: str, request: bytes = b"", **others: str) -> None:
+        """Makes a call that never ends by itself, with `others` among its headers. What of these and of `method` is no
+        UTF-8 was decoded with surrogateescape."""
         stream, self._next = self._next, self._next + 2
         headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "deaf"}
-        headers |= {"content-type": "application/grpc", "te": "trailers"}
+        headers |= {"content-type": "application/grpc", "te": "trailers", **others}
         self._send(HEADERS, END_HEADERS, stream, b"".join(_literal(*pair) for pair in headers.items()))
         self._send(DATA, END_STREAM, stream, struct.pack(">BI", 0, len(request)) + request)
         await self._writer.drain()
@@ -57,4 +58,5 @@ class Deaf:
 
 def _literal(name: str, value: str) -> bytes:
     """A header that is not compressed."""
-    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+    data = value.encode(errors="surrogateescape")
+    return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(data)]) + data
