@@ -35,10 +35,12 @@ async def chatting(folder: Path, template: str | None) -> AsyncIterator[Served]:
     use_cases = UseCases(engine, tokenizer, engine.describe)
     server = Server(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    async with AsyncClient(address, retries=0) as client:
-        yield Served(engine, server, address, client)
-    await server.stop(None)
-    await use_cases.close()
+    try:
+        async with AsyncClient(address, retries=0) as client:
+            yield Served(engine, server, address, client)
+    finally:
+        await server.stop(None)
+        await use_cases.close()
 
 
 @pytest.fixture
