@@ -59,7 +59,7 @@ class Renderer:
 
     def _failure(self, code: int) -> StartError:
         if self._is_stopped:
-            return StartError("the service was stopped while it loaded the chat template")
+            return StartError("the service was stopped while the chat template was rendered")
         return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
 
     def stop(self) -> None:

@@ -142,4 +142,4 @@ def test_a_rendering_is_ended_from_another_thread() -> None:
     asyncio.run(until_rendering())
     renderer.stop()
     thread.join()
-    assert failures == ["the service was stopped while it loaded the chat template"]
+    assert failures == ["the service was stopped while the chat template was rendered"]
