@@ -29,6 +29,7 @@ from longleaf.messages import (
     GenerateOptions,
     IngestOptions,
     IngestProgress,
+    Message,
     Tokenized,
     Verification,
     Verify,
@@ -161,6 +162,13 @@ class AsyncClient(ContextCalls):
     ) -> AsyncGenerator[Event, None]:
         """Streams the answer to a question about a context, which stays as it is."""
         return self.generate(question, context=context, **options)
+
+    def chat(
+        self, messages: Iterable[Message], *, context: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Event, None]:
+        """Streams the model's next turn of a conversation, whose last message is the user's; with a context, of one
+        about it."""
+        return self.generate(Conversation(tuple(messages)), context=context, **options)
 
     async def ingest(
         self,

@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from longleaf.client import Client
+from longleaf.messages import Delta, Message
 from tests.support.command_line import CLI, NAME, Served
 from tests.support.thinned import thinned
 
@@ -46,6 +48,20 @@ def test_an_ingested_document_is_answered_as_one_device_would(served: Served, ch
     assert lines[-1]["finish_reason"] == "length"
     assert lines[-1]["usage"]["completion_tokens"] == 24
     assert lines[-1]["usage"]["cached_tokens"] >= 1000
+
+
+def test_a_systems_message_and_a_conversation_are_read_as_one_device_would(
+    served: Served, checkpoint: Path, tmp_path: Path
+):
+    (tmp_path / "text").write_text(TEXT)
+    served.json("ingest", str(tmp_path / "text"), "--name", "told", "--system", "Be brief.")
+    messages = [Message(*turn) for turn in (("user", "Who wrote?"), ("assistant", "He did."), ("user", "Who?"))]
+    with Client(served.address) as client:
+        events = list(client.chat(messages, context="told", max_tokens=24, ignore_end_token=True))
+        client.delete_context("told")
+    ids = [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+    text = f"Be brief.</u><u>{TEXT}\n\nWho wrote?</u><u>He did.</u><u>Who?"
+    assert ids == expected(checkpoint, text, 24)
 
 
 def test_appending_equals_ingesting_at_once(served: Served, book, tmp_path: Path):

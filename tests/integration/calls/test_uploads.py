@@ -98,6 +98,15 @@ async def test_a_connection_that_breaks_twice_loses_nothing(
     assert context.tokens == len(opening) + len(ids(text))
 
 
+async def test_a_systems_message_outlives_broken_connections(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 1 << 14)
+    text = long_text(150_000)
+    async with breaking(roomy.address, 80_000, 90_000) as (proxy, address), AsyncClient(address) as client:
+        await client.ingest("moby", text, upload_id="mine", system="Be brief.")
+        assert proxy.num_dropped == 2
+    assert roomy.engine.contexts["moby"] == [*OPENING, *ids("Be brief."), *ids(text)]
+
+
 async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(roomy: Served) -> None:
     text = long_text(100_000)
     async with breaking(roomy.address, 100_000) as (_, address), AsyncClient(address) as client:
