@@ -118,18 +118,26 @@ class Server:
                 reflection.enable_server_reflection(names, server)
             return server
 
+        self._make = make
         self._listener = Listener(make, certificates)
         self._health_listener: Listener | None = None
+        self._inner: grpc.aio.Server | None = None
+        """On the Unix socket."""
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens on `host`:`port` and returns the port, chosen by the system for 0. Alive from now on, and healthy
-        when there is something to serve.
+    async def start(self, host: str, port: int, unix: str | None = None) -> int:
+        """Listens on `host`:`port`, and in plain text on the socket `unix`, and returns the port, chosen by the system
+        for 0. Alive from now on, and healthy when there is something to serve.
 
         Raises StartError when the address cannot be had.
         """
         self._tell_health(self._lobby.is_open)
         self._health.set(LIVENESS, True)
-        return await self._listener.start(host, port)
+        bound = await self._listener.start(host, port)
+        if unix is not None:  # which no stranger reaches
+            self._inner = self._make()
+            self._inner.add_insecure_port(f"unix:{unix}")
+            await self._inner.start()
+        return bound
 
     async def start_health(self, host: str, port: int) -> int:
         """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
@@ -178,6 +186,8 @@ class Server:
         self._tell_health(False)
         self._health.end()
         await self._listener.stop(grace)
+        if self._inner is not None:
+            await self._inner.stop(grace)
         if self._health_listener is not None:
             await self._health_listener.stop(grace)
 
