@@ -21,7 +21,7 @@ function Page() {
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the document</a>
     <header>
-      <p class="name">Longleaf</p>
+      <p class="brand">Longleaf</p>
       <p class="quiet">${cluster?.model.name}</p>
       <${Link} link=${link} />
       <${CredentialButton} isLocked=${link === "locked"} />
@@ -62,7 +62,7 @@ function Open({ id }) {
   const context = contexts.find(id);
   if (context) return html`<${Document} key=${id} context=${context} />`;
   if (id && list) return html`<${Missing} id=${id} />`;
-  if (list?.length) return html`<div class="empty"><h1>Choose a document</h1>
+  if (list?.length) return html`<div class="empty beside"><h1>Choose a document</h1>
     <p>Take one from the shelf, and ask it. It was read once, and is read no more: each answer begins at once.</p></div>`;
   if (list) return html`<${Empty} />`;
   return html`<div class="empty"><p class="quiet">${id ? "Opening…" : ""}</p></div>`;

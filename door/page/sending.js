@@ -7,7 +7,7 @@ import { html, useRef, useState } from "./html.js";
 import { sentence } from "./messages.js";
 import { freeName } from "./names.js";
 import { useStore } from "./store.js";
-import { timeLeft } from "./upload.js";
+import { allTokens, timeLeft } from "./upload.js";
 import { uploads } from "./uploads.js";
 
 export function Sending() {
@@ -36,10 +36,10 @@ function OneUpload({ upload }) {
 }
 
 /** Two bars in one: what was sent, and before it what was read. */
-function Bar({ what, state: { received, processed, total, receivedTokens } }) {
-  const sent = what.size ? received / what.size : 0;
-  const all = total || (received ? (receivedTokens / received) * what.size : 0);
-  const read = all ? Math.min(1, processed / all) : 0;
+function Bar({ what, state }) {
+  const sent = what.size ? state.received / what.size : 0;
+  const { tokens: all } = allTokens(what, state);
+  const read = all ? Math.min(1, state.processed / all) : 0;
   return html`<div class="bar" role="progressbar" aria-label="${what.title}: read" aria-valuemin="0" aria-valuemax="100"
     aria-valuenow=${Math.floor(100 * read)} aria-valuetext="${percent(sent, 1)} sent, ${percent(read, 1)} read">
     <span class="sent" style=${{ width: `${100 * sent}%` }}></span>
@@ -50,14 +50,14 @@ function Bar({ what, state: { received, processed, total, receivedTokens } }) {
 const PHASES = { queued: "Waits for its turn", recovering: "A rank was lost; its part is read again", sending: "Sending", reading: "Reading" };
 
 function Numbers({ what, state }) {
-  const { phase, received, receivedTokens, processed, total, rate } = state;
-  const all = total || receivedTokens;
+  const { phase, received, processed, rate } = state;
+  const all = allTokens(what, state);
   const left = timeLeft(what, state);
   const goesOn = phase === "sending" || phase === "reading";
   return html`<p class="numbers">
     ${PHASES[phase] && html`<span>${PHASES[phase]}</span>`}
     <span>${received < what.size ? `${bytes(received)} of ${bytes(what.size)}` : bytes(what.size)} sent</span>
-    ${all > 0 && html`<span>${count(processed)} of ${total ? "" : "at least "}${tokens(all)} read</span>`}
+    ${all.tokens > 0 && html`<span>${count(processed)} of ${all.isGuess ? "about " : ""}${tokens(all.tokens)} read</span>`}
     ${goesOn && rate > 0 && html`<span>${count(rate)} tokens/s</span>`}
     ${goesOn && left !== null && html`<span>about ${duration(left)} left</span>`}
   </p>`;

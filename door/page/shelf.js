@@ -5,6 +5,7 @@ import { contexts, titleOf } from "./contexts.js";
 import { ago, tokens, until, when } from "./format.js";
 import { html } from "./html.js";
 import { sentence } from "./messages.js";
+import { nameOf } from "./names.js";
 import { addressOf, opened } from "./route.js";
 import { Sending } from "./sending.js";
 import { service } from "./service.js";
@@ -38,7 +39,7 @@ function Book({ context }) {
   return html`<li>
     <a href=${addressOf(id)} aria-current=${isOpen ? "true" : null}>
       <span class="title">${titleOf(context)}</span>
-      ${titleOf(context) !== id && html`<span class="quiet name">${id}</span>`}
+      ${nameOf(titleOf(context)) !== id && html`<span class="quiet name">${id}</span>`}
       <span class="numbers">
         <span>${tokens(context.tokens)}</span>
         <span title=${when(created)}>${ago(created, now)}</span>

@@ -142,10 +142,17 @@ async function foundAgain(signal) {
   await service.store.until(({ link }) => link === "live", signal);
 }
 
+/** How many tokens it will be, and whether that is only estimated from what came so far. */
+export function allTokens({ size }, { received, receivedTokens, total }) {
+  if (total) return { tokens: total, isGuess: false };
+  return { tokens: received ? Math.round((receivedTokens / received) * size) : 0, isGuess: received < size };
+}
+
 /** Seconds until it is read, as far as one can tell; null where nothing tells. */
-export function timeLeft({ size }, { received, receivedTokens, processed, total, rate, byteRate }) {
-  const tokens = total || (received ? (receivedTokens / received) * size : 0);
+export function timeLeft(what, state) {
+  const { received, processed, rate, byteRate } = state;
+  const { tokens } = allTokens(what, state);
   const reading = rate && tokens ? Math.max(0, tokens - processed) / rate : null;
-  const sending = received < size && byteRate ? (size - received) / byteRate : null;
+  const sending = received < what.size && byteRate ? (what.size - received) / byteRate : null;
   return reading === null ? sending : Math.max(reading, sending ?? 0);
 }
