@@ -5,7 +5,7 @@ import { service } from "./service.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
-const SMALLEST = 256 * 1024;
+const SMALLEST = 64 * 1024;
 const LARGEST = 8 * 1024 * 1024;
 // Parts grow until one takes about so many seconds: bytes are counted part by part.
 const SECONDS = 1;
