@@ -1,6 +1,6 @@
 // Asking the open document: the conversation so far, and the field for the next question.
 import { useNow } from "./clock.js";
-import { conversationAbout } from "./conversation.js";
+import { MOST_TOKENS, conversationAbout } from "./conversation.js";
 import { copy } from "./copying.js";
 import { Refusal } from "./errors.js";
 import { count, duration, tokens } from "./format.js";
@@ -48,7 +48,7 @@ function Foot({ turn: { answer, usage, seconds, firstSeconds, reason } }) {
   return html`<p class="foot numbers">
     <button class="plain" onClick=${async () => setNote((await copy(answer)) ? "Copied" : "The browser did not let it be copied")}>Copy</button>
     <span role="status">${note}</span>
-    ${reason === "length" && html`<span>cut: no room for more</span>`}
+    ${reason === "length" && html`<span>cut here, at ${tokens(usage?.completion_tokens ?? MOST_TOKENS)}; ask on for more</span>`}
     ${seconds !== null && html`<span title=${firstSeconds === null ? null : `first words after ${firstSeconds.toFixed(2)} s`}>
       ${seconds.toFixed(1)} s</span>`}
     ${usage && html`<span>${tokens(usage.completion_tokens)} written</span>

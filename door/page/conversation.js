@@ -8,6 +8,8 @@ import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
 const LONGEST_SAID = 400;
+// An answer may be a chapter, but not all that is left of a context of a million tokens: a model may never end by itself.
+export const MOST_TOKENS = 4096;
 
 /** The turns about one context: [{question, answer, phase, note, error, usage, seconds, firstSeconds}], phase being
  * "waiting", "writing", "done", "stopped" or "failed". */
@@ -33,7 +35,7 @@ export class Conversation {
     this.store.set([...this.store.value, turn]);
     say("Asked.");
     try {
-      const body = { model: `${service.model}:${this.id}`, messages, stream_options: { include_usage: true } };
+      const body = { model: `${service.model}:${this.id}`, messages, max_tokens: MOST_TOKENS, stream_options: { include_usage: true } };
       await this.#read(await complete(body, this.#abort.signal), since);
       this.#end({ phase: "done", seconds: since() });
       say(`Answered: ${this.store.value.at(-1).answer.slice(0, LONGEST_SAID)}`);
@@ -87,7 +89,7 @@ export class Conversation {
         }
       }
     } finally {
-      writer.flush();
+      writer.show();
     }
     throw new Unreachable("the stream ended");
   }
@@ -111,7 +113,7 @@ export class Conversation {
 class Writer {
   #text = "";
   #first = null;
-  #frame = null;
+  #isDue = false;
   #patch;
 
   constructor(patch) {
@@ -121,13 +123,18 @@ class Writer {
   add(text, seconds) {
     this.#text += text;
     this.#first ??= seconds;
+    if (this.#isDue) return;
+    this.#isDue = true;
     // pages in the background are drawn no pictures
-    this.#frame ??= document.hidden ? setTimeout(() => this.flush(), 200) : requestAnimationFrame(() => this.flush());
+    if (document.hidden) setTimeout(() => this.show(), 200);
+    else requestAnimationFrame(() => this.show());
   }
 
-  flush() {
-    this.#frame = null;
-    if (this.#text) this.#patch({ answer: this.#text, phase: "writing", firstSeconds: this.#first });
+  /** Shows what has come, once: a picture that comes after the end of the answer finds nothing due. */
+  show() {
+    if (!this.#isDue) return;
+    this.#isDue = false;
+    this.#patch({ answer: this.#text, phase: "writing", firstSeconds: this.#first });
   }
 }
 

@@ -81,10 +81,10 @@ def test_everything_is_done_by_keyboard(reader: Reader, behind: Behind):
     page = reader.page
     page.get_by_role("heading", name="Put a book on the shelf").wait_for()
     keys = page.keyboard
+    file = {"name": "Stock.txt", "mimeType": "text/plain", "buffer": TEXT.encode()}
+    page.on("filechooser", lambda chooser: chooser.set_files([file]))
     tab_to(reader, "Add documents…")
-    with page.expect_file_chooser() as chosen:
-        keys.press("Enter")
-    chosen.value.set_files([{"name": "Stock.txt", "mimeType": "text/plain", "buffer": TEXT.encode()}])
+    keys.press("Enter")
     page.get_by_role("dialog").wait_for()
     assert focused(reader) == "Name"
     keys.press("Enter")
@@ -156,7 +156,7 @@ def test_names_places_and_colours_are_right_at_every_width(browser: Any, behind:
         page.get_by_role("button", name="Add to the shelf").click()
         page.locator("#question").wait_for()
         check()
-        reader.ask(f"What is the value of {LONG_WORD}{LONG_WORD}?")
+        reader.ask("What is the value of amber-12?")
         check()
         page.get_by_role("button", name="Fork…").click()
         check()
