@@ -18,7 +18,8 @@ export function bytes(value) {
 export function percent(part, whole) {
   if (!whole || !part) return "0 %";
   const value = (100 * part) / whole;
-  return value < 1 ? "under 1 %" : `${Math.floor(value)} %`;
+  if (value < 1) return "under 1 %";
+  return `${part < whole ? Math.min(99, Math.round(value)) : 100} %`; // what is not whole is never called so
 }
 
 /** A stretch of time, roughly: nobody reads that 63 s are left. */

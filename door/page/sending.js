@@ -24,15 +24,22 @@ function OneUpload({ upload }) {
   const { what } = upload;
   return html`<li class="card">
     <p class="line"><b>${what.title}</b>
-      <button class="plain" aria-label="Stop adding ${what.title}" onClick=${() => uploads.drop(upload)}>
-        ${state.phase === "failed" ? "Dismiss" : "Stop"}
-      </button></p>
+      <${DropButton} ...${{ upload, state }} /></p>
     <${Bar} ...${{ what, state }} />
     <${Numbers} ...${{ what, state }} />
+    ${isAllThere(state) && html`<p class="quiet">All is sent: it is read to the end also when this page is closed.</p>`}
     ${state.phase === "waiting" && html`<${Waiting} state=${state} />`}
     ${state.phase === "file" && html`<${ChooseAgain} ...${{ upload, state }} />`}
     ${state.phase === "failed" && html`<${Failed} ...${{ upload, state }} />`}
   </li>`;
+}
+
+/** The service reads on by itself once it has all bytes. */
+const isAllThere = ({ phase }) => phase === "reading" || phase === "recovering";
+
+function DropButton({ upload, state }) {
+  const word = isAllThere(state) ? "Hide" : state.phase === "failed" ? "Dismiss" : "Stop";
+  return html`<button class="plain" aria-label="${word} ${upload.what.title}" onClick=${() => uploads.drop(upload)}>${word}</button>`;
 }
 
 /** Two bars in one: what was sent, and before it what was read. */

@@ -62,7 +62,7 @@ def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reade
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     """A service that knows who may come in."""
     folder = tmp_path_factory.mktemp("guarded")
-    with Behind.encrypted(folder, "--credentials", str(write_credentials(folder))) as behind:
+    with Behind(secret=credential_of(ACME)) as behind:
         yield behind
 
 

@@ -114,7 +114,7 @@ def test_what_turns_out_to_be_no_text_is_told(reader: Reader):
     reader.page.locator("input[type=file]").first.set_input_files([bad])
     reader.page.get_by_role("button", name="Add to the shelf").click()
     reader.page.get_by_role("alert").filter(has_text="The service does not take this").wait_for()
-    reader.page.get_by_role("button", name="Stop adding late").click()
+    reader.page.get_by_role("button", name="Dismiss late").click()
     assert reader.page.locator(".sending").count() == 0
     reader.audit(OF_A_STATUS.format(400))
 
