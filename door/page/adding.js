@@ -1,10 +1,9 @@
 // Adding documents: files come by a button or a drop anywhere, and are named before they go.
 import { contexts, titleOf } from "./contexts.js";
 import { Dialog } from "./dialog.js";
-import { filesOf, objection } from "./files.js";
+import { complaint, filesOf, freeName, nameOf, objection } from "./files.js";
 import { bytes } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
-import { complaint, freeName, nameOf } from "./names.js";
 import { Store, useStore } from "./store.js";
 import { uploads } from "./uploads.js";
 

@@ -65,20 +65,24 @@ export function complete(body, signal) {
   return call("v1/chat/completions", { method: "POST", json: { ...body, stream: true }, signal });
 }
 
+/** An upload is the same one as long as all of this is. */
+function uploadPath({ id, uploadId, append, title }) {
+  const query = new URLSearchParams({ upload_id: uploadId, append, ...(append ? {} : { display_name: title }) });
+  return `${context(id)}?${query}`;
+}
+
 /** How many bytes of an upload the service has, and whether these are all. */
-export async function lookAtUpload({ id, uploadId, append }, signal) {
-  const query = new URLSearchParams({ upload_id: uploadId, append });
-  const { headers } = await call(`${context(id)}?${query}`, { method: "HEAD", signal });
+export async function lookAtUpload(what, signal) {
+  const { headers } = await call(uploadPath(what), { method: "HEAD", signal, headers: { "upload-length": String(what.size) } });
   return { offset: Number(headers.get("upload-offset")), complete: headers.get("upload-complete") === "?1" };
 }
 
 /** Sends bytes that begin at `offset`; the stream tells how far the document is. */
-export function sendPart({ id, uploadId, append, title, size }, offset, bytes, signal) {
-  const query = new URLSearchParams({ upload_id: uploadId, append, ...(append ? {} : { display_name: title }) });
-  return call(`${context(id)}?${query}`, {
+export function sendPart(what, offset, bytes, signal) {
+  return call(uploadPath(what), {
     method: "POST",
     body: bytes,
     signal,
-    headers: { "content-type": "text/plain", "upload-offset": String(offset), "upload-length": String(size) },
+    headers: { "content-type": "text/plain", "upload-offset": String(offset), "upload-length": String(what.size) },
   });
 }

@@ -1,11 +1,9 @@
 // Asking the open document: the conversation so far, and the field for the next question.
 import { useNow } from "./clock.js";
-import { MOST_TOKENS, conversationAbout } from "./conversation.js";
-import { copy } from "./copying.js";
-import { Refusal } from "./errors.js";
+import { conversationAbout, MOST_TOKENS } from "./conversation.js";
+import { Refusal, sentence } from "./errors.js";
 import { count, duration, tokens } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
-import { sentence } from "./messages.js";
 import { useStore } from "./store.js";
 
 export function Ask({ id }) {
@@ -101,4 +99,27 @@ function Field({ conversation, turns }) {
         field.current.focus();
       }}>Begin anew</button>`}</p>
   </form>`;
+}
+
+/** Into the clipboard; whether it could be done. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copyBySelection(text); // plain HTTP in a local network has no clipboard of its own
+  }
+}
+
+function copyBySelection(text) {
+  const before = document.activeElement;
+  const area = document.createElement("textarea");
+  area.value = text;
+  area.className = "unseen";
+  document.body.append(area);
+  area.select();
+  const isDone = document.execCommand("copy");
+  area.remove();
+  before?.focus();
+  return isDone;
 }

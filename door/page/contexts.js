@@ -1,7 +1,7 @@
 // The contexts that the reader may see. On the page they are called documents, which is what readers put in.
 import { listContexts } from "./api.js";
-import { Store } from "./store.js";
 import { service } from "./service.js";
+import { Store } from "./store.js";
 
 const PAUSE = 1000;
 

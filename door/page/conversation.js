@@ -1,7 +1,7 @@
 // What was asked of each document and answered: kept while the page lives, and sent along with each further question.
 import { complete } from "./api.js";
 import { contexts } from "./contexts.js";
-import { Unreachable, isAbort, refusalOf } from "./errors.js";
+import { isAbort, refusalOf, Unreachable } from "./errors.js";
 import { say } from "./live.js";
 import { service } from "./service.js";
 import { eventsOf } from "./sse.js";

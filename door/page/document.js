@@ -1,16 +1,15 @@
 // The open document: what it is, what can be done with it, and where it lies.
-import { Ask } from "./ask.js";
 import { changeContext, deleteContext, forkContext } from "./api.js";
+import { Ask } from "./ask.js";
 import { useNow } from "./clock.js";
 import { contexts, titleOf } from "./contexts.js";
 import { forget } from "./conversation.js";
 import { Dialog } from "./dialog.js";
-import { Refusal } from "./errors.js";
+import { Refusal, sentence } from "./errors.js";
+import { complaint, freeName } from "./files.js";
 import { ago, bytes, count, tokens, until, when } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { say } from "./live.js";
-import { sentence } from "./messages.js";
-import { complaint, freeName } from "./names.js";
 import { open } from "./route.js";
 
 export function Document({ context }) {

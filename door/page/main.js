@@ -1,14 +1,14 @@
 // The page: what is where, and what begins when it opens.
 import { AddButton, DropZone, NameForm } from "./adding.js";
-import { contexts } from "./contexts.js";
-import { CredentialButton, CredentialForm } from "./credential_form.js";
 import { useNow } from "./clock.js";
+import { contexts } from "./contexts.js";
+import { CredentialButton, CredentialForm } from "./credential.js";
 import { Document } from "./document.js";
+import { sentence } from "./errors.js";
 import { duration } from "./format.js";
 import { html, render } from "./html.js";
 import { Live } from "./live.js";
 import { Map } from "./map.js";
-import { sentence } from "./messages.js";
 import { opened } from "./route.js";
 import { service } from "./service.js";
 import { Shelf } from "./shelf.js";

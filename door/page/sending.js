@@ -1,11 +1,10 @@
 // Uploads as the reader sees them: how far, how fast, how long still, and what to do where one stands still.
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
-import { Refusal } from "./errors.js";
+import { Refusal, sentence } from "./errors.js";
+import { freeName } from "./files.js";
 import { bytes, count, duration, percent, tokens } from "./format.js";
 import { html, useRef, useState } from "./html.js";
-import { sentence } from "./messages.js";
-import { freeName } from "./names.js";
 import { useStore } from "./store.js";
 import { allTokens, timeLeft } from "./upload.js";
 import { uploads } from "./uploads.js";

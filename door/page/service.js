@@ -1,7 +1,7 @@
 // Whether the service is there, and what the cluster says of itself, live.
 import { watchCluster } from "./api.js";
 import { credential } from "./credential.js";
-import { Refusal, Unreachable, isAbort, refusalOf } from "./errors.js";
+import { isAbort, Refusal, refusalOf, Unreachable } from "./errors.js";
 import { say } from "./live.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";

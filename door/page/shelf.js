@@ -2,10 +2,10 @@
 import { AddButton } from "./adding.js";
 import { useNow } from "./clock.js";
 import { contexts, titleOf } from "./contexts.js";
+import { sentence } from "./errors.js";
+import { nameOf } from "./files.js";
 import { ago, tokens, until, when } from "./format.js";
 import { html } from "./html.js";
-import { sentence } from "./messages.js";
-import { nameOf } from "./names.js";
 import { addressOf, opened } from "./route.js";
 import { Sending } from "./sending.js";
 import { service } from "./service.js";

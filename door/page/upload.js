@@ -1,6 +1,6 @@
 // One file on its way: sent in parts, each from where the service is, so that a break costs one part at most.
 import { lookAtUpload, sendPart } from "./api.js";
-import { Refusal, Unreachable, isAbort, passes, refusalOf } from "./errors.js";
+import { isAbort, passes, Refusal, refusalOf, Unreachable } from "./errors.js";
 import { service } from "./service.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
@@ -22,8 +22,9 @@ export class Upload {
   #part = SMALLEST;
   #sent;
 
-  constructor(what, file = null) {
+  constructor(what, file = null, { isNew = false } = {}) {
     this.what = what;
+    if (isNew) this.#offset = 0;
     this.file = file;
     this.store = new Store({ phase: "queued", error: null, until: null, context: null, ...NOTHING });
     /** Resolves when it needs the line no longer: all bytes are there, or it cannot go on by itself. */

@@ -15,7 +15,7 @@ class Uploads {
   add(wanted) {
     const made = wanted.map(({ file, id, append }) => {
       const what = { id, append, uploadId: randomId(), title: titleOf(file.name), fileName: file.name, size: file.size };
-      return new Upload(what, file);
+      return new Upload(what, file, { isNew: true });
     });
     this.store.set([...this.store.value, ...made]);
     this.#keep();

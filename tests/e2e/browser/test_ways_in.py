@@ -211,7 +211,7 @@ def test_the_page_has_landmarks(reader: Reader, behind: Behind):
     ],
 )
 def test_names_are_made_of_those_of_files(reader: Reader, name: str, found: str):
-    script = f"import('/page/names.js').then((names) => [names.nameOf({json.dumps(name)}), names.complaint({json.dumps(found)})])"
+    script = f"import('/page/files.js').then((names) => [names.nameOf({json.dumps(name)}), names.complaint({json.dumps(found)})])"
     assert reader.page.evaluate(script) == [found, ""]
 
 
