@@ -190,7 +190,7 @@ class Service:
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
         """Raises ModelRefused, and StartError when it takes longer than `start_timeout`."""
-        loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer.split)
+        loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer.render)
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
         except TimeoutError:

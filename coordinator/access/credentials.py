@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from hmac import compare_digest
 
 from coordinator.access.caller import Caller
-from coordinator.access.watched import WatchedFiles
+from longleaf.watched import WatchedFiles
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
 

@@ -14,16 +14,15 @@ from coordinator import events
 from coordinator.access.caller import CALLER, OWNER
 from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.answer import Answer
+from coordinator.calls.prompts import Prompts
 from coordinator.calls.replay import CallLater, Replays, call_later, question_of
 from coordinator.calls.retelling import retell
-from coordinator.calls.text_limit import Capacity, TextLimit
+from coordinator.calls.text_limit import Capacity
 from coordinator.journal.entries import Held
 from coordinator.journal.journal import Journal, Record
 from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
-from coordinator.text.encoder import Encoder
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.vocabulary import check_known
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
 from longleaf.tenants import scoped
@@ -82,6 +81,7 @@ class Generation:
         self._threads = threads
         self._clock = clock
         self._wall_clock = wall_clock
+        self._prompts = Prompts(engine, tokenizer, threads)
         self._journal = journal
         self._observers = observers
         self._ledger = ledger
@@ -131,7 +131,7 @@ class Generation:
             self._replays.take_up(request_id, request, held.question, going_on, told)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
-        token_ids = await self._check(request)
+        token_ids = await self._prompts.ids_of(request)
         answer = self._answer(request_id, request)
         prompt = self._prompt(request, token_ids, deadline)
         self._ledger.begin_generation(len(token_ids))
@@ -243,46 +243,8 @@ class Generation:
         ends = tokenizer.end_tokens
         return Answer(request_id, request, tokenizer.alphabet, ends, self._clock, self._engine.is_exact)
 
-    async def _check(self, request: Generate) -> Sequence[int]:
-        """The prompt's ids. Raises InvalidArgument or NotFound."""
-        held = self._engine.num_tokens(request.context) if request.context is not None else 0
-        size = self._tokenizer.vocabulary_size
-        if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
-            raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
-        check_known(tuple(request.sampling.logit_bias), size, "sampling.logit_bias")
-        check_known(request.sampling.stop_tokens, size, "sampling.stop_token_ids")
-        if isinstance(request.input, str):
-            return await self._text_ids(request, request.input, held)
-        return await self._threads.run(check_ids, request.input, size)
-
-    async def _text_ids(self, request: Generate, text: str, held: int) -> Sequence[int]:
-        """Stops when more ids have come out than can fit after `held` tokens."""
-        if not text:
-            raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
-        limit = TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
-        limit.check("text", len(text.encode()))
-        encoder = self._encoder(request)
-        await self._threads.encode(encoder, text, lambda: limit.check_tokens("text", len(encoder.token_ids)))
-        return await self._threads.run(check_ids, encoder.token_ids, self._tokenizer.vocabulary_size, "text")
-
-    def _encoder(self, request: Generate) -> Encoder:
-        if request.context is not None:
-            return self._tokenizer.question_encoder()
-        wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
-        if wanted and not has_template:
-            raise InvalidArgument("use_chat_template", "the model has no chat template")
-        return self._tokenizer.prompt_encoder(has_template if wanted is None else wanted)
-
 
 def _note(request_id: str) -> None:
     """Tells those who watch the call whose generation it runs or reads."""
     if (call := CURRENT.get()) is not None:
         call.request_id = request_id
-
-
-def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:
-    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary."""
-    if not token_ids:
-        raise InvalidArgument(field, "has no tokens" if field == "text" else "are empty")
-    check_known(token_ids, vocabulary_size, field)
-    return token_ids

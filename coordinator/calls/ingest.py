@@ -14,6 +14,7 @@ from coordinator import events
 from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import STEP_BYTES, Intake
+from coordinator.calls.prompts import SYSTEM, Prompts
 from coordinator.calls.text_limit import Capacity, TextLimit
 from coordinator.calls.uploads import Owner, PrefillTask, Upload, Uploads
 from coordinator.text.threads import TextThreads
@@ -83,6 +84,7 @@ class Ingest:
         self._engine = engine
         self._ledger = ledger
         self._tokenizer = tokenizer
+        self._prompts = Prompts(engine, tokenizer, threads)
         self._threads = threads
         self._clock = uploads.clock
         self._wall_clock = wall_clock
@@ -146,7 +148,10 @@ class Ingest:
         limit = self._limit(header)
         self._ledger.check_context(0 if header.append else 1, 1)
         self._ledger.check_upload(self._uploads.num_of(header.tenant))
-        encoder = self._tokenizer.document_encoder(is_first=not header.append)
+        opening = await self._prompts.opening(header.system, limit) if header.system else None
+        if header.upload_id and (known := self._known(header)) is not None:
+            return known  # another stream of it has come meanwhile
+        encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
         if self._uploads.kept is not None:
             await self._uploads.kept.take_up(header, document)
@@ -288,6 +293,8 @@ async def _take(owner: Owner, document: Intake, piece: IngestPiece) -> AsyncIter
                     await owner.work(document.digest)
                     yield
         case _:
+            if owner.upload.header.system:
+                raise InvalidArgument(SYSTEM, "is for a document of text: token_ids are the context as they are")
             for start in range(0, len(piece), STEP_TOKENS):
                 await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
                 yield

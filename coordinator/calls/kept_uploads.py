@@ -69,8 +69,7 @@ class KeptUploads:
         if (record := self._records.get(key)) is None:
             return
         beginning = msgspec.msgpack.decode(record.header, type=Beginning)
-        if beginning.header.append != header.append:
-            raise InvalidArgument("config.append", "is not what this upload began with")
+        check_same(beginning.header, header)
         try:
             ids = await self._catalog.upload_ids(key)
             if beginning.num_tokens not in (None, len(ids)):
@@ -146,6 +145,14 @@ class KeptUploads:
         if self._sweeping is not None:
             self._sweeping.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def check_same(began: IngestHeader, header: IngestHeader) -> None:
+    """Raises InvalidArgument when an upload goes on in another way than it began."""
+    if began.append != header.append:
+        raise InvalidArgument("config.append", "is not what this upload began with")
+    if began.system != header.system:
+        raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
 
 
 def _key(header: IngestHeader) -> UploadKey:

@@ -18,7 +18,7 @@ from longleaf.errors import (
     StorageUnavailable,
     Unavailable,
 )
-from longleaf.messages import Delta, Event, Generate, Recovering, Started
+from longleaf.messages import Conversation, Delta, Event, Generate, Message, Recovering, Started
 
 MAX_HELD = 256
 """Generations held at once."""
@@ -199,11 +199,20 @@ class Replay:
 def question_of(request: Generate) -> bytes:
     """Stands for what is asked, in every process: the input itself may be large, and a generation is held for
     minutes."""
-    if isinstance(request.input, str):
-        kind, asked = "text", request.input.encode()
-    else:
-        kind, asked = "ids", array("I", request.input).tobytes()
+    match request.input:
+        case str(text):
+            kind, asked = "text", text.encode()
+        case Conversation(messages):
+            kind, asked = "conversation", b"".join(map(_told_apart, messages))
+        case token_ids:
+            kind, asked = "ids", array("I", token_ids).tobytes()
     return blake3(f"{kind} {request.context}\n".encode()).update(asked).digest()
+
+
+def _told_apart(message: Message) -> bytes:
+    """A message with its role and length before it, so that no two conversations are the same bytes."""
+    text = message.text.encode()
+    return f"{message.role} {len(text)}\n".encode() + text
 
 
 def _num_tokens(event: Event) -> int:

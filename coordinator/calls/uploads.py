@@ -9,11 +9,11 @@ from contextlib import aclosing, asynccontextmanager
 
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import CutShort, Intake
-from coordinator.calls.kept_uploads import KeptUploads
+from coordinator.calls.kept_uploads import KeptUploads, check_same
 from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
-from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import Account, IngestHeader, IngestProgress
 
 KEEP_SECONDS = 600.0
@@ -195,8 +195,8 @@ class Uploads:
         """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
         self._trim()
         upload = self._by_key.get(_key(header))
-        if upload is not None and upload.header.append != header.append:
-            raise InvalidArgument("config.append", "is not what this upload began with")
+        if upload is not None:
+            check_same(upload.header, header)
         return upload
 
     def add(self, upload: Upload) -> None:

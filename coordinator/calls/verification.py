@@ -12,7 +12,8 @@ from contextlib import aclosing, contextmanager
 from typing import NamedTuple
 
 from coordinator import events
-from coordinator.calls.generation import Submitter, check_ids
+from coordinator.calls.generation import Submitter
+from coordinator.calls.prompts import check_ids
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Comparison

@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc
 
-from coordinator.access.watched import WatchedFiles
+from longleaf.watched import WatchedFiles
 from longleaf.operations import SecurityConfig
 from longleaf.pem import KeyPair, parse_certificates, parse_pair
 

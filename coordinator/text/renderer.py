@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from collections.abc import Sequence
+from datetime import datetime
 
+from coordinator.text.template import Rendering, Shape
 from longleaf.errors import ModelRefused, StartError
 from longleaf.units import human_seconds
 
@@ -19,30 +21,32 @@ SECONDS = 5
 
 
 class Renderer:
-    """Renders one template; `stop` ends it from another thread."""
+    """Renders templates, one at a time; `stop` ends that from another thread. What a template is told of the time is
+    always when this began, so that the prompts of one service begin alike, also after midnight."""
 
-    def __init__(self, seconds: int = SECONDS) -> None:
+    def __init__(self, seconds: int = SECONDS, now: datetime | None = None) -> None:
         self._seconds = seconds
+        self._now = now or datetime.now()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._is_stopped = False
 
-    def split(self, source: str, special_tokens: dict[str, str]) -> tuple[str, str]:
-        """As template.split_template.
+    def render(self, source: str, special_tokens: dict[str, str], shapes: Sequence[Shape]) -> list[Rendering]:
+        """As template.render_shapes, but with fewer renderings, at least one, when there was no time for the others.
 
-        Raises ModelRefused, also for a template that takes too much time or memory, and StartError when it was stopped.
+        Raises ModelRefused when it ended in an unknown way before the first, and StartError when it was stopped.
         """
-        request = json.dumps({"source": source, "special_tokens": special_tokens})
+        given = {"source": source, "special_tokens": special_tokens, "shapes": shapes, "now": self._now.isoformat()}
         process = self._start()
-        answer, _ = process.communicate(request)
-        if process.returncode:
-            raise self._failure(process.returncode)
-        found: dict[str, Any] = json.loads(answer)
-        if "reason" in found:
-            raise ModelRefused(found["reason"])
-        return found["before"], found["after"]
+        answer, _ = process.communicate(json.dumps(given))
+        made = [_rendering(line) for line in answer.splitlines(keepends=True) if line.endswith("\n")]
+        if made or not process.returncode:
+            return made
+        if process.returncode == -signal.SIGXCPU:
+            return [Rendering(reason=f"takes more than {human_seconds(self._seconds)} of processor time")]
+        raise self._failure(process.returncode)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> "subprocess.Popen[str]":
         # -P: a folder named `jinja2` where the command was typed must not shadow the library.
         command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
         with self._lock:
@@ -56,8 +60,6 @@ class Renderer:
     def _failure(self, code: int) -> StartError:
         if self._is_stopped:
             return StartError("the service was stopped while it loaded the chat template")
-        if code == -signal.SIGXCPU:
-            return ModelRefused(f"the chat template takes more than {human_seconds(self._seconds)} of processor time")
         return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
 
     def stop(self) -> None:
@@ -68,6 +70,6 @@ class Renderer:
                 self._process.kill()
 
 
-def split_apart(source: str, special_tokens: dict[str, str]) -> tuple[str, str]:
-    """As template.split_template, in a process of its own. Raises ModelRefused."""
-    return Renderer().split(source, special_tokens)
+def _rendering(line: str) -> Rendering:
+    parts, reason, message = json.loads(line)
+    return Rendering(tuple(parts), reason, message)

@@ -1,17 +1,18 @@
 """The threads in which texts become ids, in short steps.
 
 The steps of all texts take turns, in the order in which they were asked for: a short text waits for a step of each long
-one, never for a whole one. What nobody waits for any more takes no further step.
+one, never for a whole one. What nobody waits for any more takes no further step. What cannot be done in short steps has
+a thread of its own.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from longleaf.errors import Unavailable
 
@@ -46,20 +47,37 @@ class TextThreads:
         self._steps: SimpleQueue[_Step | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        self._aside: TextThreads | None = None
+        """For what takes long; none while there was nothing yet."""
 
     async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
         """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread. Raises what both
         raise."""
+        await self.encode_all([(encoder, text)], after_step)
 
-        def step(piece: str, is_last: bool) -> None:
-            encoder.push(piece)
-            if is_last:
-                encoder.finish()
+    async def encode_all(
+        self, texts: Iterable[tuple[TextEncoder, str]], after_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """As `encode`, for texts with an encoder each: one step takes as many short ones as make a step's text."""
+
+        def take(step: list[_Piece]) -> None:
+            for encoder, text, is_last in step:
+                encoder.push(text)
+                if is_last:
+                    encoder.finish()
             after_step()
 
-        for start in range(0, len(text) or 1, STEP_CHARACTERS):
-            end = start + STEP_CHARACTERS
-            await self.run(step, text[start:end], end >= len(text))
+        for step in _in_steps(texts):
+            await self.run(take, step)
+
+    async def run_long(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """As `run`, for a function that may take seconds: no step waits for it, but the next one of these does."""
+        if self._is_closed:
+            raise Unavailable("the service is stopping")
+        self._aside = self._aside or TextThreads(1, leave_seconds=self._leave_seconds)
+        return await self._aside.run(function, *args, **kwargs)
 
     async def run(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -91,6 +109,8 @@ class TextThreads:
     async def close(self) -> None:
         """Drops what waits, and lets running steps end, if they do so soon. Idempotent."""
         self._is_closed = True
+        if self._aside is not None:
+            await self._aside.close()
         with suppress(Empty):
             while (step := self._steps.get_nowait()) is not None:
                 step.drop()
@@ -101,6 +121,33 @@ class TextThreads:
     def _join(self) -> None:
         for thread in self._threads:
             thread.join(self._leave_seconds / self._num_threads)
+
+
+class _Piece(NamedTuple):
+    """Text for an encoder."""
+
+    encoder: TextEncoder
+    text: str
+    is_last: bool
+
+
+def _in_steps(texts: Iterable[tuple[TextEncoder, str]]) -> Iterator[list[_Piece]]:
+    """All that is to be done, cut into steps."""
+    step: list[_Piece] = []
+    room = STEP_CHARACTERS
+    for encoder, text in texts:
+        start, end = 0, room
+        while True:
+            step.append(_Piece(encoder, text[start:end], end >= len(text)))
+            room -= len(step[-1].text)
+            if not room:
+                yield step
+                step, room = [], STEP_CHARACTERS
+            if end >= len(text):
+                break
+            start, end = end, end + room
+    if step:
+        yield step
 
 
 class _Step:

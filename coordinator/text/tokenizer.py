@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +11,15 @@ from tokenizers import Tokenizer as FastTokenizer
 from coordinator.text.checkpoint import Checkpoint
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
-from coordinator.text.renderer import split_apart
+from coordinator.text.renderer import Renderer
+from coordinator.text.shapes import Ids, NoTemplate, Parts, Shapes
 from coordinator.text.spelling import spell_of
+from coordinator.text.template import Rendering, Shape
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"
-Split = Callable[[str, dict[str, str]], tuple[str, str]]
-"""What a chat template, given special tokens, puts before and after a message; see template.split_template."""
+RenderTemplate = Callable[[str, dict[str, str], Sequence[Shape]], Sequence[Rendering]]
+"""What a chat template, given special tokens, makes of shapes; see template.render_shapes and Renderer."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 """Steps before the model that drop no text (Split unless told to remove)."""
 
@@ -25,21 +28,22 @@ class Tokenizer:
     """The ids of documents, questions and prompts, and their text."""
 
     def __init__(
-        self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint, parts: tuple[str, str] | None
+        self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint, render: RenderTemplate
     ) -> None:
-        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same. `parts` are
-        what the chat template puts around a message, if there is one."""
-        self._plain = plain
+        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same. Raises
+        ModelRefused for a template that cannot show a user's message, and what `render` raises."""
+        self._plain, self._control = plain, control
         self.checkpoint = checkpoint
         self.vocabulary_size = checkpoint.vocabulary_size or plain.get_vocab_size()
         self.has_chat_template = checkpoint.chat_template is not None
         self.opening = _opening(control)
         """Special tokens that come before a plain prompt."""
         separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
-        self._separator = tuple(control.encode(separator, add_special_tokens=False).ids)
-        self._prefix, self._suffix = self.opening, ()
-        if parts is not None:
-            self._prefix, self._suffix = (tuple(control.encode(part, add_special_tokens=False).ids) for part in parts)
+        self._separator = self._control_ids(separator)
+        self.shapes: Shapes | NoTemplate = NoTemplate(self.opening)
+        """What is put around the texts of conversations."""
+        if (template := checkpoint.chat_template) is not None:
+            self.shapes = Shapes(partial(render, template, checkpoint.special_tokens), self._control_ids)
         description: dict[str, Any] = json.loads(plain.to_str())
         self.alphabet = self._alphabet(description)
         """What turns ids into text."""
@@ -47,9 +51,9 @@ class Tokenizer:
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
     @classmethod
-    def load(cls, folder: Path, split: Split = split_apart) -> "Tokenizer":
+    def load(cls, folder: Path, render: RenderTemplate | None = None) -> "Tokenizer":
         """Takes seconds: call it in a thread. Raises ModelRefused with the reason when the folder has no readable
-        tokenizer.json or template, and what `split` raises."""
+        tokenizer.json or template, and what `render` raises, which is by default a Renderer's."""
         checkpoint = Checkpoint.read(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -63,29 +67,41 @@ class Tokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         plain.encode_special_tokens = True
-        template = checkpoint.chat_template
-        parts = None if template is None else split(template, checkpoint.special_tokens)
-        return cls(plain, control, checkpoint, parts)
+        return cls(plain, control, checkpoint, render or Renderer().render)
 
     @property
     def end_tokens(self) -> frozenset[int]:
         return self.checkpoint.end_tokens
 
-    def document_encoder(self, is_first: bool) -> Encoder:
-        """Makes the ids of a document; those that start a context carry the template's opening before them."""
-        return Encoder(self._plain, self._prefix if is_first else ())
+    def document_encoder(self, is_first: bool, opening: Sequence[int] | None = None) -> Encoder:
+        """Makes the ids of a document; those that start a context carry an opening before them, the template's unless
+        another one is given."""
+        before = self.shapes.question[0] if opening is None else opening
+        return Encoder(self._plain, before if is_first else ())
 
     def question_encoder(self) -> Encoder:
         """Makes the ids that follow a document: separator, question, and the template's end."""
-        return Encoder(self._plain, self._separator, self._suffix)
+        return self.conversation_encoders(self.shapes.question, has_context=True)[0]
 
     def prompt_encoder(self, use_chat_template: bool) -> Encoder:
         """Makes the ids of a prompt without a context."""
-        return Encoder(self._plain, self._prefix, self._suffix) if use_chat_template else self.plain_encoder(True)
+        if not use_chat_template:
+            return self.plain_encoder(True)
+        return self.conversation_encoders(self.shapes.question, has_context=False)[0]
+
+    def conversation_encoders(self, parts: Parts, has_context: bool) -> list[Encoder]:
+        """One for each text of a conversation, whose ids are those of all, one after the other. After a document the
+        separator stands in the place of the first part, which the context begins with."""
+        before = (self._separator if has_context else parts[0], *parts[1:-1])
+        last = len(before) - 1
+        return [Encoder(self._plain, ids, parts[-1] if i == last else ()) for i, ids in enumerate(before)]
 
     def plain_encoder(self, has_opening: bool) -> Encoder:
         """Makes the ids of a text without a template, on request with the special tokens that come before a prompt."""
         return Encoder(self._plain, self.opening if has_opening else ())
+
+    def _control_ids(self, text: str) -> Ids:
+        return tuple(self._control.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         # The library lets other threads run in a batch only.

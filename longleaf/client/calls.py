@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeVar
 
 import grpc
 
 from longleaf.client.callbacks import Callback
-from longleaf.client.channels import Access, open_channel
+from longleaf.client.channels import Access, BearerChannel, check_credential, open_channel
 from longleaf.client.retries import Attempts, Retries, Retry
 from longleaf.codec.status import decode_error
 from longleaf.errors import Cancelled, LongleafError, Unavailable
@@ -22,10 +23,18 @@ class Calls:
     def __init__(self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry]) -> None:
         """Raises InvalidArgument."""
         self.server = server
-        self.channel = open_channel(server, access)
+        self.channel: Any = open_channel(server, access)
+        self._access = access
         self._retries = retries
         self._on_retry = on_retry
         self._is_closed = False
+
+    def bearing(self, credential: str) -> "Calls":
+        """The same, over the same channel, as somebody else. Raises InvalidArgument."""
+        check_credential(credential, self.server, self._access)
+        view = copy(self)
+        view.channel = BearerChannel(self.channel, credential)
+        return view
 
     async def close(self) -> None:
         """Ends the channel, and all calls on it."""

@@ -38,6 +38,8 @@ class Access(TypedDict, total=False):
     """File of its private key. LONGLEAF_TLS_KEY."""
     credential: str | None
     """What says who calls; needs tls_ca, but on this machine. LONGLEAF_CREDENTIAL."""
+    insecure: bool
+    """Credentials may go to another machine in plain text."""
 
 
 def open_channel(server: str, access: Access) -> Any:
@@ -50,7 +52,7 @@ def open_channel(server: str, access: Access) -> Any:
         if value and not tls_ca:
             raise InvalidArgument(name, "needs tls_ca: without the service's authority nothing is encrypted")
     if credential:
-        _check(credential, server, bool(tls_ca))
+        check_credential(credential, server, access)
     channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)
     return BearerChannel(channel, credential) if credential else channel
 
@@ -60,13 +62,15 @@ def _given(access: Access, name: str) -> str:
     return os.environ.get(f"LONGLEAF_{name.upper()}", "") if value is None else str(value)
 
 
-def _check(credential: str, server: str, is_encrypted: bool) -> None:
+def check_credential(credential: str, server: str, access: Access) -> None:
+    """Raises InvalidArgument for what is no credential, or would travel in plain text."""
     if not (credential.isascii() and credential.isprintable() and " " not in credential):
         raise InvalidArgument("credential", "must be printable ASCII without spaces")
     if len(credential) > MAX_CREDENTIAL:
         raise InvalidArgument("credential", f"has {len(credential):,} characters, more than {MAX_CREDENTIAL:,}")
+    is_safe = bool(_given(access, "tls_ca")) or access.get("insecure", False)
     host = server.rpartition(":")[0].strip("[]")
-    if not (is_encrypted or is_loopback(host) or server.startswith("unix:")):
+    if not (is_safe or is_loopback(host) or server.startswith("unix:")):
         raise InvalidArgument("credential", f"would go to {host} in plain text: give tls_ca, too")
 
 

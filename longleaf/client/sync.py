@@ -26,6 +26,7 @@ from longleaf.messages import (
     ImportProgress,
     IngestOptions,
     IngestProgress,
+    Message,
     Parcel,
     Reread,
     Tokenized,
@@ -95,6 +96,11 @@ class Client:
         self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
         return self._iterate(self._client.ask(context, question, **options))
+
+    def chat(
+        self, messages: Iterable[Message], *, context: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generator[Event, None, None]:
+        return self._iterate(self._client.chat(messages, context=context, **options))
 
     def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.cancel_generation, request_id, timeout=timeout)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from longleaf import codec
 from longleaf.client.calls import Calls, Ending
@@ -18,6 +18,24 @@ from longleaf.messages import (
 )
 
 Told = TypeVar("Told")
+
+
+class Pieces(Protocol):
+    """A document that is sent from where the service wants it."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong in it: of a call whose upward half breaks no more is known."""
+        ...
+
+    @error.setter
+    def error(self, error: Exception) -> None: ...
+
+    def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]: ...
+
+    def acknowledge(self, offset: int) -> None:
+        """The service has all before `offset`."""
+        ...
 
 
 def header_of(context: str, document: Document, options: IngestOptions) -> IngestHeader:
@@ -38,15 +56,17 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
 
 def ingest_of(header: IngestHeader, source: Source) -> "Sending[IngestProgress]":
     """Raises InvalidArgument when a setting does not fit its field."""
-    return Sending(codec.encode_ingest_piece(header), source, _ingest_piece, _place_of)
+    return Sending(codec.encode_ingest_piece(header), source, ingest_piece, place_of)
 
 
-def _ingest_piece(piece: IngestPiece, offset: int) -> object:
+def ingest_piece(piece: IngestPiece, offset: int) -> object:
+    """The request that carries a piece."""
     del offset  # the service counts
     return codec.encode_ingest_piece(piece)
 
 
-def _place_of(progress: IngestProgress) -> tuple[int, bool]:
+def place_of(progress: IngestProgress) -> tuple[int, bool]:
+    """Up to where the service has the document, and whether it takes more of it."""
     offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
     return offset, progress.phase in ("receiving", "unspecified")
 
@@ -62,7 +82,7 @@ class Sending(Generic[Told]):
     def __init__(
         self,
         first: object,
-        source: Source,
+        source: Pieces,
         encode: Callable[[IngestPiece, int], object],
         place_of: Callable[[Told], tuple[int, bool]],
     ) -> None:

@@ -86,6 +86,7 @@ OPTIONS = {
     "config.display_name": "--display-name",
     "config.ttl": "--ttl",
     "config.upload_id": "--upload-id",
+    "prefaced_config.system": "--system",
     "config.capacity_token_count": "--capacity",
     "resume": "--resume",
     "min_interval_duration": "--interval",

@@ -35,6 +35,15 @@ def ingest(
     name: Annotated[str, typer.Option("--name", help="Name of the context.")],
     server: Server,
     append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
+    system: Annotated[
+        str,
+        typer.Option(
+            help="What the model is told before it reads the document, such as how to answer. It stays in the context, "
+            "and goes where the model's chat template puts a system's message.",
+            metavar="TEXT",
+            show_default="",
+        ),
+    ] = "",
     token_ids: Annotated[
         TokenFormat | None,
         typer.Option(
@@ -68,6 +77,7 @@ def ingest(
     """
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
+    given |= {"system": system}
     options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
     texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
     total = size_of(texts)  # whatever they hold: a file that is not there is told before anything is sent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.access.watched import LOOK_SECONDS, WatchedFiles
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
 from coordinator.serving.certificates import Certificates
 from longleaf.client import AsyncClient
 from longleaf.operations import SecurityConfig

@@ -14,7 +14,7 @@ from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
 from coordinator.catalog.records import UploadKey, UploadRecord
-from coordinator.text.template import split_template
+from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import InvalidArgument, StorageUnavailable
@@ -34,7 +34,7 @@ class Desk:
         self.threads = TextThreads()
         self.catalog = catalog
         self.kept = KeptUploads(catalog, records, lambda: date)
-        self._tokenizer = Tokenizer.load(write_model(folder / "model"), split_template)
+        self._tokenizer = Tokenizer.load(write_model(folder / "model"), render_shapes)
         self.ingest = self.ingest_with(self.kept)
 
     def ingest_with(self, kept: KeptUploads) -> Ingest:

@@ -12,7 +12,7 @@ import pytest
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.serving.server import Server
-from coordinator.text.template import split_template
+from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.channel.fakes import echo_token
@@ -341,7 +341,7 @@ async def test_names_of_generations_are_checked_before_they_are_sent(resumable: 
 async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
-    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), split_template), engine.describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), render_shapes), engine.describe)
     doors = [Server(use_cases), Server(use_cases)]
     here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
     async with (

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
-from coordinator.text.template import split_template
+from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument
@@ -61,7 +61,7 @@ class Gated(Served):
 
 @pytest.fixture
 async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
-    engine, tokenizer = FakeEngine(), Tokenizer.load(write_model(tmp_path), split_template)
+    engine, tokenizer = FakeEngine(), Tokenizer.load(write_model(tmp_path), render_shapes)
     engine.max_positions = engine.total_tokens = 1 << 23
     gate: Any = Gate(tokenizer._plain)
     tokenizer._plain = gate

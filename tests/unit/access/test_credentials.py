@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.access.authenticator import Anybody
 from coordinator.access.credentials import Credentials
-from coordinator.access.watched import LOOK_SECONDS, WatchedFiles
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
 from longleaf.credentials import (
     Entry,
     Quotas,

@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 
 from coordinator.calls import replay as replays
 from coordinator.calls.generation import Generation
-from coordinator.calls.replay import Replay, Replays
-from coordinator.text.template import split_template
+from coordinator.calls.replay import Replay, Replays, question_of
+from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
-from longleaf.messages import Delta, Event, Finished, Generate, Progress, Recovering, Started
+from longleaf.messages import (
+    Conversation,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Message,
+    Progress,
+    Recovering,
+    Role,
+    Started,
+)
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from tests.support.service import FakeEngine, write_model
 from tests.support.timers import Timers
@@ -309,7 +320,7 @@ async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
     """What the one before held is still being given back, and it waits for its next token."""
     engine, timers, threads = FakeEngine(), Timers(), TextThreads()
     engine.is_endless = True
-    tokenizer = Tokenizer.load(write_model(tmp_path), split_template)
+    tokenizer = Tokenizer.load(write_model(tmp_path), render_shapes)
     generation = Generation(engine, tokenizer, threads, later=timers)
     request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
     silent = asyncio.Event()
@@ -403,3 +414,33 @@ async def test_how_many_are_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ResourceExhausted) as caught:
         held.hold("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None
+
+
+ROLES: list[Role] = ["system", "user", "assistant"]
+MESSAGES = st.builds(Message, st.sampled_from(ROLES), st.text("u3\n ser", max_size=3))
+CONVERSATIONS = st.builds(Conversation, st.lists(MESSAGES, max_size=4).map(tuple))
+INPUTS = CONVERSATIONS | st.text("u3\n ser", max_size=5) | st.lists(st.integers(0, 3), max_size=3)
+
+
+@given(one=INPUTS, other=INPUTS)
+@settings(max_examples=300)
+def test_different_questions_have_different_digests(one: Conversation | str, other: Conversation | str) -> None:
+    asked = [question_of(Generate(input=each, sampling=Sampling())) for each in (one, other)]
+    assert (asked[0] == asked[1]) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([("user", "a"), ("user", "b")], [("user", "ab")]),
+        ([("user", "a"), ("user", "")], [("user", ""), ("user", "a")]),
+        ([("user", "a")], [("assistant", "a")]),
+        ([("user", "auser 1\nb")], [("user", "a"), ("user", "b")]),
+        ([("user", "a" * 12)], [("user", "a" * 1), ("user", "a" * 2)]),
+    ],
+)
+def test_messages_are_told_apart(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
+    made = [Conversation(tuple(Message(*each) for each in turns)) for turns in (one, other)]
+    digests = {question_of(Generate(input=each, sampling=Sampling())) for each in made}
+    digests |= {question_of(Generate(input=each, context="book", sampling=Sampling())) for each in made}
+    assert len(digests) == 4

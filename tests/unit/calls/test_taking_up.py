@@ -23,7 +23,7 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.messages import Delta, Event, Resume, Started
+from longleaf.messages import Conversation, Delta, Event, Message, Resume, Started
 from longleaf.sampling import Sampling
 from tests.support.service import ids
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, tokenizer_of, whole
@@ -71,6 +71,29 @@ async def test_a_repeated_request_finds_what_was_held(folder: Path, tokenizer: T
         assert deltas(again)[: len(told)] == told
         with pytest.raises(InvalidArgument, match="another request"):
             await service.read(asked(SAMPLING, text="something else"))
+
+
+async def test_a_conversation_goes_on_and_nothing_of_it_is_written_down(folder: Path, tokenizer: Tokenizer) -> None:
+    said = (
+        Message("system", "dq7 be brief"),
+        Message("user", "dq7 who?"),
+        Message("assistant", ""),
+        Message("user", "y"),
+    )
+    request = msgspec.structs.replace(asked(SAMPLING), input=Conversation(said), use_chat_template=None)
+    async with serving(folder, tokenizer) as service:
+        expected = whole(await service.read(msgspec.structs.replace(request, request_id="two", resume_seconds=0.0)))
+        seen = await service.read(request, 5)
+        assert seen[0] == (await service.read(request, 1))[0], "the same conversation is the same request"
+    assert num_tokens(seen) > 0
+    assert not any(b"dq7" in path.read_bytes() for path in files(folder))
+    async with serving(folder, tokenizer) as service:
+        again = await service.read(Resume("one", num_tokens(seen)))
+        assert whole([*seen, *deltas(again), again[-1]]) == expected
+        assert deltas(await service.read(request))[0].index == 0
+        for other in (said[1:], (*said[:2], Message("assistant", "y"), Message("user", "y")), (said[0], said[3])):
+            with pytest.raises(InvalidArgument, match="another request"):
+                await service.read(msgspec.structs.replace(request, input=Conversation(other)))
 
 
 def deltas(events: list[Event]) -> list[Delta]:

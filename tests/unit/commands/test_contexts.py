@@ -65,6 +65,21 @@ async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> 
     assert (claim.priority, claim.client, claim.deadline is not None) == (-4, "me", True)
 
 
+async def test_a_systems_message_goes_before_the_document(terminal: Terminal, book: str, tmp_path: Path) -> None:
+    await terminal.json("ingest", book, "--name", "moby", "--system", "<|end|> Be brief.", "--upload-id", "one")
+    plain, fast = byte_tokenizer(), byte_tokenizer()
+    plain.encode_special_tokens = True
+    opening = [*fast.encode("<|begin|><|user|>").ids, *plain.encode("<|end|> Be brief.").ids]
+    assert terminal.engine.contexts["moby"] == [*opening, *plain.encode("Call me Ishmael. " * 10).ids]
+    code, _, err = await terminal.run("ingest", book, "--name", "moby", "--append", "--system", "x")
+    assert (code, err.startswith("error: --system: is for new contexts")) == (2, True)
+    (tmp_path / "ids").write_text("[1, 2]")
+    code, _, err = await terminal.run(
+        "ingest", str(tmp_path / "ids"), "--name", "b", "--token-ids", "json", "--system", "x"
+    )
+    assert (code, err.startswith("error: --system: is for a document of text")) == (2, True)
+
+
 async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:
     ids = byte_tokenizer().encode("é!").ids
     assert (await terminal.run("tokenize", "é!"))[1] == " ".join(map(str, ids)) + "\n"

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.text.check import check
 from coordinator.text.renderer import Renderer
-from coordinator.text.template import split_template
+from coordinator.text.template import Rendering, Shape, render_shapes
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
@@ -54,15 +55,31 @@ def _command(process: psutil.Process) -> list[str]:
 
 def test_a_template_is_split_as_in_the_same_process() -> None:
     tokens = {"bos_token": "<|begin|>"}
-    assert Renderer().split(TEMPLATE, tokens) == split_template(TEMPLATE, tokens) == ("<|begin|><|user|>", "<|model|>")
-    with pytest.raises(ModelRefused, match="cannot be rendered: no users"):
-        Renderer().split("{{ raise_exception('no users') }}", tokens)
+    shapes: list[Shape] = [("user",), ("user", "assistant", "user")]
+    parts = [("<|begin|><|user|>", "<|model|>"), ("<|begin|><|user|>", "", "", "<|model|>")]
+    assert Renderer().render(TEMPLATE, tokens, shapes) == [Rendering(each) for each in parts]
+    for source in (TEMPLATE, "{{ raise_exception('no users') }}", "{% if %}"):
+        assert Renderer().render(source, tokens, shapes) == render_shapes(source, tokens, shapes)
 
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
 def test_a_template_without_end_is_refused(source: str) -> None:
-    with pytest.raises(ModelRefused, match="more than 1 s of processor time"):
-        Renderer(seconds=1).split(source, {})
+    (rendering,) = Renderer(seconds=1).render(source, {}, [("user",), ("system", "user")])
+    assert rendering.reason == "takes more than 1 s of processor time"
+
+
+def test_what_there_is_no_time_for_is_left_out() -> None:
+    source = TEMPLATE + "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
+    shapes: list[Shape] = [("user",), ("user", "assistant", "user")]
+    assert Renderer(seconds=1).render(source, {}, shapes) == render_shapes(source, {}, shapes[:1])
+
+
+def test_every_rendering_is_told_the_time_of_the_start() -> None:
+    renderer = Renderer(now=datetime(2024, 12, 31, 23, 59, 59))
+    source = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + TEMPLATE
+    for shape in (("user",), ("system", "user")):
+        (rendering,) = renderer.render(source, {}, [shape])
+        assert rendering.parts[0].startswith("31 Dec 2024 23:59:59")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +125,7 @@ def test_what_was_stopped_begins_nothing() -> None:
     renderer = Renderer()
     renderer.stop()
     with pytest.raises(StartError, match="was stopped"):
-        renderer.split(TEMPLATE, {})
+        renderer.render(TEMPLATE, {}, [("user",)])
 
 
 def test_a_rendering_is_ended_from_another_thread() -> None:
@@ -116,7 +133,7 @@ def test_a_rendering_is_ended_from_another_thread() -> None:
 
     def render() -> None:
         try:
-            renderer.split(ENDLESS, {})
+            renderer.render(ENDLESS, {}, [("user",)])
         except StartError as error:
             failures.append(str(error))
 

@@ -124,3 +124,58 @@ async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_lon
     with pytest.raises(Unavailable, match="stopping"):
         await tasks[0]
     assert recorder.turns == ["a"]
+
+
+class Listed:
+    """A text's encoder that tells all of its pieces."""
+
+    def __init__(self, said: list[object]) -> None:
+        self._said = said
+
+    def push(self, text: str) -> None:
+        self._said.append(len(text))
+
+    def finish(self) -> None:
+        self._said.append("end")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([0], [0, "end", "step"]),
+        ([3, 0, 4], [3, "end", 0, "end", 4, "end", "step"]),
+        ([STEP_CHARACTERS], [STEP_CHARACTERS, "end", "step"]),
+        ([STEP_CHARACTERS - 1, 3], [STEP_CHARACTERS - 1, "end", 1, "step", 2, "end", "step"]),
+        ([STEP_CHARACTERS, 0], [STEP_CHARACTERS, "end", "step", 0, "end", "step"]),
+        ([5, 2 * STEP_CHARACTERS], [5, "end", STEP_CHARACTERS - 5, "step", STEP_CHARACTERS, "step", 5, "end", "step"]),
+    ],
+)
+async def test_short_texts_share_a_step(threads: TextThreads, lengths: list[int], expected: list[object]) -> None:
+    said: list[object] = []
+    await threads.encode_all([(Listed(said), "x" * length) for length in lengths], lambda: said.append("step"))
+    assert said == expected
+
+
+async def test_what_takes_long_keeps_no_step_waiting(threads: TextThreads) -> None:
+    gate, order = threading.Event(), list[int]()
+
+    def wait(number: int) -> None:
+        assert gate.wait(30)
+        order.append(number)
+
+    long = [asyncio.create_task(threads.run_long(wait, number)) for number in range(3)]
+    await asyncio.sleep(0)
+    assert await threads.run(lambda: 7) == 7
+    long[1].cancel()
+    await asyncio.wait([long[1]])
+    gate.set()
+    await asyncio.gather(long[0], long[2])
+    assert order == [0, 2], "one after the other, and none that nobody waits for"
+
+
+async def test_nothing_long_begins_once_they_are_closed(threads: TextThreads) -> None:
+    assert await threads.run_long(lambda: 7) == 7
+    await threads.close()
+    with pytest.raises(Unavailable):
+        await threads.run_long(lambda: 7)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from coordinator.text.template import split_template
+from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ModelRefused
 from tests.support.service import END, TEMPLATE, byte_tokenizer, encoded, write_model
 
 FAST = byte_tokenizer()
-load = partial(Tokenizer.load, split=split_template)
+load = partial(Tokenizer.load, render=render_shapes)
 BEGIN, USER, MODEL, SEPARATOR = (FAST.token_to_id(f"<|{name}|>") for name in ("begin", "user", "model", "separator"))
 
 
@@ -129,8 +129,8 @@ def test_the_vocabulary_is_the_configs(folder: Path) -> None:
         ("config.json", "{", "cannot be read"),
         ("chat_template.jinja", "{% if %}", "cannot be rendered"),
         ("chat_template.jinja", "{{ raise_exception('no users') }}", "no users"),
-        ("chat_template.jinja", "static", "exactly once"),
-        ("chat_template.jinja", "{{ messages[0].content * 2 }}", "exactly once"),
+        ("chat_template.jinja", "static", "leaves out the user's message"),
+        ("chat_template.jinja", "{{ messages[0].content * 2 }}", "repeats the user's message"),
         ("chat_template.jinja", "{{ ().__class__.__bases__ }}", "unsafe"),
     ],
 )
@@ -153,7 +153,8 @@ def test_templates_have_the_helpers_of_transformers() -> None:
         "{%- for m in messages %}\n{{- {'b': '<é>', 'a': 1} | tojson }}{{ m.content }}{% break %}{% endfor %}"
         "{% if strftime_now('%Y') | length == 4 %}!{% endif %}{{ eos_token }}{% if tools is none %}.{% endif %}"
     )
-    assert split_template(source, {"eos_token": "E"}) == ('{"b": "<é>", "a": 1}', "!E.")
+    (rendering,) = render_shapes(source, {"eos_token": "E"}, [("user",)])
+    assert rendering.parts == ('{"b": "<é>", "a": 1}', "!E.")
 
 
 # The bound on bytes

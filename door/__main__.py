@@ -1,0 +1,67 @@
+"""Runs a door: `python -m door --server HOST:PORT --port 8000 ...`. `longleaf door` is this with a help page.
+
+Every field of DoorConfig is an option of the same name. Prints `listening on http://HOST:PORT`, or {"http": "..."},
+once it listens. A signal ends it. Exit code 0: it was ended; 2: the settings cannot work; 1: it failed.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from typing import Literal, get_args, get_origin
+
+import msgspec
+from msgspec.structs import fields
+
+from door.server import serve
+from door.settings import DoorConfig
+from longleaf.errors import InvalidArgument, StartError
+from longleaf.logs import Logs, formatter_of
+from longleaf.operations import TelemetryConfig
+
+LISTENING = "listening on "
+BAD_INPUT = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Serves until a signal; returns the exit code."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    config = parse(arguments)
+    telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
+    logs = Logs(telemetry, ("door", "longleaf"))
+    try:
+        config.check()
+        asyncio.run(serve(config, lambda url: announce(config, url)))
+    except (InvalidArgument, StartError) as error:
+        record = logging.LogRecord("door", logging.ERROR, "", 0, f"error: {error}", None, None)
+        print(formatter_of(telemetry).format(record), file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        pass
+    finally:
+        logs.take_down()
+    return 0
+
+
+def announce(config: DoorConfig, url: str) -> None:
+    """Says where it listens."""
+    print(msgspec.json.encode({"http": url}).decode() if config.as_json else f"{LISTENING}{url}", flush=True)
+
+
+def parse(arguments: list[str]) -> DoorConfig:
+    """Raises SystemExit for what does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m door", argument_default=argparse.SUPPRESS)
+    for field in fields(DoorConfig):
+        choices = get_args(field.type) if get_origin(field.type) is Literal else None
+        action = "append" if field.name == "allow_host" else "store"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, action=action)
+    try:
+        return msgspec.convert(vars(parser.parse_args(arguments)), DoorConfig, strict=False)
+    except msgspec.ValidationError as error:
+        told, _, path = str(error).rpartition(" - at ")
+        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {told}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

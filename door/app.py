@@ -1,0 +1,89 @@
+"""What is asked where."""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from door import cluster, static
+from door.contexts import resources, upload
+from door.errors import Problem, problem_of
+from door.guards import Guards
+from door.models import KnownModel
+from door.openai import chat, completions, models
+from door.settings import DoorConfig
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError
+
+ROUTES = (
+    ("/", "GET", static.page),
+    ("/page/{path:path}", "GET", static.file),
+    ("/healthz", "GET", cluster.healthz),
+    ("/readyz", "GET", cluster.readyz),
+    ("/v1/models", "GET", models.list_models),
+    ("/v1/models/{id:path}", "GET", models.get_model),
+    ("/v1/chat/completions", "POST", chat.chat),
+    ("/v1/completions", "POST", completions.completions),
+    ("/v1/contexts", "GET", resources.list_contexts),
+    ("/v1/contexts/{id}", "HEAD", upload.uploaded),
+    ("/v1/contexts/{id}", "GET", resources.get_context),
+    ("/v1/contexts/{id}", "POST", upload.upload),
+    ("/v1/contexts/{id}", "PATCH", resources.update_context),
+    ("/v1/contexts/{id}", "DELETE", resources.delete_context),
+    ("/v1/contexts/{id}/fork", "POST", resources.fork_context),
+    ("/v1/cluster", "GET", cluster.cluster),
+)
+
+
+def make_app(client: AsyncClient, config: DoorConfig) -> ASGIApp:
+    """The application in front of the service of `client`."""
+    handlers: dict[Any, Callable[[Request, Any], Any]] = {
+        Problem: _on_problem,
+        LongleafError: _on_error,
+        HTTPException: _on_http,
+        ClientDisconnect: _on_left,
+    }
+    app = Starlette(routes=list(_routes()), exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    app.state.client, app.state.model = client, KnownModel()
+    return Guards(app, config.allow_host, config.public_url)
+
+
+def _routes() -> list[Route]:
+    """One for each path: Starlette answers 405 for the methods that the first has not."""
+    paths = dict[str, dict[str, Any]]()
+    for path, method, endpoint in ROUTES:
+        paths.setdefault(path, {})[method] = endpoint
+    return [Route(path, _by_method(found), methods=list(found)) for path, found in paths.items()]
+
+
+def _by_method(endpoints: dict[str, Any]) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        method = request.method if request.method in endpoints else "GET"  # a HEAD of what has no own
+        return await endpoints[method](request)
+
+    return endpoint
+
+
+async def _on_problem(_: Request, error: Problem) -> Response:
+    return Response(error.encoded(), error.status, error.headers, "application/json")
+
+
+async def _on_error(request: Request, error: LongleafError) -> Response:
+    return await _on_problem(request, problem_of(error))
+
+
+async def _on_http(request: Request, error: HTTPException) -> Response:
+    told = {404: "there is nothing at this path", 405: f"{request.method} is not for this path"}
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = told.get(error.status_code, str(error.detail))
+    return await _on_problem(request, Problem(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _on_left(request: Request, _: ClientDisconnect) -> Response:
+    return await _on_problem(request, Problem(499, "the caller left"))

@@ -1,0 +1,29 @@
+"""Who calls: a view of the client that bears the caller's credential, and whom a fair share is counted for."""
+
+from starlette.requests import Request
+
+from longleaf.client import AsyncClient
+from longleaf.errors import InvalidArgument, PermissionDenied, Unauthenticated
+
+
+def client_of(request: Request) -> AsyncClient:
+    """The client of this call. Raises Unauthenticated for what is no credential, and PermissionDenied where it would
+    travel on in plain text."""
+    client: AsyncClient = request.app.state.client
+    given = request.headers.get("authorization")
+    if given is None:
+        return client
+    scheme, _, credential = given.partition(" ")
+    credential = credential.strip()
+    if scheme.lower() != "bearer" or not credential:
+        raise Unauthenticated("authorization must be: Bearer CREDENTIAL")
+    try:
+        return client.bearing(credential)
+    except InvalidArgument as error:
+        is_malformed = "plain text" not in error.description
+        raise (Unauthenticated if is_malformed else PermissionDenied)(f"the credential {error.description}") from None
+
+
+def peer_of(request: Request) -> str:
+    """The address that a fair share is counted for where the caller names nobody."""
+    return request.client.host if request.client is not None else ""

@@ -1,0 +1,39 @@
+"""The certificate that callers see: new connections get what the files have now."""
+
+import asyncio
+import ssl
+import tempfile
+from pathlib import Path
+
+from longleaf.pem import KeyPair, parse_pair
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
+
+
+class Certificate:
+    """A certificate, its key, and the context of connections that have them."""
+
+    def __init__(self, tls_cert: str, tls_key: str) -> None:
+        """Raises InvalidArgument."""
+        self._files: WatchedFiles[KeyPair] = WatchedFiles({"tls_cert": tls_cert, "tls_key": tls_key}, parse_pair)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols(["http/1.1"])
+        self._used = self._files.value
+        self._load(self._used)
+
+    async def follow(self) -> None:
+        """Looks at the files until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            found = self._files.value
+            if found is not self._used:
+                self._used = found
+                self._load(found)
+
+    def _load(self, pair: KeyPair) -> None:
+        """The library reads files alone, and those of the service may be half written by now."""
+        with tempfile.TemporaryDirectory(prefix="longleaf-") as folder:
+            path = Path(folder) / "pair.pem"
+            path.touch(0o600)
+            path.write_bytes(pair.key + b"\n" + pair.chain)
+            self.context.load_cert_chain(path)

@@ -1,0 +1,112 @@
+"""The cluster, once or as events, and whether door and service are there."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.callers import client_of
+from door.contexts.resources import answered
+from door.errors import Problem, problem_of
+from door.events import EventResponse, event
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError
+from longleaf.messages import Cluster
+
+READY_SECONDS = 2.0
+INTERVAL_SECONDS = 1.0
+
+
+def described(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as callers see it."""
+    model, recovery = cluster.model, cluster.recovery
+    return {
+        "model": {
+            "name": model.name,
+            "architecture": model.architecture,
+            "dtype": model.dtype,
+            "max_context_tokens": model.max_context_tokens,
+            "has_chat_template": model.has_chat_template,
+        },
+        "world_size": cluster.world_size,
+        "epoch": cluster.epoch,
+        "running": cluster.running,
+        "waiting": cluster.waiting,
+        "merge": cluster.merge,
+        "exact": cluster.is_exact,
+        "workers": [
+            {
+                "rank": worker.rank,
+                "node": worker.node,
+                "device": worker.device,
+                "tokens": worker.tokens,
+                "max_tokens": worker.max_tokens,
+                "kv_bytes": worker.kv_bytes,
+                "max_kv_bytes": worker.max_kv_bytes,
+            }
+            for worker in cluster.workers
+        ],
+        "recovery": recovery
+        and {
+            "lost_tokens": recovery.lost_tokens,
+            "recovered_tokens": recovery.recovered_tokens,
+            "seconds": recovery.seconds,
+            "over": recovery.is_over,
+        },
+        "losses": [
+            {
+                "time": loss.time,
+                "member": loss.member,
+                "rank": loss.rank,
+                "node": loss.node,
+                "reason": loss.reason,
+                "slot": loss.slot,
+            }
+            for loss in cluster.losses
+        ],
+    }
+
+
+async def cluster(request: Request) -> Response:
+    """Now, and at every change; with `once=true` one object."""
+    client = client_of(request)
+    if request.query_params.get("once", "false").lower() in ("true", "1"):
+        return answered(described(await client.cluster()))
+    watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
+    try:
+        first = await anext(watching)
+    except BaseException:
+        await watching.aclose()
+        raise
+    return cast(Response, EventResponse(_events(first, watching), lambda: "nothing has changed"))
+
+
+async def _events(first: Cluster, watching: AsyncGenerator[Cluster, None]) -> AsyncGenerator[bytes, None]:
+    yield event(described(first))
+    try:
+        async with aclosing(watching):
+            async for found in watching:
+                yield event(described(found))
+    except LongleafError as error:
+        yield event(problem_of(error).body, "error")
+
+
+async def healthz(request: Request) -> Response:
+    """The door runs."""
+    del request
+    return answered({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """The service behind it can answer."""
+    client: AsyncClient = request.app.state.client
+    try:
+        is_healthy = await client.is_healthy(timeout=READY_SECONDS)
+    except LongleafError as error:
+        raise Problem(503, str(error), kind="server_error", code="unavailable", headers={"retry-after": "1"}) from None
+    if not is_healthy:
+        told = "the service takes no calls now"
+        raise Problem(503, told, kind="server_error", code="unavailable", headers={"retry-after": "1"})
+    return answered({"status": "ok"})

@@ -1,0 +1,122 @@
+"""Contexts that are there: listed, told, changed, forked and deleted."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.bodies import converted, read_json
+from door.callers import client_of
+from door.errors import Problem, problem_of
+from door.models import model_name
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError, NotFound
+from longleaf.messages import CONTEXT_ID, Context
+
+MISSING = "context_not_found"
+
+
+class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What may be changed of a context."""
+
+    display_name: str | UnsetType = UNSET
+    pinned: bool | UnsetType = UNSET
+    expires: float | UnsetType | None = UNSET
+    ttl: float | UnsetType = UNSET
+
+
+class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A new context of the first tokens of another one."""
+
+    id: str
+    tokens: int | None = None
+
+
+def described(context: Context, model: str) -> dict[str, Any]:
+    """A context as callers see it."""
+    return {
+        "id": context.id,
+        "object": "context",
+        "model": f"{model}:{context.id}",
+        "tokens": context.tokens,
+        "kv_bytes": context.kv_bytes,
+        "storage_bytes": context.storage_bytes,
+        "created": context.created,
+        "updated": context.updated,
+        "used": context.used,
+        "expires": context.expires,
+        "display_name": context.display_name,
+        "pinned": context.is_pinned,
+        "state": context.state,
+        "hits": context.hits,
+        "exact": context.is_exact,
+        "capacity": context.positions.capacity,
+        "shares": [{"rank": s.rank, "tokens": s.tokens, "kv_bytes": s.kv_bytes} for s in context.shares],
+    }
+
+
+def answered(body: object, status: int = 200) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def context_problem(error: LongleafError) -> Problem:
+    return problem_of(error, {"context": "id", "config.context": "id", "new_context": "id"}, MISSING)
+
+
+def named(request: Request) -> str:
+    """The context of the path. Raises NotFound for what can be no name of one."""
+    name = request.path_params["id"]
+    if CONTEXT_ID.fullmatch(name) is None:
+        raise context_problem(NotFound(f"contexts/{name[:100]}"))
+    return name
+
+
+async def list_contexts(request: Request) -> Response:
+    client = client_of(request)
+    contexts = await client.list_contexts()
+    model = await model_name(request, client)
+    return answered({"object": "list", "data": [described(context, model) for context in contexts]})
+
+
+async def get_context(request: Request) -> Response:
+    client, name = client_of(request), named(request)
+    return await _told(request, client, await _tried(client.get_context(name)))
+
+
+async def update_context(request: Request) -> Response:
+    client, name = client_of(request), named(request)
+    changes = converted(await read_json(request), Changes)
+    given: dict[str, Any] = {
+        name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
+    }
+    if "pinned" in given:
+        given["is_pinned"] = given.pop("pinned")
+    if not given:
+        raise Problem(400, f"give {', '.join(Changes.__struct_fields__)}: at least one of them")
+    return await _told(request, client, await _tried(client.update_context(name, **given)))
+
+
+async def delete_context(request: Request) -> Response:
+    await _tried(client_of(request).delete_context(named(request)))
+    return Response(status_code=204)
+
+
+async def fork_context(request: Request) -> Response:
+    client, name = client_of(request), named(request)
+    fork = converted(await read_json(request), Fork)
+    made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
+    return await _told(request, client, made, 201)
+
+
+async def _told(request: Request, client: AsyncClient, context: Context, status: int = 200) -> Response:
+    return answered(described(context, await model_name(request, client)), status)
+
+
+async def _tried(call: Any) -> Any:
+    try:
+        return await call
+    except LongleafError as error:
+        raise context_problem(error) from None

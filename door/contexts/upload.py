@@ -1,0 +1,232 @@
+"""A document on its way through the door: a part of it at a time, and what the service says of it."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from door.callers import client_of, peer_of
+from door.contexts.resources import context_problem, described, named
+from door.errors import Problem, problem_of
+from door.events import EventResponse, event, gone
+from door.models import model_name
+from longleaf.client import AsyncClient
+from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.messages import ContextOptions, ContextSettings, IngestHeader, IngestProgress
+
+IDLE_SECONDS = 110.0
+"""How long the next part of a body may take: less than the service would wait."""
+HELD_BYTES = 1 << 16
+PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
+NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
+
+
+class Body:
+    """A request's body from `offset` of its document on. What was sent is not kept."""
+
+    def __init__(self, receive: Receive, offset: int) -> None:
+        self._receive, self.offset = receive, offset
+        self.error: Exception | None = None
+        self._over = asyncio.Event()
+        """The body has ended, or the caller has gone."""
+        self._has_left = False
+
+    @property
+    def is_over(self) -> bool:
+        """All of the body has come, or the caller has gone."""
+        return self._over.is_set()
+
+    def acknowledge(self, offset: int) -> None:
+        """Nothing is kept anyhow."""
+
+    async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
+        """Raises Unavailable when the body ends before its end."""
+        if offset != self.offset:
+            return
+        while not self.is_over:
+            for start in range(0, len(part := await self._next()), HELD_BYTES):
+                piece = part[start : start + HELD_BYTES]
+                self.offset += len(piece)
+                yield piece
+
+    async def _next(self) -> bytes:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            self.error = Unavailable("the body did not come")
+            raise self.error from None
+        if message["type"] == "http.disconnect":
+            self._has_left = True
+            self._over.set()
+            self.error = Unavailable("the caller left")
+            raise self.error
+        if not message.get("more_body", False):
+            self._over.set()
+        return message.get("body", b"")
+
+    async def leave(self, receive: Receive) -> None:
+        """Returns when the caller has gone; while the body comes its reader notices that."""
+        await self._over.wait()
+        if not self._has_left:
+            await gone(receive)
+
+
+async def upload(request: Request) -> Response:
+    """Begins or goes on with the making of a context; see docs/http.md."""
+    client, header, offset = client_of(request), _header(request), _number(request, "upload-offset") or 0
+    model = await model_name(request, client)
+    body = Body(request.receive, offset)
+    steps = client.ingest_once(header, body)
+    try:
+        first = await anext(steps)
+        if first.phase == "receiving" and first.received_bytes != offset:
+            told = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
+            headers = {"upload-offset": str(first.received_bytes)}
+            raise Problem(409, told, param="Upload-Offset", code="wrong_offset", headers=headers)
+    except BaseException as error:
+        await steps.aclose()
+        if isinstance(error, LongleafError):
+            raise context_problem(error) from None
+        raise
+    telling = Telling(model, header, body, first)
+    left = body.leave if first.phase == "receiving" else gone  # what is there already is not read again
+    # EventResponse is called as a response is, and has nothing else of one
+    return cast(Response, EventResponse(telling.events(steps), telling.waiting, left))
+
+
+class Telling:
+    """The events of an upload."""
+
+    def __init__(self, model: str, header: IngestHeader, body: Body, first: IngestProgress) -> None:
+        self._model, self._header, self._body, self._latest = model, header, body, first
+
+    def waiting(self) -> str:
+        """What is told while nothing happens."""
+        return f"{self._latest.phase}, {self._latest.processed} of {self._latest.total} tokens"
+
+    async def events(self, steps: AsyncGenerator[IngestProgress, None]) -> AsyncGenerator[bytes, None]:
+        yield event(self._told(self._latest))
+        try:
+            async with aclosing(steps):
+                async for self._latest in steps:
+                    yield event(self._told(self._latest))
+        except LongleafError as error:
+            yield self._ended(error)
+
+    def _ended(self, error: LongleafError) -> bytes:
+        header, body = self._header, self._body
+        is_cut = isinstance(error, InvalidArgument) and error.field == "config.total_size_bytes"
+        if is_cut and header.upload_id and body.is_over and body.offset < (header.total_bytes or 0):
+            return event({"phase": "incomplete", "received_bytes": body.offset})
+        return event(problem_of(error, NAMES).body, "error")
+
+    def _told(self, progress: IngestProgress) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "phase": progress.phase,
+            "received_bytes": progress.received_bytes,
+            "received_tokens": progress.received_tokens,
+            "processed": progress.processed,
+            "total": progress.total,
+            "tokens_per_second": progress.tokens_per_second,
+        }
+        if progress.context is not None:
+            told["context"] = described(progress.context, self._model)
+        return told
+
+
+async def uploaded(request: Request) -> Response:
+    """How much of an upload is there."""
+    client, header = client_of(request), _header(request)
+    if not header.upload_id:
+        raise Problem(400, "upload_id: name the upload", param="upload_id")
+    steps = client.ingest_once(header, Body(request.receive, -1))
+    try:
+        first = await _first(client, steps)
+    except LongleafError as error:
+        raise context_problem(error) from None
+    is_complete = first.phase not in ("receiving", "unspecified")
+    headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
+    return Response(headers=headers)
+
+
+async def _first(client: AsyncClient, steps: AsyncGenerator[IngestProgress, None]) -> IngestProgress:
+    del client
+    async with aclosing(steps):
+        return await anext(steps)
+
+
+def _header(request: Request) -> IngestHeader:
+    """What the request says of its document. Raises Problem."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
+        raise Problem(415, "the body is to be the document itself, such as text/plain")
+    given = dict(request.query_params)
+    if unknown := given.keys() - PARAMETERS:
+        raise Problem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
+    offset, total = _number(request, "upload-offset") or 0, _number(request, "upload-length")
+    declared = _number(request, "content-length")
+    if request.method == "POST" and total is None and declared is not None:
+        total = offset + declared
+    if total is not None and total < offset + (declared or 0):
+        raise Problem(400, "Upload-Length: is less than what this sends", param="Upload-Length")
+    options = dict[str, Any]()
+    if (name := given.get("display_name")) is not None:
+        options["display_name"] = name
+    if "pinned" in given:
+        options["is_pinned"] = _flag(given, "pinned")
+    if "ttl" in given:
+        options["ttl"] = _positive(given, "ttl")
+    if "capacity" in given:
+        options["capacity"] = _whole(given, "capacity")
+    return IngestHeader(
+        context=named(request),
+        append=_flag(given, "append"),
+        total_bytes=total,
+        upload_id=given.get("upload_id", ""),
+        settings=ContextSettings(**cast(ContextOptions, options)),
+        system=given.get("system", ""),
+        priority=_whole(given, "priority") if "priority" in given else 0,
+        client=peer_of(request),
+    )
+
+
+def _number(request: Request, header: str) -> int | None:
+    value = request.headers.get(header)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 18):
+        raise Problem(400, f"{header}: is no number of bytes", param=header)
+    return int(value)
+
+
+def _flag(given: dict[str, str], name: str) -> bool:
+    value = given.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise Problem(400, f"{name}: must be true or false", param=name)
+    return value in ("true", "1")
+
+
+def _whole(given: dict[str, str], name: str) -> int:
+    try:
+        found = int(given[name])
+    except ValueError:
+        found = 1 << 63
+    if abs(found) >= 1 << 31:
+        raise Problem(400, f"{name}: must be a whole number", param=name)
+    return found
+
+
+def _positive(given: dict[str, str], name: str) -> float:
+    try:
+        found = float(given[name])
+    except ValueError:
+        found = math.nan
+    if not (math.isfinite(found) and found > 0):
+        raise Problem(400, f"{name}: must be a positive number", param=name)
+    return found

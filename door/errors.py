@@ -1,0 +1,129 @@
+"""Errors as callers see them: a status and OpenAI's body, by one table."""
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from longleaf.errors import (
+    AlreadyExists,
+    Cancelled,
+    CheckpointChanged,
+    ContextLost,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    LongleafError,
+    NotFinite,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    StartError,
+    Unauthenticated,
+    Unavailable,
+)
+
+INVALID = "invalid_request_error"
+RETRY_SECONDS = 1.0
+"""When to come again to a service that does not say."""
+
+
+class Problem(Exception):
+    """What a caller is answered instead of what was asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The object that tells of it."""
+        facts = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": facts}
+
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self.body)
+
+
+class _Row(msgspec.Struct, frozen=True):
+    error: type[LongleafError]
+    status: int
+    kind: str
+    code: str | None = None
+
+
+TABLE = (
+    _Row(InvalidArgument, 400, INVALID),
+    _Row(Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    _Row(PermissionDenied, 403, "permission_error"),
+    _Row(NotFound, 404, INVALID, "not_found"),
+    _Row(AlreadyExists, 409, INVALID, "already_exists"),
+    _Row(Cancelled, 409, INVALID, "cancelled"),
+    _Row(CheckpointChanged, 409, INVALID, "checkpoint_changed"),
+    _Row(FailedPrecondition, 409, INVALID, "failed_precondition"),
+    _Row(StartError, 409, INVALID, "failed_precondition"),
+    _Row(ContextLost, 410, INVALID, "context_lost"),
+    _Row(DataLoss, 410, INVALID, "data_loss"),
+    _Row(NotFinite, 410, INVALID, "not_finite"),
+    _Row(ResourceExhausted, 429, "rate_limit_error", "rate_limit_exceeded"),
+    _Row(DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    _Row(Unavailable, 503, "server_error", "unavailable"),
+    _Row(LongleafError, 502, "server_error", "bad_gateway"),
+)
+"""A type before those that it is one of."""
+FIELDS = {
+    "sampling.max_token_count": "max_tokens",
+    "sampling.stop_token_ids": "stop",
+    "sampling.logprob_count": "top_logprobs",
+    "sample_count": "n",
+    "client_id": "user",
+    "conversation.messages": "messages",
+    "input": "messages",
+    "conversation": "messages",
+    "prefaced_config.system": "system",
+    "config.name": "id",
+    "context.name": "id",
+    "config.expire_time": "expires",
+    "context.expire_time": "expires",
+    "config.capacity_token_count": "capacity",
+    "config.total_size_bytes": "Upload-Length",
+    "token_count": "tokens",
+}
+"""What fields of the service are called here, where that is not their own name."""
+_PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
+
+
+def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, missing: str = "not_found") -> Problem:
+    """What an error of the service is to a caller. `names` are of fields, before those of FIELDS; `missing` is the code
+    of what does not exist."""
+    row = next(row for row in TABLE if isinstance(error, row.error))
+    if isinstance(error, InvalidArgument):
+        param = _param(error.field, {**FIELDS, **(names or {})})
+        return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
+    code = missing if row.error is NotFound else row.code
+    headers = dict[str, str]()
+    if isinstance(error, ResourceExhausted | Unavailable):
+        seconds = error.retry_seconds
+        if seconds is None and isinstance(error, ResourceExhausted):
+            code = "insufficient_quota"
+        else:
+            headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    return Problem(row.status, str(error), kind=row.kind, code=code, headers=headers)
+
+
+def _param(field: str, names: Mapping[str, str]) -> str:
+    return names.get(field) or _PARENT.sub("", field)

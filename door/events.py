@@ -1,0 +1,101 @@
+"""Server-sent events: a response that is told as things happen, with a comment where nothing does."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from door.errors import Problem
+
+HEARTBEAT_SECONDS = 10.0
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+def event(data: object, name: str = "") -> bytes:
+    """One event."""
+    begin = f"event: {name}\ndata: ".encode() if name else b"data: "
+    return begin + _encoder.encode(data) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """What keeps a connection alive, and means nothing."""
+    return b": " + " ".join(text.split()).encode() + b"\n\n"
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the caller has left. For bodies that have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventResponse:
+    """An ASGI response of events. When the caller leaves, `events` is closed, and with it what it reads. `waiting` is
+    told in comments."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        waiting: Callable[[], str] = lambda: "waiting",
+        left: Callable[[Receive], Awaitable[None]] = gone,
+        heartbeat: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        tasks = set[asyncio.Task[Any]]()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            work = asyncio.create_task(self._tell(send))
+            tasks = {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            await self._events.aclose()
+
+    async def _tell(self, send: Send) -> None:
+        async for content in self._events:
+            self._num_sent += 1
+            await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _leave(self, receive: Receive) -> None:
+        await self._left(receive)
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(self._heartbeat)
+            if before == self._num_sent:
+                await send({"type": "http.response.body", "body": comment(self._waiting()), "more_body": True})
+
+
+async def until_left(request: Request, work: Awaitable[Any]) -> Any:
+    """What `work` gives, which ends when the caller leaves: Problem is raised then, and nobody hears it."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise Problem(499, "the caller left")
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

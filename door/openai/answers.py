@@ -1,0 +1,172 @@
+"""Answers as they come: what is common to both kinds of completions."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.contexts.resources import answered
+from door.errors import Problem, problem_of
+from door.events import DONE, EventResponse, event, until_left
+from door.openai.models import MISSING
+from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.messages import Delta, Event, Finished, Progress, Recovering, Started, Usage
+
+REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
+Names = dict[str, str]
+
+
+class Teller(Protocol):
+    """Makes what is told of an answer."""
+
+    num_samples: int
+    with_usage: bool
+    """The last chunk of a stream tells the usage."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Chunks before all others."""
+        ...
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        """The chunk of a piece."""
+        ...
+
+    def finish(self, finished: Finished) -> dict[str, Any]:
+        """The chunk of a sample's end."""
+        ...
+
+    def last(self, usage: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+        """The chunk of the usage."""
+        ...
+
+    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        ...
+
+
+def new_id(prefix: str) -> str:
+    """Names one answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class Waiting:
+    """What is told in comments while there is nothing else."""
+
+    def __init__(self) -> None:
+        self._text = "waiting"
+
+    def note(self, told: Event) -> None:
+        match told:
+            case Started(queue_position=place) if place:
+                self._text = f"queued {place}"
+            case Progress(processed, total):
+                self._text = f"read {processed} of {total} tokens"
+            case Recovering():
+                self._text = f"recovering, {told.recovered_tokens} of {told.total_tokens} tokens"
+            case _:
+                pass
+
+    def __call__(self) -> str:
+        return self._text
+
+
+async def answer(
+    request: Request, events: AsyncGenerator[Event, None], teller: Teller, is_streamed: bool, names: Names
+) -> Response:
+    """The answer, streamed or whole. What goes wrong before its first byte is a status. Raises Problem."""
+    try:
+        if not is_streamed:
+            return answered(await until_left(request, _whole(events, teller)))
+        try:
+            first = await until_left(request, anext(events))
+        except StopAsyncIteration:
+            raise Unavailable("the service ended the answer before it began") from None
+    except LongleafError as error:
+        await events.aclose()
+        raise _problem(error, names) from None
+    except BaseException:
+        await events.aclose()
+        raise
+    waiting = Waiting()
+    waiting.note(first)
+    # EventResponse is called as a response is, and has nothing else of one
+    return cast(Response, EventResponse(_told(first, events, teller, waiting.note, names), waiting))
+
+
+def _problem(error: LongleafError, names: Names) -> Problem:
+    return problem_of(error, names, MISSING)
+
+
+async def _told(
+    first: Event, events: AsyncGenerator[Event, None], teller: Teller, note: Callable[[Event], None], names: Names
+) -> AsyncGenerator[bytes, None]:
+    del first  # it says that the request was admitted, and waiting has told its place
+    for chunk in teller.begin():
+        yield event(chunk)
+    ends = list[Finished]()
+    try:
+        async with aclosing(events):
+            async for told in events:
+                match told:
+                    case Delta() if told.text or told.logprobs:
+                        yield event(teller.delta(told))
+                    case Finished():
+                        ends.append(told)
+                        yield event(teller.finish(told))
+                    case _:
+                        note(told)
+        if len(ends) < teller.num_samples:
+            raise Unavailable("the service ended the answer before its end")
+    except LongleafError as error:
+        yield event(_problem(error, names).body)
+        return
+    if teller.with_usage:
+        yield event(teller.last(usage_of(ends), all(end.is_exact for end in ends)))
+    yield DONE
+
+
+async def _whole(events: AsyncGenerator[Event, None], teller: Teller) -> dict[str, Any]:
+    deltas: list[list[Delta]] = [[] for _ in range(teller.num_samples)]
+    ends = dict[int, Finished]()
+    async with aclosing(events):
+        async for told in events:
+            match told:
+                case Delta(sample=sample):
+                    deltas[sample].append(told)
+                case Finished(sample=sample):
+                    ends[sample] = told
+                case _:
+                    pass
+    if len(ends) < teller.num_samples:
+        raise Unavailable("the service ended the answer before its end")
+    ordered = [ends[sample] for sample in sorted(ends)]
+    return teller.whole(deltas, ordered, usage_of(ordered)) | {"exact": all(end.is_exact for end in ordered)}
+
+
+def usage_of(ends: list[Finished]) -> dict[str, Any]:
+    """What all samples together have used; they have one prompt."""
+    usage = ends[0].usage if ends else Usage()
+    answered_tokens = sum(end.usage.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": answered_tokens,
+        "total_tokens": usage.prompt_tokens + answered_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def reason_of(finished: Finished) -> str:
+    """In OpenAI's words."""
+    return REASONS.get(finished.reason, "stop")
+
+
+def is_field(error: Exception, field: str) -> bool:
+    return isinstance(error, InvalidArgument) and error.field == field

@@ -1,0 +1,94 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.bodies import read_json
+from door.callers import client_of, peer_of
+from door.openai.answers import answer, new_id, now, reason_of
+from door.openai.lengths import with_length
+from door.openai.models import target_of
+from door.openai.requests import ChatAsked, decode_chat
+from longleaf.messages import Delta, Finished
+from longleaf.sampling import Logprobs
+
+NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
+
+
+async def chat(request: Request) -> Response:
+    client = client_of(request)
+    asked, conversation = decode_chat(await read_json(request))
+    target = await target_of(request, client, asked.model, asked.context)
+    given = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
+    options = with_length(asked.options(peer_of(request)), given)
+    if asked.logprobs:
+        options |= {"num_logprobs": asked.top_logprobs or 0, "with_token_bytes": True}
+    events = client.generate(conversation, context=target.context, **options)
+    names = NAMES | {"context": "model" if asked.context is None else "context"}
+    if asked.max_tokens is None and asked.max_completion_tokens is not None:
+        names["sampling.max_token_count"] = "max_completion_tokens"
+    return await answer(request, events, ChatTeller(target.model, asked), asked.stream, names)
+
+
+class ChatTeller:
+    """Tells answers as messages."""
+
+    def __init__(self, model: str, asked: ChatAsked) -> None:
+        self.num_samples = asked.n
+        self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._has_logprobs = asked.logprobs
+        self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "", "created": now(), "model": model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._base, "object": "chat.completion.chunk", "system_fingerprint": None, "choices": choices}
+        return chunk | {"usage": None} if self.with_usage else chunk
+
+    def begin(self) -> list[dict[str, Any]]:
+        first = {"role": "assistant", "content": ""}
+        return [self._chunk([_choice(sample, first)]) for sample in range(self.num_samples)]
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        choice = _choice(delta.sample, {"content": delta.text})
+        if self._has_logprobs:
+            choice["logprobs"] = _logprobs([delta])
+        return self._chunk([choice])
+
+    def finish(self, finished: Finished) -> dict[str, Any]:
+        chunk = self._chunk([_choice(finished.sample, {}, reason_of(finished))])
+        return chunk | {"exact": finished.is_exact}
+
+    def last(self, usage: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage, "exact": is_exact}
+
+    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": "".join(d.text for d in told), "refusal": None},
+                "logprobs": _logprobs(told) if self._has_logprobs else None,
+                "finish_reason": reason_of(end),
+            }
+            for i, (told, end) in enumerate(zip(deltas, ends, strict=True))
+        ]
+        base = {**self._base, "object": "chat.completion", "system_fingerprint": None}
+        return {**base, "choices": choices, "usage": usage}
+
+
+def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": sample, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _logprobs(deltas: list[Delta]) -> dict[str, Any]:
+    return {"content": [_token(each) for delta in deltas for each in delta.logprobs], "refusal": None}
+
+
+def _token(told: Logprobs) -> dict[str, Any]:
+    tops = [_entry(top.token_bytes, top.logprob) for top in told.top]
+    return _entry(told.token_bytes, told.logprob) | {"top_logprobs": tops}
+
+
+def _entry(content: bytes | None, logprob: float) -> dict[str, Any]:
+    content = content or b""
+    return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": logprob}

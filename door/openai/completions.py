@@ -1,0 +1,104 @@
+"""POST /v1/completions."""
+
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.bodies import read_json
+from door.callers import client_of, peer_of
+from door.errors import Problem
+from door.openai.answers import answer, new_id, now, reason_of
+from door.openai.lengths import with_length
+from door.openai.models import target_of
+from door.openai.requests import TextAsked, decode_text
+from longleaf.messages import Delta, Finished
+
+NAMES = {
+    "return_token_bytes": "logprobs",
+    "sampling.logprob_count": "logprobs",
+    "text": "prompt",
+    "token_ids": "prompt",
+    "input": "prompt",
+}
+
+
+async def completions(request: Request) -> Response:
+    client = client_of(request)
+    asked = decode_text(await read_json(request))
+    target = await target_of(request, client, asked.model, asked.context)
+    options = with_length(asked.options(peer_of(request)), asked.max_tokens)
+    if asked.logprobs is not None:
+        options |= {"num_logprobs": asked.logprobs, "with_token_bytes": True}
+    if target.context is None:
+        options |= {"use_chat_template": False}
+    events = client.generate(_prompt(asked), context=target.context, **options)
+    names = NAMES | {"context": "model" if asked.context is None else "context"}
+    return await answer(request, events, TextTeller(target.model, asked), asked.stream, names)
+
+
+def _prompt(asked: TextAsked) -> str | list[int]:
+    """Raises Problem for several, or none."""
+    prompt = asked.prompt
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    if not prompt or isinstance(prompt[0], str):
+        raise Problem(400, "prompt: give one text, or the ids of one", param="prompt", code="invalid_value")
+    ids = cast(list[int], prompt)
+    if not all(0 <= each < 1 << 31 for each in ids):
+        raise Problem(400, "prompt: has what is no token id", param="prompt", code="invalid_value")
+    return ids
+
+
+class TextTeller:
+    """Tells answers as texts."""
+
+    def __init__(self, model: str, asked: TextAsked) -> None:
+        self.num_samples = asked.n
+        self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self._has_logprobs = asked.logprobs is not None
+        self._offsets = [0] * asked.n
+        self._base: dict[str, Any] = {"id": new_id("cmpl"), "object": "text_completion", "created": now()}
+        self._base |= {"model": model, "system_fingerprint": None}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._base, "choices": choices}
+        return chunk | {"usage": None} if self.with_usage else chunk
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        return self._chunk([self._choice(delta.sample, [delta])])
+
+    def _choice(self, sample: int, deltas: list[Delta], reason: str | None = None) -> dict[str, Any]:
+        logprobs = self._logprobs(sample, deltas) if self._has_logprobs and deltas else None
+        text = "".join(delta.text for delta in deltas)
+        return {"index": sample, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, sample: int, deltas: list[Delta]) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for told in (each for delta in deltas for each in delta.logprobs):
+            token = _text(told.token_bytes)
+            found["tokens"].append(token)
+            found["token_logprobs"].append(told.logprob)
+            found["top_logprobs"].append({_text(top.token_bytes): top.logprob for top in told.top})
+            found["text_offset"].append(self._offsets[sample])
+            self._offsets[sample] += len(token)
+        return found
+
+    def finish(self, finished: Finished) -> dict[str, Any]:
+        return self._chunk([self._choice(finished.sample, [], reason_of(finished))]) | {"exact": finished.is_exact}
+
+    def last(self, usage: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage, "exact": is_exact}
+
+    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(i, deltas[i], reason_of(end)) for i, end in enumerate(ends)]
+        return {**self._base, "choices": choices, "usage": usage}
+
+
+def _text(content: bytes | None) -> str:
+    return (content or b"").decode(errors="replace")

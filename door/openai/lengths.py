@@ -1,0 +1,8 @@
+"""How long an answer may be."""
+
+from longleaf.messages import GenerateOptions
+
+
+def with_length(options: GenerateOptions, given: int | None) -> GenerateOptions:
+    """The options of an answer of so many tokens at most; None takes what is left."""
+    return options | {"max_tokens": given}

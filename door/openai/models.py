@@ -1,0 +1,82 @@
+"""Models: the one that is served, and each context as one."""
+
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.callers import client_of
+from door.contexts.resources import answered
+from door.errors import Problem
+from door.models import model_name
+from longleaf.client import AsyncClient
+from longleaf.errors import LongleafError, NotFound
+from longleaf.messages import CONTEXT_ID, Context
+
+MISSING = "model_not_found"
+
+
+class Target(NamedTuple):
+    """Whom a request asks."""
+
+    model: str
+    """As it was asked for."""
+    context: str | None
+
+
+async def list_models(request: Request) -> Response:
+    client = client_of(request)
+    contexts = await client.list_contexts()
+    model = await model_name(request, client)
+    return answered({"object": "list", "data": [_model(model), *(_of_context(model, each) for each in contexts)]})
+
+
+async def get_model(request: Request) -> Response:
+    client, asked = client_of(request), request.path_params["id"]
+    cluster = await client.cluster()
+    target = _split(asked, cluster.model.name)
+    if target.context is None:
+        return answered(_model(target.model))
+    try:
+        return answered(_of_context(cluster.model.name, await client.get_context(target.context)))
+    except NotFound:
+        raise _missing(asked) from None
+
+
+def _model(name: str, created: float = 0) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "longleaf"}
+
+
+def _of_context(model: str, context: Context) -> dict[str, Any]:
+    more = {"context": context.id, "tokens": context.tokens, "display_name": context.display_name}
+    return _model(f"{model}:{context.id}", context.created) | more
+
+
+async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> Target:
+    """Whom a request asks that names this model and, perhaps, this context. Raises Problem."""
+    try:
+        target = _split(model, await model_name(request, client))
+    except LongleafError:
+        raise
+    if context is None or target.context == context:
+        return target
+    if target.context is not None:
+        told = f"context: is {context[:100]}, and model names {target.context}"
+        raise Problem(400, told, param="context", code="invalid_value")
+    if CONTEXT_ID.fullmatch(context) is None:
+        raise Problem(400, "context: is no name of a context", param="context", code="invalid_value")
+    return Target(model, context)
+
+
+def _split(asked: str, name: str) -> Target:
+    """Raises Problem where that is neither the model nor a context of it."""
+    if asked == name:
+        return Target(asked, None)
+    context = asked.removeprefix(f"{name}:")
+    if context == asked or CONTEXT_ID.fullmatch(context) is None:
+        raise _missing(asked)
+    return Target(asked, context)
+
+
+def _missing(asked: str) -> Problem:
+    return Problem(404, f"the model {asked[:300]} does not exist", param="model", code=MISSING)

@@ -1,0 +1,191 @@
+"""What is asked in OpenAI's words, as what the client takes."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+import msgspec
+from msgspec import Meta
+
+from door.bodies import converted
+from door.errors import Problem
+from longleaf.messages import Conversation, GenerateOptions, Message
+
+HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
+"""Fields that are taken and mean nothing here."""
+MEANINGLESS: Mapping[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+"""Fields that are taken with these values alone, with which they mean nothing."""
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Bias = Annotated[dict[str, float], Meta(max_length=1024)]
+Role = Literal["system", "developer", "user", "assistant"]
+MAX_STOPS = 16
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream is told."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of completions have."""
+
+    model: str
+    context: str | None = None
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Bias | None = None
+    user: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    priority: int = 0
+    request_id: str = ""
+
+    def options(self, peer: str) -> GenerateOptions:
+        """In the client's words, but for the length of the answer and logprobs."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "seed": self.seed,
+            "stop": stops,
+            "logit_bias": _biases(self.logit_bias),
+            "num_samples": self.n,
+            "priority": self.priority,
+            "request_id": self.request_id,
+            "client": self.user or peer,
+        }
+        return cast(GenerateOptions, given)
+
+
+class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions, but for its messages."""
+
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class TextAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One message."""
+
+    role: Role
+    content: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class Chat(NamedTuple):
+    """A decoded body."""
+
+    asked: ChatAsked
+    conversation: Conversation
+
+
+def decode_chat(raw: dict[str, Any]) -> Chat:
+    """Raises Problem that names the field."""
+    given = cleaned(raw, ChatAsked.__struct_fields__, {"messages"})
+    messages = given.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise Problem(400, "messages: give at least one", param="messages", code="invalid_value")
+    turns = cast(list[object], messages)
+    asked = converted(given, ChatAsked)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise Problem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
+    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        told = "max_completion_tokens: says something else than max_tokens"
+        raise Problem(400, told, param="max_completion_tokens", code="invalid_value")
+    check_stream(asked)
+    return Chat(asked, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
+
+
+def decode_text(raw: dict[str, Any]) -> TextAsked:
+    """Raises Problem that names the field."""
+    asked = converted(cleaned(raw, TextAsked.__struct_fields__), TextAsked)
+    check_stream(asked)
+    return asked
+
+
+def check_stream(asked: Asked) -> None:
+    """Raises Problem for options of a stream that is none."""
+    if asked.stream_options is not None and not asked.stream:
+        raise Problem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
+
+
+def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None = None) -> dict[str, Any]:
+    """The fields that mean something. Raises Problem naming one that this does not know, or cannot do."""
+    found = dict[str, Any]()
+    for name, value in raw.items():
+        if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
+            continue
+        if name in MEANINGLESS:
+            told = f"{name}: cannot be done here" if name not in ("echo", "best_of") else f"{name}: must be left out"
+            raise Problem(400, told, param=name, code="unsupported_parameter")
+        if name not in known and name not in (more or ()):
+            raise Problem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
+        found[name] = value
+    return found
+
+
+def _message(raw: object, path: str) -> Message:
+    if not isinstance(raw, dict):
+        raise Problem(400, f"{path}: is no object", param=path, code="invalid_type")
+    fields = {name: value for name, value in cast(dict[str, Any], raw).items() if value is not None}
+    for name in fields.keys() - set(Turn.__struct_fields__):
+        if fields[name] not in ([], {}, ""):  # what answers of this door and others carry empty
+            raise Problem(400, f"{path}.{name}: cannot be done here", param=f"{path}.{name}", code="unsupported_value")
+        del fields[name]
+    turn = converted(fields, Turn, path)
+    text = turn.content if isinstance(turn.content, str) else _text_of(turn.content, f"{path}.content")
+    return Message("system" if turn.role == "developer" else turn.role, text)
+
+
+def _text_of(parts: list[dict[str, Any]], path: str) -> str:
+    texts = list[str]()
+    for i, part in enumerate(parts):
+        kind, text = part.get("type"), part.get("text")
+        if kind != "text":
+            told = f"{path}[{i}].type: is not text, and there is nothing else here"
+            raise Problem(400, told, param=f"{path}[{i}].type", code="unsupported_value")
+        if not isinstance(text, str):
+            raise Problem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    if not all(name.isascii() and name.isdigit() and len(name) < 11 for name in given):
+        raise Problem(400, "logit_bias: its names must be token ids", param="logit_bias", code="invalid_value")
+    return {int(name): bias for name, bias in given.items()}

@@ -1,0 +1,89 @@
+"""A door's life: it listens, and ends with a signal, or with whoever started it."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+
+from door.app import make_app
+from door.certificates import Certificate
+from door.protocol import protocol_options
+from door.settings import DoorConfig
+from longleaf.client import AsyncClient, Retries
+from longleaf.client.channels import Access
+from longleaf.config import join_address
+from longleaf.errors import StartError
+
+GRACE_SECONDS = 3
+"""How long what runs may take to end."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises StartError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
+
+
+def client_for(config: DoorConfig) -> AsyncClient:
+    """Raises InvalidArgument."""
+    access = Access(credential="", insecure=config.insecure)
+    if config.tls_ca is not None:
+        access["tls_ca"] = config.tls_ca
+    if config.tls_ca == "" or config.server_tls_cert is not None:
+        access["tls_cert"] = config.server_tls_cert or ""
+        access["tls_key"] = config.server_tls_key or ""
+    return AsyncClient(config.server, retries=Retries(limit=0), **access)
+
+
+async def serve(config: DoorConfig, announce: Callable[[str], None]) -> None:
+    """Until a signal. `announce` is told the address. Raises InvalidArgument and StartError."""
+    certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+    with listen(config.host, config.port) as listener:
+        async with client_for(config) as client:
+            told = uvicorn.Config(
+                make_app(client, config),
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                limit_concurrency=config.max_connections,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+                **protocol_options(),
+            )
+            told.load()
+            told.ssl = certificate.context if certificate is not None else None
+            server = uvicorn.Server(told)
+            tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
+            if config.with_parent:
+                tasks.append(asyncio.create_task(_end_with_parent(server)))
+            scheme = "https" if certificate is not None else "http"
+            announce(f"{scheme}://{join_address(config.host, listener.getsockname()[1])}")
+            try:
+                await server.serve([listener])
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+
+async def _end_with_parent(server: uvicorn.Server) -> None:
+    """Ends the server when standard input does."""
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def look() -> None:
+        with suppress(BlockingIOError):
+            if not os.read(sys.stdin.fileno(), 1 << 10):
+                loop.remove_reader(sys.stdin.fileno())
+                over.set()
+
+    os.set_blocking(sys.stdin.fileno(), False)
+    loop.add_reader(sys.stdin.fileno(), look)
+    await over.wait()
+    server.should_exit = True

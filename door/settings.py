@@ -1,0 +1,57 @@
+"""What a door is told when it starts."""
+
+import msgspec
+
+from longleaf.config import LOOPBACK
+from longleaf.errors import InvalidArgument
+from longleaf.operations import MAX_PORT, LogFormat, LogLevel, is_loopback
+
+DEFAULT_HTTP_PORT = 8000
+
+
+class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a door listens, whom it lets in, and where its service is."""
+
+    server: str | None = None
+    """Address of the service; None: LONGLEAF_SERVER, else this machine."""
+    tls_ca: str | None = None
+    """File of the authorities of the service's certificate; None: as the environment says. "" is none."""
+    server_tls_cert: str | None = None
+    """File of the door's own certificate for the service, where that asks for one."""
+    server_tls_key: str | None = None
+    host: str = LOOPBACK
+    port: int = DEFAULT_HTTP_PORT
+    """0 lets the system choose."""
+    tls_cert: str | None = None
+    """File of the certificate that callers see, read again when it changes; None: connections are plain."""
+    tls_key: str | None = None
+    insecure: bool = False
+    """Listen beyond this machine without TLS, and let credentials go on to another machine in plain text."""
+    allow_host: tuple[str, ...] = ()
+    """Names under which callers may reach it, beside addresses and localhost."""
+    public_url: str | None = None
+    """What callers see of it where a proxy stands in front, such as https://books.example."""
+    max_connections: int = 1024
+    """Of more each gets 503."""
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "warning"
+    as_json: bool = False
+    """Tell the address as a JSON object instead of a line for people."""
+    with_parent: bool = False
+    """End when standard input does: whoever started this is gone then."""
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first setting that makes no sense."""
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
+        if not 0 <= self.port <= MAX_PORT:
+            raise InvalidArgument("port", f"{self.port} is not between 0 and {MAX_PORT}")
+        if self.max_connections < 1:
+            raise InvalidArgument("max_connections", f"{self.max_connections} is not positive")
+        url = self.public_url
+        if url is not None and not (url.startswith(("http://", "https://")) and "/" not in url.split("//", 1)[1]):
+            raise InvalidArgument("public_url", f"{url} is not https://HOST, with nothing behind the host")
+        if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
+            rule = f"{self.host} can be reached from other machines: give --tls-cert, or say --insecure"
+            raise InvalidArgument("host", rule)

@@ -1,0 +1,59 @@
+"""The page and its files."""
+
+import gzip
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from door.errors import Problem
+
+FOLDER = Path(__file__).parent / "page"
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".json": "application/json",
+    ".png": "image/png",
+}
+"""What is served, and as what."""
+
+
+async def page(request: Request) -> Response:
+    """The page itself."""
+    return _answer(request, FOLDER / "index.html")
+
+
+async def file(request: Request) -> Response:
+    """A file of the page."""
+    return _answer(request, FOLDER / request.path_params["path"])
+
+
+def _answer(request: Request, path: Path) -> Response:
+    try:
+        found = path.resolve()
+        is_served = found.is_relative_to(FOLDER.resolve()) and found.suffix in KINDS and found.is_file()
+    except (OSError, ValueError):
+        is_served = False
+    if not is_served:
+        raise Problem(404, "there is no such file", code="not_found")
+    content, packed, tag = _load(path, path.stat().st_mtime_ns)
+    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        content, headers["content-encoding"] = packed, "gzip"
+    return Response(content, media_type=KINDS[path.suffix], headers=headers)
+
+
+@lru_cache(maxsize=128)
+def _load(path: Path, changed: int) -> tuple[bytes, bytes, str]:
+    """What is in a file, the same packed, and what names it."""
+    del changed
+    content = path.read_bytes()
+    return content, gzip.compress(content, mtime=0), f'"{hashlib.sha256(content).hexdigest()[:16]}"'
