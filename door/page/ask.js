@@ -1,6 +1,6 @@
 // Asking the open document: the conversation so far, and the field for the next question.
 import { useNow } from "./clock.js";
-import { conversationAbout, MOST_TOKENS } from "./conversation.js";
+import { conversationAbout, goingOn, MOST_TOKENS } from "./conversation.js";
 import { Refusal, sentence } from "./errors.js";
 import { count, duration, tokens } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
@@ -59,6 +59,8 @@ function Field({ conversation, turns }) {
   const field = useRef(null);
   const end = useRef(null);
   const { isBusy } = conversation;
+  useStore(goingOn.store);
+  const isFirst = turns.length === 0;
   useLayoutEffect(() => {
     const { current: area } = field;
     area.style.height = "auto";
@@ -85,7 +87,7 @@ function Field({ conversation, turns }) {
     event.preventDefault();
     ask();
   }}>
-    <label for="question">${turns.length ? "Ask on" : "Ask this document"}</label>
+    <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask on"}</label>
     <div class="composer">
       <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys"
         onInput=${(event) => setText(event.currentTarget.value)}></textarea>
@@ -93,11 +95,13 @@ function Field({ conversation, turns }) {
         ? html`<button type="button" key="stop" onClick=${() => conversation.stop()}>Stop</button>`
         : html`<button type="submit" key="ask" class="main" disabled=${!text.trim()}>Ask</button>`}
     </div>
-    <p class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
-      ${turns.length > 0 && !isBusy && html`<button type="button" class="plain" onClick=${() => {
+    <div class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
+      ${!isFirst && html`<label><input type="checkbox" checked=${goingOn.value}
+        onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> With what was said before</label>`}
+      ${!isFirst && !isBusy && html`<button type="button" class="plain" onClick=${() => {
         conversation.clear();
         field.current.focus();
-      }}>Begin anew</button>`}</p>
+      }}>Begin anew</button>`}</div>
   </form>`;
 }
 

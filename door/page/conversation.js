@@ -11,6 +11,19 @@ const LONGEST_SAID = 400;
 // An answer may be a chapter, but not all that is left of a context of a million tokens: a model may never end by itself.
 export const MOST_TOKENS = 4096;
 
+// The model in the package looks things up and was trained on single questions: what was said before confuses it.
+const KNOWS_NO_CONVERSATION = "lookup";
+
+/** Whether questions go along with what was said before; null: as the model can. */
+const chosen = new Store(null);
+
+export const goingOn = {
+  store: chosen,
+  get value() {
+    return chosen.value ?? service.model !== KNOWS_NO_CONVERSATION;
+  },
+};
+
 /** The turns about one context: [{question, answer, phase, note, error, usage, seconds, firstSeconds}], phase being
  * "waiting", "writing", "done", "stopped" or "failed". */
 export class Conversation {
@@ -62,9 +75,9 @@ export class Conversation {
     this.store.set([]);
   }
 
-  /** What went well before, and the question. */
+  /** The question, and what went well before it. */
   #messages(question) {
-    const before = this.store.value
+    const before = (goingOn.value ? this.store.value : [])
       .filter(({ phase, answer }) => answer && (phase === "done" || phase === "stopped"))
       .flatMap((turn) => [
         { role: "user", content: turn.question },

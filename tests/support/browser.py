@@ -1,5 +1,5 @@
-"""A reader's browser at the door's page, which notes whatever must not be: a message on the console, an error, a violation
-of the page's policy, a request that leaves the origin."""
+"""A reader's browser at the door's page. It notes whatever must not be: a message on the console, an error, a
+violation of the page's policy, a request that leaves the origin."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from tests.support.tools import lacks, tool
 
-PATIENCE_MS = 15_000
+PATIENCE_MS = 30_000
 # Chromium says this of each answer with an error status, whatever the page makes of it
 OF_A_STATUS = r"Failed to load resource: the server responded with a status of {}"
 GONE = r"Failed to load resource: net::ERR_|WebSocket|net::ERR_"

@@ -1,4 +1,4 @@
-"""One browser and one service for all tests that do not hurt it; each begins with an empty shelf and a window of its own."""
+"""One browser, and one service for all tests that do not hurt it; each has an empty shelf and a window of its own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def service(browser: Any) -> Iterator[Behind]:
 
 @pytest.fixture
 def behind(service: Behind) -> Behind:
-    service.delete()
+    service.clear()
     return service
 
 

@@ -2,14 +2,14 @@
 
 import re
 
-from tests.support.browser import Reader
 from tests.support.behind_door import Behind
+from tests.support.browser import Reader
 
 BOOK = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
 FILLER = "Nothing of note is written here, and nothing will be.\n"
 MARKUP = (
-    "Some words are here.\n<b>amber</b> = 4711\n<script>alert(1)</script> is 0815.\n<img src=x onerror=alert(1)> = 1234\n"
-    "Nothing else of note is here, and nothing will be.\n"
+    "Some words are here.\n<b>amber</b> = 4711\n<script>alert(1)</script> is 0815.\n"
+    "<img src=x onerror=alert(1)> = 1234\nNothing else of note is here, and nothing will be.\n"
 )
 
 
@@ -25,7 +25,7 @@ def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
     page = reader.page
     page.get_by_role("heading", name="Stock", exact=True).wait_for()
     assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
-    assert reader.ask("What is the value of jade-7?").startswith("jade-7 is")
+    assert reader.ask("What is the value of jade-7?") == "jade-7 is 0815"
     assert page.locator(".question").all_inner_texts() == [
         "What is the value of amber-12?",
         "What is the value of jade-7?",
@@ -35,6 +35,29 @@ def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
     [context] = behind.contexts()
     assert (context.id, context.display_name, context.tokens) == ("stock", "Stock", len(BOOK) + 1)
     page.get_by_text("asked 2 times").wait_for()
+    reader.audit()
+
+
+def test_a_question_goes_along_with_what_was_said_before_where_the_reader_wants_it(reader: Reader):
+    reader.add(("stock.txt", BOOK))
+    page = reader.page
+    first, second = "What is the value of amber-12?", "What is the value of jade-7?"
+    answers = [reader.ask(first), reader.ask(second)]
+    page.get_by_label("With what was said before").check()
+    reader.ask(first)
+    page.get_by_role("button", name="Begin anew").click()
+    assert page.locator(".question").count() == 0
+    reader.ask(second)
+    sent = [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
+    said = [(message["role"], message["content"].strip()) for message in sent[2]]
+    assert said == [
+        ("user", first),
+        ("assistant", answers[0]),
+        ("user", second),
+        ("assistant", answers[1]),
+        ("user", first),
+    ]
+    assert [len(messages) for messages in sent] == [1, 1, 5, 1]
     reader.audit()
 
 

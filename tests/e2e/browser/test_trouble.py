@@ -25,11 +25,12 @@ def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
         yield reader, behind
 
 
-def test_a_service_that_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind]):
+@pytest.mark.parametrize("whom", ["service", "door"])
+def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom: str):
     reader, behind = own
     page = reader.page
     assert reader.ask(QUESTION) == ANSWER
-    behind.lose()
+    getattr(behind, f"lose_{whom}")()
     page.get_by_text("not connected").wait_for()
     page.get_by_text(re.compile("The service (cannot be reached|is not ready)")).first.wait_for()
     page.locator("#question").fill(QUESTION)
@@ -37,13 +38,13 @@ def test_a_service_that_is_lost_is_found_again_by_itself(own: tuple[Reader, Behi
     page.get_by_role("button", name="Ask again").wait_for()
     reader.add(("More.txt", TEXT))
     page.get_by_text("Goes on by itself").wait_for()
-    behind.find()
+    getattr(behind, f"find_{whom}")()
     page.get_by_text("connected", exact=True).wait_for()
     page.get_by_role("link", name="More").wait_for()
     page.get_by_role("button", name="Ask again").click()
     page.locator(".foot").nth(1).wait_for()
     assert page.locator(".answer").last.inner_text().strip() == ANSWER
-    assert {context.id for context in behind.contexts()} == {"notes", "more"}
+    assert set(behind.tokens()) == {"notes", "more"}
     reader.audit(OF_A_STATUS.format(50), GONE)
 
 
@@ -61,8 +62,8 @@ def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reade
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     """A service that knows who may come in."""
-    folder = tmp_path_factory.mktemp("guarded")
-    with Behind(secret=credential_of(ACME)) as behind:
+    credentials = write_credentials(tmp_path_factory.mktemp("guarded"))
+    with Behind("--credentials", str(credentials), credential=credential_of(ACME)) as behind:
         yield behind
 
 
