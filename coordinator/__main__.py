@@ -3,9 +3,9 @@
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
 The composition root: the one place that knows both roles, and that hands the fleet its worker class.
-Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, and on standard error what
-becomes of ranks that are lost. A signal drains the service, a second one ends it at once. Exit code 0: it was ended; 2:
-the settings cannot work; 1: the service failed.
+Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, with --http after it
+`http://HOST:PORT`, or {"http": ...}, and on standard error what becomes of ranks that are lost. A signal drains the
+service, a second one ends it at once. Exit code 0: it was ended; 2: the settings cannot work; 1: the service failed.
 """
 
 import os
@@ -47,7 +47,7 @@ from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.launch import BAD_INPUT, LISTENING, SILENT
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
@@ -75,6 +75,7 @@ def parse(arguments: list[str]) -> ServiceConfig:
     """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
     parts = {"engine": EngineConfig, "data": DataConfig, "security": SecurityConfig, "telemetry": TelemetryConfig}
+    parts["door"] = HttpConfig
     own = [field for field in fields(ServiceConfig) if field.name not in parts]
     for field in chain(own, *(fields(part) for part in parts.values())):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None
@@ -104,6 +105,8 @@ def announce(config: ServiceConfig, reply: Reply) -> None:
     address = join_address(config.host, reply.port)
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(told, flush=True)
+    if reply.http:
+        print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else reply.http, flush=True)
 
 
 def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:

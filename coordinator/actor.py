@@ -27,6 +27,8 @@ class Reply(msgspec.Struct, frozen=True):
     """How a call went: the port when the service is ready, else what to tell the user and the process's exit code."""
 
     port: int = 0
+    http: str = ""
+    """Address of the door for HTTP, if there is one."""
     notes: tuple[str, ...] = ()
     """What ranks say of their start: which merge was chosen and why, and what is slower than it could be. Later, what
     has happened: ranks that were lost, and what became of that."""
@@ -108,7 +110,8 @@ class CoordinatorActor:
             await asyncio.wait([starting])
             return Reply()
         try:
-            return Reply(port=starting.result(), notes=logs.noted(self._telemetry, self._service.notes))
+            notes = logs.noted(self._telemetry, self._service.notes)
+            return Reply(port=starting.result(), http=self._service.http, notes=notes)
         except Exception as error:
             await self._service.stop()
             return describe(error)

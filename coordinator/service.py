@@ -23,6 +23,7 @@ from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.ports import Fleet
 from coordinator.serving.certificates import Certificates
+from coordinator.serving.door import DoorProcess
 from coordinator.serving.server import LOADING_SECONDS, Server
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.counts import Counts
@@ -84,6 +85,9 @@ class Service:
         is_open = config.security.credentials is None and config.security.tls_client_ca is None
         self._watching = Watching(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
+        self._door: DoorProcess | None = None
+        self.http = ""
+        """Address of the door for HTTP, if there is one."""
         self.notes: tuple[str, ...] = ()
         """What the ranks logged while they started, each text once."""
 
@@ -105,7 +109,12 @@ class Service:
             observers=self._observers,
             certificates=certificates,
         )
-        port = await self._server.start(self._config.host, self._config.port)
+        if self._config.door.http is not None:
+            self._door = DoorProcess(self._config)
+        unix = self._door.socket if self._door is not None else None
+        port = await self._server.start(self._config.host, self._config.port, unix)
+        if self._door is not None:
+            self.http = await self._door.start()
         told = await self._start_health(self._server)
         told += await self._watching.tell(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
@@ -284,6 +293,8 @@ class Service:
         if self._server is not None:
             await self._tell(self._server, str(self._failure or STOPPING))
             await self._server.stop(GRACE_SECONDS)
+        if self._door is not None:
+            await self._door.stop()
         if self._use_cases is not None:
             await self._use_cases.close()
         if self._keeper is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from longleaf.config import DRAIN_SECONDS, LOOPBACK, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who may come in."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """What it tells of itself."""
+    door: HttpConfig = HttpConfig()
+    """Whether and how it is reached over HTTP, too."""
     as_json: bool = False
     """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
 
@@ -47,5 +49,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.data.check(self.engine.snapshot_url)
         self.security.check(self.host)
         self.telemetry.check()
+        self.door.check(self.security)
         if self.model_name is not None:
             check_model_name(self.model_name)

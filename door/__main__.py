@@ -8,8 +8,9 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
-from typing import Literal, get_args, get_origin
+from typing import Literal, NoReturn, get_args, get_origin
 
 import msgspec
 from msgspec.structs import fields
@@ -22,11 +23,15 @@ from longleaf.operations import TelemetryConfig
 
 LISTENING = "listening on "
 BAD_INPUT = 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
     """Serves until a signal; returns the exit code."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    for number in SIGNALS:  # uvicorn takes them meanwhile, and gives them back at the end
+        signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever became this program may have kept one waiting
     config = parse(arguments)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("door", "longleaf"))
@@ -34,14 +39,20 @@ def main(arguments: list[str]) -> int:
         config.check()
         asyncio.run(serve(config, lambda url: announce(config, url)))
     except (InvalidArgument, StartError) as error:
+        if config.with_parent:  # whoever started this tells it
+            print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
+            return BAD_INPUT
         record = logging.LogRecord("door", logging.ERROR, "", 0, f"error: {error}", None, None)
         print(formatter_of(telemetry).format(record), file=sys.stderr, flush=True)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        pass
     finally:
         logs.take_down()
     return 0
+
+
+def leave(*_: object) -> NoReturn:
+    """Ends the process, which has nothing to undo."""
+    os._exit(0)
 
 
 def announce(config: DoorConfig, url: str) -> None:

@@ -47,6 +47,7 @@ def make_app(client: AsyncClient, config: DoorConfig) -> ASGIApp:
         LongleafError: _on_error,
         HTTPException: _on_http,
         ClientDisconnect: _on_left,
+        Exception: _on_failure,
     }
     app = Starlette(routes=list(_routes()), exception_handlers=handlers)
     app.router.redirect_slashes = False
@@ -87,3 +88,8 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
 
 async def _on_left(request: Request, _: ClientDisconnect) -> Response:
     return await _on_problem(request, Problem(499, "the caller left"))
+
+
+async def _on_failure(request: Request, _: Exception) -> Response:
+    """Whoever is around this logs what it was."""
+    return await _on_problem(request, Problem(500, "the door failed; its log says why", kind="server_error"))

@@ -53,11 +53,9 @@ class Guards:
             else:
                 await self._app(scope, receive, guarded)
         except Exception as error:
-            told = "the door failed; its log says why"
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
-            if status == 0:
-                await answer(Problem(500, told, kind="server_error"), guarded)
-            raise
+            if status == 0:  # else the connection is closed, for its answer has no end
+                await answer(Problem(500, "the door failed; its log says why", kind="server_error"), guarded)
         finally:
             self._log(scope, status, time.monotonic() - began)
 

@@ -4,7 +4,7 @@ import msgspec
 
 from longleaf.config import LOOPBACK
 from longleaf.errors import InvalidArgument
-from longleaf.operations import MAX_PORT, LogFormat, LogLevel, is_loopback
+from longleaf.operations import MAX_PORT, LogFormat, LogLevel, check_public_url, is_loopback
 
 DEFAULT_HTTP_PORT = 8000
 
@@ -49,9 +49,8 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("port", f"{self.port} is not between 0 and {MAX_PORT}")
         if self.max_connections < 1:
             raise InvalidArgument("max_connections", f"{self.max_connections} is not positive")
-        url = self.public_url
-        if url is not None and not (url.startswith(("http://", "https://")) and "/" not in url.split("//", 1)[1]):
-            raise InvalidArgument("public_url", f"{url} is not https://HOST, with nothing behind the host")
+        if self.public_url is not None:
+            check_public_url(self.public_url)
         if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
             rule = f"{self.host} can be reached from other machines: give --tls-cert, or say --insecure"
             raise InvalidArgument("host", rule)

@@ -14,7 +14,7 @@ from typing import IO, Self
 
 from longleaf.config import DRAIN_SECONDS, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
 
 LISTENING = "listening on "
@@ -26,6 +26,7 @@ STOP_SECONDS = 60.0
 NOTHING_KEPT = DataConfig()
 OPEN = SecurityConfig()
 SILENT = TelemetryConfig()
+NO_DOOR = HttpConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
@@ -43,6 +44,7 @@ def coordinator_command(
     data: DataConfig = NOTHING_KEPT,
     security: SecurityConfig = OPEN,
     telemetry: TelemetryConfig = SILENT,
+    door: HttpConfig = NO_DOOR,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
@@ -59,12 +61,13 @@ def coordinator_command(
     data.check(config.snapshot_url)
     security.check(host)
     telemetry.check()
+    door.check(security)
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
     options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
-    for struct in (data, security, telemetry, config):
+    for struct in (data, security, telemetry, door, config):
         options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.

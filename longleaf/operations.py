@@ -49,6 +49,34 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("host", rule)
 
 
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The door for HTTP beside a service."""
+
+    http: int | None = None
+    """Its port; 0 lets the system choose; None: there is no door."""
+    allow_host: str | None = None
+    """Names under which callers may reach it beside addresses and localhost, with commas between them."""
+    public_url: str | None = None
+    """What callers see of it where a proxy stands in front."""
+
+    @property
+    def allowed(self) -> list[str]:
+        """The names."""
+        return [name for name in (self.allow_host or "").split(",") if name]
+
+    def check(self, security: SecurityConfig) -> None:
+        """Raises InvalidArgument naming the first setting that makes no sense."""
+        _check_port("http", self.http)
+        for name in ("allow_host", "public_url"):
+            if getattr(self, name) is not None and self.http is None:
+                raise InvalidArgument(name, "needs http: there is no door without it")
+        if self.public_url is not None:
+            check_public_url(self.public_url)
+        if self.http is not None and security.tls_client_ca is not None and security.credentials is None:
+            told = "asks nobody for a certificate: with tls_client_ca it needs credentials"
+            raise InvalidArgument("http", told)
+
+
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a service tells of itself, and where."""
 
@@ -71,6 +99,13 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that makes no sense."""
         _check_port("metrics_port", self.metrics_port)
+
+
+def check_public_url(url: str) -> None:
+    """Raises InvalidArgument for what is no scheme and host."""
+    scheme, _, host = url.partition("://")
+    if scheme not in ("http", "https") or not host or "/" in host:
+        raise InvalidArgument("public_url", f"{url} is not https://HOST, with nothing behind the host")
 
 
 def is_loopback(host: str) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from hmac import compare_digest
 
 from coordinator.access.caller import Caller
-from longleaf.watched import WatchedFiles
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
+from longleaf.watched import WatchedFiles
 
 HEADER = "authorization"
 SCHEME = "bearer"

@@ -25,6 +25,7 @@ from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
+from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
 
 
@@ -48,6 +49,10 @@ class Submitter(Capacity, Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether answers are what the model alone would say."""
+        ...
+
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
+        """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
         ...
 
     def submit(self, prompt: events.Prompt) -> EventStream:
@@ -132,6 +137,8 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         token_ids = await self._prompts.ids_of(request)
+        if request.until_full:
+            request = self._filled(request, len(token_ids))
         answer = self._answer(request_id, request)
         prompt = self._prompt(request, token_ids, deadline)
         self._ledger.begin_generation(len(token_ids))
@@ -213,6 +220,12 @@ class Generation:
                     yield event
         finally:
             self._running.remove(request_id)
+
+    def _filled(self, request: Generate, num_tokens: int) -> Generate:
+        """The request with as long an answer as there is room for; where there is none, admission tells why."""
+        room = self._engine.answer_room(request.context, num_tokens, request.num_samples)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(MAX_TOKENS, room)))
+        return msgspec.structs.replace(request, sampling=sampling)
 
     def _check_free(self, request_id: str) -> None:
         if request_id in self._running:

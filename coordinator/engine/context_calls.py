@@ -16,6 +16,9 @@ from longleaf import messages
 from longleaf.messages import ContextSettings, LeftOut
 from longleaf.tenants import DEFAULT_TENANT
 
+ANSWER_PART = 8
+"""Answers as long as there is room for have together this part of the pools of all ranks: all others would wait."""
+
 
 class ContextCalls(ABC):
     """The part of an engine that looks after contexts by their names. All of it raises Unavailable where the engine
@@ -28,6 +31,12 @@ class ContextCalls(ABC):
     _recoveries: Recoveries
     _wall_clock: Callable[[], float]
 
+    @property
+    @abstractmethod
+    def total_tokens(self) -> int:
+        """Tokens that the pools of all ranks can hold."""
+        ...
+
     @abstractmethod
     def _open(self) -> Scheduler:
         """What clients reach the service through. Raises Unavailable."""
@@ -39,6 +48,13 @@ class ContextCalls(ABC):
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
         return self.named(context_id).num_tokens
+
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
+        """Tokens that each answer may have after so many of a prompt. Raises NotFound."""
+        named = self.named(context) if context is not None else None
+        capacity = named.capacity if named else self.positions.capacity(num_tokens, None)
+        held = named.num_tokens if named else 0
+        return min(capacity - held - num_tokens, self.total_tokens // (ANSWER_PART * num_samples))
 
     def made_by(self, context_id: str) -> str:
         """What its client called the ingest that made the last document of a context. Raises NotFound."""

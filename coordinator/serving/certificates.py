@@ -4,9 +4,9 @@ from typing import Any
 
 import grpc
 
-from longleaf.watched import WatchedFiles
 from longleaf.operations import SecurityConfig
 from longleaf.pem import KeyPair, parse_certificates, parse_pair
+from longleaf.watched import WatchedFiles
 
 
 class Certificates:

@@ -122,13 +122,16 @@ class Server:
         if authenticator.is_open:  # else strangers need not know what there is to call
             reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens on `host`:`port` and returns the port, chosen by the system for 0. Alive from now on, and healthy
+    async def start(self, host: str, port: int, unix: str | None = None) -> int:
+        """Listens on `host`:`port`, and in plain text on the socket `unix`, and returns the port, chosen by the system
+        for 0. Alive from now on, and healthy
         when there is something to serve.
 
         Raises StartError when the address cannot be had.
         """
         bound = _listen(self._server, host, port, self._certificates)
+        if unix is not None:
+            self._server.add_insecure_port(f"unix:{unix}")
         self._tell_health(self._lobby.is_open)
         self._health.set(LIVENESS, True)
         await self._server.start()

@@ -1,6 +1,6 @@
 """POST /v1/completions."""
 
-from typing import Any, cast
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,11 +44,9 @@ def _prompt(asked: TextAsked) -> str | list[int]:
         return prompt
     if len(prompt) == 1 and isinstance(prompt[0], str):
         return prompt[0]
-    if not prompt or isinstance(prompt[0], str):
-        raise Problem(400, "prompt: give one text, or the ids of one", param="prompt", code="invalid_value")
-    ids = cast(list[int], prompt)
-    if not all(0 <= each < 1 << 31 for each in ids):
-        raise Problem(400, "prompt: has what is no token id", param="prompt", code="invalid_value")
+    ids = [each for each in prompt if isinstance(each, int) and 0 <= each < 1 << 31]
+    if not ids or len(ids) < len(prompt):
+        raise Problem(400, "prompt: give one text, or the token ids of one", param="prompt", code="invalid_value")
     return ids
 
 

@@ -5,4 +5,4 @@ from longleaf.messages import GenerateOptions
 
 def with_length(options: GenerateOptions, given: int | None) -> GenerateOptions:
     """The options of an answer of so many tokens at most; None takes what is left."""
-    return options | {"max_tokens": given}
+    return options | ({"until_full": True} if given is None else {"max_tokens": given})

@@ -93,7 +93,7 @@ class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class TextAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[int]
+    prompt: str | list[str | int]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 

@@ -36,6 +36,7 @@ class Reception:
             use_chat_template=options.get("use_chat_template"),
             sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
             with_token_bytes=options.get("with_token_bytes", False),
+            until_full=options.get("until_full", False),
             num_samples=self._num_samples,
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,

@@ -53,6 +53,7 @@ def encode_generate(
     use_chat_template: bool | None,
     sampling: SamplingOptions,
     with_token_bytes: bool = False,
+    until_full: bool = False,
     num_samples: int = 1,
     request_id: str = "",
     resume_seconds: float = 0.0,
@@ -75,6 +76,7 @@ def encode_generate(
             "input", f"{type(input).__name__} is neither text, a sequence of token ids nor a conversation"
         )
     message.return_token_bytes = with_token_bytes
+    message.until_full = until_full
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
@@ -108,6 +110,8 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
     priority, client = decode_claim(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
         raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
+    if message.until_full and message.sampling.HasField("max_token_count"):
+        raise InvalidArgument("until_full", "cannot be given together with sampling.max_token_count")
     duration = decode_seconds(message.resume_duration)
     return Generate(
         input=_decode_input(message),
@@ -115,6 +119,7 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
         sampling=decode_sampling(message.sampling, random_seed),
         with_token_bytes=message.return_token_bytes,
+        until_full=message.until_full,
         num_samples=_sample_count(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from longleaf.commands import contexts, credentials, demo, generate, ingest, models, serve, tokens
+from longleaf.commands import contexts, credentials, demo, door, generate, ingest, models, serve, tokens
 from longleaf.commands.cluster import cluster
 from longleaf.commands.drain import drain
 from longleaf.commands.refill import refill
 from longleaf.commands.verify import verify
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 
 app = typer.Typer(
     name="longleaf",
@@ -43,6 +43,7 @@ def options(
 
 app.command()(demo.demo)
 app.command()(serve.serve)
+app.command()(door.door)
 app.command()(ingest.ingest)
 app.command()(generate.ask)
 app.command()(generate.generate)
@@ -100,7 +101,7 @@ def describe(error: LongleafError) -> str:
     """The error in the words of the command line."""
     if not isinstance(error, InvalidArgument):
         return str(error)
-    structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig)
+    structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
     names = (name for struct in structs for name in struct.__struct_fields__)
     settings = {name: f"--{name.replace('_', '-')}" for name in names}
     return f"{(settings | OPTIONS).get(error.field, error.field)}: {error.description}"

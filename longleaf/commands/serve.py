@@ -1,7 +1,6 @@
 """`longleaf serve`: becomes `python -m coordinator` with the same options."""
 
 import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from longleaf.commands.become import become
 from longleaf.commands.flags import takes_flags
 from longleaf.commands.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
@@ -30,7 +30,7 @@ from longleaf.config import (
     embedded_model,
 )
 from longleaf.launch import coordinator_command
-from longleaf.operations import LogFormat, LogLevel, SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, LogFormat, LogLevel, SecurityConfig, TelemetryConfig
 from longleaf.topology import count_ranks
 
 SERVICE = "What is served, and where"
@@ -40,6 +40,7 @@ KEEPING = "What is kept"
 REQUESTS = "Requests and times"
 LOSSES = "Ranks that are lost"
 SECURITY = "Who may come in"
+HTTP = "A door for HTTP"
 TELEMETRY = "What the service tells of itself"
 _DEFAULTS = EngineConfig(model="")
 _TELEMETRY = TelemetryConfig()
@@ -55,6 +56,19 @@ class ServeFlags:
     model_name: Annotated[
         str | None,
         option(SERVICE, "What clients see of the model, whatever its folder is called.", default="its folder's"),
+    ] = None
+    http: Annotated[
+        int | None,
+        option(HTTP, "Port of a door for HTTP beside the service: OpenAI's dialect, and a page.", default="no door"),
+    ] = None
+    allow_host: Annotated[
+        str | None,
+        option(
+            HTTP, "Names under which it is called, beside addresses; with commas between them.", default="localhost"
+        ),
+    ] = None
+    public_url: Annotated[
+        str | None, option(HTTP, "What callers see of it behind a proxy, such as https://books.example.", default="own")
     ] = None
     host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT
@@ -264,6 +278,10 @@ class ServeFlags:
         """Whom it lets in."""
         return SecurityConfig(**self._of(SecurityConfig))
 
+    def door(self) -> HttpConfig:
+        """Its door for HTTP."""
+        return HttpConfig(**self._of(HttpConfig))
+
     def telemetry(self) -> TelemetryConfig:
         """What it tells of itself."""
         return TelemetryConfig(**self._of(TelemetryConfig))
@@ -282,6 +300,9 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     until the model is there calls are told how far that is. After an interrupt, or SIGTERM, no new calls are taken, and
     those that run may end within --drain-seconds; a second one ends them at once.
 
+    With --http PORT a door for HTTP is opened beside it on the same host, with the same certificate and credentials,
+    and its address is the second line, http://HOST:PORT; with --json, {"http": "http://HOST:PORT"}.
+
     Example: longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
     command = coordinator_command(
@@ -296,17 +317,9 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         data=flags.data(),
         security=flags.security(),
         telemetry=flags.telemetry(),
+        door=flags.door(),
         as_json=as_json,
     )
     if flags.log_format == "text":
         print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)
-    _become(command)
-
-
-def _become(command: list[str]) -> None:
-    """Goes on as another program, which lets an interrupt in once it is ready for one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        os.execv(command[0], command)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    become(command)

@@ -39,6 +39,8 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
     """Whether a plain prompt is put into the model's chat template; None: if it has one."""
     with_token_bytes: bool
     """With `num_logprobs`: tells the bytes of each token, too."""
+    until_full: bool
+    """The answer may be as long as there is room for, instead of `max_tokens`."""
     num_samples: int
     """Answers to the same prompt, which is read once."""
     request_id: str
@@ -59,6 +61,8 @@ class Generate(Claimed, frozen=True, kw_only=True):
     sampling: Sampling
     with_token_bytes: bool = False
     """Logprobs carry the bytes of their tokens."""
+    until_full: bool = False
+    """The answer may be as long as there is room for, whatever `sampling` says."""
     num_samples: int = 1
     request_id: str = ""
     """Names the generation; the service makes one when empty."""

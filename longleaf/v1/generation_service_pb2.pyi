@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes")
+    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     RETURN_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FULL_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: _generation_pb2.TokenIds
@@ -38,7 +39,8 @@ class GenerateRequest(_message.Message):
     priority: int
     client_id: str
     return_token_bytes: bool
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ...) -> None: ...
+    until_full: bool
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -194,6 +194,10 @@ class FakeEngine:
         self.contexts.setdefault(context, []).extend(token_ids)
         self.settings.setdefault(context, settings)
 
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
+        held = len(self.contexts[context]) if context is not None else 0
+        return min(self.max_positions - held - num_tokens, self.total_tokens // num_samples)
+
     def num_tokens(self, context_id: str) -> int:
         return self.get_context(context_id).tokens
 

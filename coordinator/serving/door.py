@@ -1,0 +1,125 @@
+"""The door for HTTP beside a service: a process of its own, which ends with this one."""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from coordinator.settings import ServiceConfig
+from longleaf.errors import StartError
+
+START_SECONDS = 60.0
+STOP_SECONDS = 5.0
+AGAIN_SECONDS = 1.0
+"""Before one that died is started again, and twice as long each time, up to LONGEST_SECONDS."""
+LONGEST_SECONDS = 30.0
+WELL_SECONDS = 60.0
+"""Who lived so long does not count as having died at its start."""
+log = logging.getLogger(__name__)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a door says once it listens, or that it cannot."""
+
+    http: str = ""
+    error: str = ""
+
+
+class DoorProcess:
+    """Starts a door, starts it again when it dies, and ends it. It reaches the service through a socket in a folder
+    that nobody else may enter, and ends when the pipe to this process breaks, whatever becomes of this."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="longleaf-")
+        self.socket = str(Path(self._folder.name) / "service")
+        """Where the service is to listen for it."""
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Its address. Raises StartError."""
+        self.url = await self._start(self._config.door.http or 0)
+        self._keeping = asyncio.create_task(self._keep())
+        return self.url
+
+    async def _start(self, port: int) -> str:
+        """Raises StartError."""
+        process = await asyncio.create_subprocess_exec(
+            *self._command(port),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # an interrupt in the terminal is the service's to handle
+        )
+        self._process = process
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+        except TimeoutError:
+            line = b""
+        told = msgspec.json.decode(line, type=Told) if line else Told(error="said nothing")
+        if told.error:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise StartError(f"the door for HTTP: {told.error}")
+        return told.http
+
+    def _command(self, port: int) -> list[str]:
+        config, security = self._config, self._config.security
+        given: dict[str, object] = {
+            "server": f"unix:{self.socket}",
+            "tls-ca": "",
+            "host": config.host,
+            "port": port,
+            "as-json": True,
+            "with-parent": True,
+            "insecure": security.insecure,
+            "log-format": config.telemetry.log_format,
+            "log-level": config.telemetry.log_level,
+            "tls-cert": security.tls_cert,
+            "tls-key": security.tls_key,
+            "public-url": config.door.public_url,
+        }
+        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        options += [f"--allow-host={name}" for name in config.door.allowed]
+        return [sys.executable, "-P", "-m", "door", *options]
+
+    async def _keep(self) -> None:
+        """Starts it again where it died, at the same port."""
+        delay, loop = AGAIN_SECONDS, asyncio.get_running_loop()
+        while True:
+            assert self._process is not None
+            began = loop.time()
+            code = await self._process.wait()
+            delay = AGAIN_SECONDS if loop.time() - began > WELL_SECONDS else delay
+            log.warning("the door for HTTP ended with exit code %d, and is started again in %g s", code, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LONGEST_SECONDS)
+            with suppress(StartError, OSError):
+                await self._start(int(self.url.rpartition(":")[2]))
+
+    async def stop(self) -> None:
+        """Ends it."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        with suppress(FileNotFoundError):
+            os.unlink(self.socket)
+        self._folder.cleanup()
