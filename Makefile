@@ -18,7 +18,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-gpu test-slow soak durations coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -43,6 +43,9 @@ test-triton: $(VENV)/.triton ## Run the kernels of GPUs in Triton's interpreter
 
 test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs torch and Triton, and nothing is installed
 	@$(PYTHON) -m tests.gpu
+
+test-browser: $(VENV)/.browser ## Run the tests of the page in Chromium; where that lacks, apt-get installs it
+	REQUIRE_TOOLS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/browser $(ARGS)
 
 test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
@@ -101,6 +104,12 @@ $(VENV)/.torch:
 
 $(READY): $(VENV)/.torch pyproject.toml requirements.lock
 	$(PIP) install -c requirements.lock -e '.[dev]'
+	@touch $@
+
+# Playwright downloads no browser: the system's is used
+$(VENV)/.browser: $(READY)
+	command -v chromium || apt-get install --yes --no-install-recommends chromium
+	$(PIP) install -c requirements.lock -e '.[browser]'
 	@touch $@
 
 # alone, since Triton for a torch without GPUs is nothing that torch asks for

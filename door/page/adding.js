@@ -1,0 +1,116 @@
+// Adding documents: files come by a button or a drop anywhere, and are named before they go.
+import { contexts, titleOf } from "./contexts.js";
+import { Dialog } from "./dialog.js";
+import { complaint, filesOf, freeName, nameOf, objection } from "./files.js";
+import { bytes } from "./format.js";
+import { html, useEffect, useRef, useState } from "./html.js";
+import { Store, useStore } from "./store.js";
+import { uploads } from "./uploads.js";
+
+/** Files that wait to be named: [{file, id, append, objection}]. */
+const chosen = new Store([]);
+
+async function choose(files) {
+  const taken = new Set([...contexts.ids, ...uploads.store.value.map(({ what }) => what.id)]);
+  const rows = [];
+  for (const file of files) {
+    const id = freeName(nameOf(file.name), taken);
+    taken.add(id);
+    rows.push({ file, id, append: false, objection: await objection(file) });
+  }
+  chosen.set(rows);
+}
+
+export function AddButton({ isMain }) {
+  const input = useRef(null);
+  return html`<button class=${isMain ? "main" : ""} onClick=${() => input.current.click()}>Add documents…</button>
+    <input ref=${input} class="unseen" type="file" multiple tabindex="-1" aria-hidden="true"
+      onChange=${({ currentTarget: { files } }) => {
+        const picked = [...files];
+        input.current.value = ""; // so that the same file can be chosen again
+        choose(picked);
+      }} />`;
+}
+
+/** A veil over the page while files hover over it. */
+export function DropZone() {
+  const [isOver, setOver] = useState(false);
+  useEffect(() => {
+    const bears = (event) => event.dataTransfer?.types.includes("Files");
+    const over = (event) => {
+      if (!bears(event)) return;
+      event.preventDefault();
+      setOver(true);
+    };
+    const out = (event) => event.relatedTarget === null && setOver(false);
+    const drop = (event) => {
+      if (!bears(event)) return;
+      event.preventDefault();
+      setOver(false);
+      choose(filesOf(event.dataTransfer));
+    };
+    const listeners = { dragover: over, dragleave: out, drop };
+    for (const [name, listener] of Object.entries(listeners)) addEventListener(name, listener);
+    return () => Object.entries(listeners).forEach(([name, listener]) => removeEventListener(name, listener));
+  }, []);
+  return isOver && html`<div class="veil"><p>Drop to add to the shelf</p></div>`;
+}
+
+/** What is wrong with a row among the others; empty where it can go. */
+function wrong(row, rows) {
+  if (row.objection) return row.objection;
+  const found = complaint(row.id);
+  if (found) return found;
+  if (rows.some((other) => other !== row && other.id === row.id && !other.objection)) return "Two files cannot have one name.";
+  return "";
+}
+
+export function NameForm() {
+  const rows = useStore(chosen);
+  useStore(contexts.store);
+  if (!rows.length) return null;
+  const close = () => chosen.set([]);
+  const change = (row, fields) => chosen.set(rows.map((each) => (each === row ? { ...each, ...fields } : each)));
+  const going = rows.filter((row) => !row.objection);
+  const isReady = going.length > 0 && going.every((row) => !wrong(row, rows) && (row.append || !contexts.find(row.id)));
+  const add = () => {
+    if (!isReady) return;
+    uploads.add(going);
+    close();
+  };
+  return html`<${Dialog} title=${rows.length === 1 ? "Add a document" : `Add ${rows.length} documents`} onClose=${close} onSubmit=${add}>
+    <p class="quiet">The name is what programs ask the document by, and what stands in its address.</p>
+    <ul class="rows">
+      ${rows.map((row, index) => html`<${NameRow} key=${row.file} ...${{ row, rows, index, change }} />`)}
+    </ul>
+    <div class="choices">
+      <button type="button" onClick=${close}>Cancel</button>
+      <button type="submit" class="main" disabled=${!isReady}>Add to the shelf</button>
+    </div>
+  <//>`;
+}
+
+function NameRow({ row, rows, index, change }) {
+  const problem = wrong(row, rows);
+  const other = !problem && contexts.find(row.id);
+  const note = `name-note-${index}`;
+  return html`<li>
+    <p><b>${row.file.name}</b> <span class="quiet">${bytes(row.file.size)}</span></p>
+    ${!row.objection && html`<label class="field">Name
+      <input value=${row.id} autofocus=${index === 0} spellcheck=${false} autocomplete="off" autocapitalize="none" maxlength="80"
+        aria-invalid=${problem || (other && !row.append) ? "true" : null} aria-describedby=${note}
+        onInput=${(event) => change(row, { id: event.currentTarget.value.trim(), append: false })} />
+    </label>`}
+    <div id=${note} aria-live="polite">
+      ${problem && html`<p class="trouble">${problem}</p>`}
+      ${other && html`<p>${titleOf(other)} has this name.
+        <span class="choices near">
+          <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>
+            Call it ${freeName(row.id, contexts.ids)}
+          </button>
+          <label><input type="checkbox" checked=${row.append}
+            onChange=${(event) => change(row, { append: event.currentTarget.checked })} /> Add to its end</label>
+        </span></p>`}
+    </div>
+  </li>`;
+}

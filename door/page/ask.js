@@ -1,0 +1,129 @@
+// Asking the open document: the conversation so far, and the field for the next question.
+import { useNow } from "./clock.js";
+import { conversationAbout, goingOn, MOST_TOKENS } from "./conversation.js";
+import { Refusal, sentence } from "./errors.js";
+import { count, duration, tokens } from "./format.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { useStore } from "./store.js";
+
+export function Ask({ id }) {
+  const conversation = conversationAbout(id);
+  const turns = useStore(conversation.store);
+  return html`<section class="ask" aria-label="Questions and answers">
+    ${turns.length > 0 && html`<ol class="turns">
+      ${turns.map((turn, index) => html`<${Turn} key=${index} ...${{ turn, conversation, isLast: index === turns.length - 1 }} />`)}
+    </ol>`}
+    <${Field} conversation=${conversation} turns=${turns} />
+  </section>`;
+}
+
+function Turn({ turn, conversation, isLast }) {
+  const { question, answer, phase, error } = turn;
+  const isBusy = phase === "waiting" || phase === "writing";
+  return html`<li>
+    <p class="question">${question}</p>
+    ${answer && html`<div class="answer" aria-busy=${isBusy}>${answer}</div>`}
+    ${phase === "waiting" && html`<p class="quiet pulse">${turn.note ? `Waiting: ${turn.note}` : "Asking…"}</p>`}
+    ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? " here" : " before an answer came"}.</p>`}
+    ${phase === "failed" && html`<${Trouble} ...${{ error, conversation, isLast }} />`}
+    ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
+  </li>`;
+}
+
+function Trouble({ error, conversation, isLast }) {
+  const [failed] = useState(() => Date.now() / 1000);
+  const left = Math.ceil(failed + ((error instanceof Refusal && error.retryAfter) || 0) - useNow());
+  return html`<div class="trouble" role="alert"><p>${sentence(error)}</p>
+    ${isLast && html`<button disabled=${left > 0} onClick=${() => conversation.again()}>
+      ${left > 0 ? `Ask again in ${duration(left)}` : "Ask again"}
+    </button>`}
+  </div>`;
+}
+
+function Foot({ turn: { answer, usage, seconds, firstSeconds, reason } }) {
+  const [note, setNote] = useState("");
+  const cached = usage?.prompt_tokens_details?.cached_tokens;
+  return html`<p class="foot numbers">
+    <button class="plain" onClick=${async () => setNote((await copy(answer)) ? "Copied" : "The browser did not let it be copied")}>Copy</button>
+    <span role="status">${note}</span>
+    ${reason === "length" && html`<span>cut here, at ${tokens(usage?.completion_tokens ?? MOST_TOKENS)}; ask on for more</span>`}
+    ${seconds !== null && html`<span title=${firstSeconds === null ? null : `first words after ${firstSeconds.toFixed(2)} s`}>
+      ${seconds.toFixed(1)} s</span>`}
+    ${usage && html`<span>${tokens(usage.completion_tokens)} written</span>
+      <span>${count(usage.prompt_tokens)} seen${cached ? `, ${count(cached)} of them held before` : ""}</span>`}
+  </p>`;
+}
+
+function Field({ conversation, turns }) {
+  const [text, setText] = useState("");
+  const field = useRef(null);
+  const end = useRef(null);
+  const { isBusy } = conversation;
+  useStore(goingOn.store);
+  const isFirst = turns.length === 0;
+  useLayoutEffect(() => {
+    const { current: area } = field;
+    area.style.height = "auto";
+    area.style.height = `${Math.min(area.scrollHeight, 240)}px`;
+  }, [text]);
+  useEffect(() => {
+    // an answer is followed as it grows, unless the reader went back up
+    const below = document.documentElement.scrollHeight - innerHeight - scrollY;
+    if (turns.length && below < 160) end.current.scrollIntoView({ block: "end" });
+  }, [turns]);
+  const ask = () => {
+    if (!text.trim() || isBusy) return;
+    conversation.ask(text.trim());
+    setText("");
+    field.current.focus();
+  };
+  const keys = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      ask();
+    } else if (event.key === "Escape" && isBusy) conversation.stop();
+  };
+  return html`<form class="field-of-question" ref=${end} onSubmit=${(event) => {
+    event.preventDefault();
+    ask();
+  }}>
+    <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask on"}</label>
+    <div class="composer">
+      <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys"
+        onInput=${(event) => setText(event.currentTarget.value)}></textarea>
+      ${isBusy
+        ? html`<button type="button" key="stop" onClick=${() => conversation.stop()}>Stop</button>`
+        : html`<button type="submit" key="ask" class="main" disabled=${!text.trim()}>Ask</button>`}
+    </div>
+    <div class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
+      ${!isFirst && html`<label><input type="checkbox" checked=${goingOn.value}
+        onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> With what was said before</label>`}
+      ${!isFirst && !isBusy && html`<button type="button" class="plain" onClick=${() => {
+        conversation.clear();
+        field.current.focus();
+      }}>Begin anew</button>`}</div>
+  </form>`;
+}
+
+/** Into the clipboard; whether it could be done. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    return copyBySelection(text); // plain HTTP in a local network has no clipboard of its own
+  }
+}
+
+function copyBySelection(text) {
+  const before = document.activeElement;
+  const area = document.createElement("textarea");
+  area.value = text;
+  area.className = "unseen";
+  document.body.append(area);
+  area.select();
+  const isDone = document.execCommand("copy");
+  area.remove();
+  before?.focus();
+  return isDone;
+}

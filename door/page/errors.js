@@ -1,0 +1,82 @@
+// What calls end with when they do not succeed, and the sentences that say so, each with what to do.
+import { duration } from "./format.js";
+
+/** Nobody answered, or the answer broke off. */
+export class Unreachable extends Error {}
+
+/** The service said no, and why. */
+export class Refusal extends Error {
+  constructor(status, { message = "", type = "", param = null, code = null } = {}, headers = new Headers()) {
+    super(message);
+    Object.assign(this, { status, type, param, code, headers });
+  }
+
+  /** Seconds after which it may be tried again; null where the service names none. */
+  get retryAfter() {
+    const seconds = Number.parseFloat(this.headers.get("retry-after"));
+    return Number.isFinite(seconds) ? seconds : null;
+  }
+
+  /** Whether the same call may succeed later, with nothing changed. */
+  get passes() {
+    return [502, 503, 504].includes(this.status) || (this.status === 429 && this.retryAfter !== null);
+  }
+}
+
+/** An `error` event: its status is in its type, since that of the response was sent long before. */
+export function refusalOf(error) {
+  const statuses = {
+    invalid_request_error: 400,
+    authentication_error: 401,
+    permission_error: 403,
+    not_found_error: 404,
+    rate_limit_error: 429,
+  };
+  const byCode = { context_not_found: 404, model_not_found: 404, already_exists: 409, wrong_offset: 409 };
+  return new Refusal(byCode[error.code] ?? statuses[error.type] ?? 500, error);
+}
+
+/** Whether waiting and trying again is all that can be done, and may help. */
+export const passes = (error) => error instanceof Unreachable || (error instanceof Refusal && error.passes);
+
+/** Whether the reader ended it. */
+export const isAbort = (error) => error?.name === "AbortError";
+
+export function sentence(error) {
+  if (error instanceof Unreachable) return "The service cannot be reached. The page keeps trying; nothing is lost.";
+  if (!(error instanceof Refusal)) return `The page failed: ${error?.message ?? error}. Reload it.`;
+  return SENTENCES[error.status]?.(error) ?? `The service says: ${told(error)}`;
+}
+
+const SENTENCES = {
+  400: (error) => `The service does not take this: ${told(error)}`,
+  401: () => "The service asks for a credential. Give the one that you were told.",
+  403: (error) => `Your credential does not allow this: ${told(error)} Use another one, or ask who runs the service.`,
+  404: (error) =>
+    error.code === "model_not_found" || error.code === "context_not_found"
+      ? "This document is not there any more. It was deleted, or it has expired; add its file again."
+      : `This is not there: ${told(error)}`,
+  409: (error) =>
+    error.code === "already_exists"
+      ? "This name is taken. Choose another one, or add the file to the end of the document that has it."
+      : `This cannot be done now: ${told(error)}`,
+  410: (error) => `What was kept of this is damaged: ${told(error)} Add the file again.`,
+  413: (error) => `This is too large: ${told(error)}`,
+  415: () => "Only plain text can be read. Save the document as text, and add that file.",
+  421: () => "The service does not answer under this address. Open the page by the address that its operator names.",
+  429: (error) =>
+    error.retryAfter === null
+      ? `There is no room: ${told(error)} Delete what you no longer need, or wait until something expires.`
+      : `The service is busy. It can be tried again in ${duration(Math.max(1, error.retryAfter))}.`,
+  502: () => UNAVAILABLE,
+  503: () => UNAVAILABLE,
+  504: () => "This took longer than it may. Try again when less is going on.",
+};
+
+const UNAVAILABLE = "The service is not ready. The page tries again by itself.";
+
+/** The service's own words, as a sentence. */
+function told(error) {
+  const words = (error.message || `status ${error.status}`).trim();
+  return /[.!?]$/.test(words) ? words : `${words}.`;
+}

@@ -1,0 +1,66 @@
+// What of a file can be told before it is sent: whether it is a document, and what it may be called.
+
+const LOOK = 64 * 1024;
+
+/** Why a file cannot be read as a document, as a sentence; empty where nothing speaks against it. */
+export async function objection(file) {
+  if (file.size === 0) return "There is nothing in it.";
+  let start;
+  try {
+    start = new Uint8Array(await file.slice(0, LOOK).arrayBuffer());
+  } catch {
+    return "It cannot be opened. A folder must be dropped file by file.";
+  }
+  const begins = (text) => [...text].every((each, index) => start[index] === each.charCodeAt(0));
+  if (begins("%PDF")) return "This is a PDF. Save it as plain text, and add that.";
+  if (begins("PK\x03\x04")) return "This is an archive, or an office document. Save it as plain text, and add that.";
+  if (begins("\xff\xfe") || begins("\xfe\xff")) return "This is UTF-16. Save it as UTF-8, and add that.";
+  try {
+    // the last character of the part may be cut
+    new TextDecoder("utf-8", { fatal: true }).decode(start, { stream: true });
+  } catch {
+    return "This is no text in UTF-8. Save it as UTF-8, and add that.";
+  }
+  return "";
+}
+
+/** Files of a drop or an input, however they came. */
+export const filesOf = (source) => [...(source?.files ?? [])];
+
+// The service's rule for names of contexts.
+const RULE = /^[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?$/;
+const LONGEST = 63;
+
+/** "Moby Dick (1851).txt" is moby-dick-1851. */
+export function nameOf(file) {
+  const plain = file
+    .replace(/\.(txt|text|md|markdown|rst|html?|xml|csv|json|log|tex|srt)$/i, "")
+    .replaceAll("ß", "ss")
+    .normalize("NFKD")
+    .replace(/\p{M}/gu, "")
+    .toLowerCase()
+    .replace(/[^a-z0-9._]+/g, "-");
+  return trim(plain.slice(0, LONGEST)) || "document";
+}
+
+/** The name, or the name with the lowest number behind it that nobody has. */
+export function freeName(name, taken) {
+  if (!taken.has(name)) return name;
+  const stem = name.replace(/-\d{1,4}$/, "") || name;
+  for (let number = 2; ; number += 1) {
+    const next = `${trim(stem.slice(0, LONGEST - 6))}-${number}`;
+    if (!taken.has(next)) return next;
+  }
+}
+
+/** What is wrong with a name, as a sentence; empty where it can be had. */
+export function complaint(name) {
+  if (name === "") return "Give it a name.";
+  if (name.length > LONGEST) return `A name has at most ${LONGEST} characters; this one has ${name.length}.`;
+  if (RULE.test(name)) return "";
+  if (/[A-Z]/.test(name)) return "Use small letters only.";
+  if (/[^a-z0-9._-]/.test(name)) return "Use the letters a to z, digits, dots, hyphens and underscores only.";
+  return "Begin and end with a letter or a digit.";
+}
+
+const trim = (name) => name.replace(/^[._-]+|[._-]+$/g, "");

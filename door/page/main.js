@@ -1,0 +1,89 @@
+// The page: what is where, and what begins when it opens.
+import { AddButton, DropZone, NameForm } from "./adding.js";
+import { useNow } from "./clock.js";
+import { contexts } from "./contexts.js";
+import { CredentialButton, CredentialForm } from "./credential.js";
+import { Document } from "./document.js";
+import { sentence } from "./errors.js";
+import { duration } from "./format.js";
+import { html, render } from "./html.js";
+import { Live } from "./live.js";
+import { Map } from "./map.js";
+import { opened } from "./route.js";
+import { service } from "./service.js";
+import { Shelf } from "./shelf.js";
+import { useStore } from "./store.js";
+import { uploads } from "./uploads.js";
+
+function Page() {
+  const { link, cluster } = useStore(service.store);
+  const id = useStore(opened);
+  return html`
+    <a class="skip" href="#main" onClick=${skip}>Skip to the document</a>
+    <header>
+      <p class="brand">Longleaf</p>
+      <p class="quiet">${cluster?.model.name}</p>
+      <${Link} link=${link} />
+      <${CredentialButton} isLocked=${link === "locked"} />
+    </header>
+    <${Lost} />
+    <div class=${id ? "columns reading" : "columns"}>
+      <${Shelf} />
+      <main id="main" tabindex="-1"><${Open} id=${id} /></main>
+      <${Map} />
+    </div>
+    <${NameForm} /><${CredentialForm} /><${DropZone} /><${Live} />`;
+}
+
+/** The fragment of the address says which document is open, so the focus is moved by hand. */
+function skip(event) {
+  event.preventDefault();
+  (document.getElementById("question") ?? document.getElementById("main")).focus();
+}
+
+const LINKS = { opening: "connecting", live: "connected", lost: "not connected", locked: "locked" };
+
+const Link = ({ link }) => html`<p class="link ${link}">${LINKS[link]}</p>`;
+
+function Lost() {
+  const { link, error, retryAt } = useStore(service.store);
+  const now = useNow();
+  if (link === "locked") return html`<div class="band trouble" role="alert"><p>${sentence(error)}</p></div>`;
+  if (link !== "lost") return null;
+  const seconds = Math.max(0, Math.ceil(retryAt / 1000 - now));
+  return html`<div class="band trouble">
+    <p>${sentence(error)} ${seconds ? `Next try in ${duration(seconds)}.` : "Trying…"}</p>
+    <button onClick=${() => service.retry()}>Try now</button>
+  </div>`;
+}
+
+function Open({ id }) {
+  const { list } = useStore(contexts.store);
+  const context = contexts.find(id);
+  if (context) return html`<${Document} key=${id} context=${context} />`;
+  if (id && list) return html`<${Missing} id=${id} />`;
+  if (list?.length) return html`<div class="empty beside"><h1>Choose a document</h1>
+    <p>Take one from the shelf, and ask it. It was read once, and is read no more: each answer begins at once.</p></div>`;
+  if (list) return html`<${Empty} />`;
+  return html`<div class="empty"><p class="quiet">${id ? "Opening…" : ""}</p></div>`;
+}
+
+const Missing = ({ id }) => html`<div class="empty"><a class="back" href="#/">Back to the shelf</a>
+  <h1>${id} is not on the shelf</h1>
+  <p>It was deleted, has expired, or is still on its way. Choose another document, or add its file again.</p></div>`;
+
+const Empty = () => html`<div class="empty">
+  <h1>Put a book on the shelf</h1>
+  <ol>
+    <li><b>Add a plain text file</b>, by the button or by dropping it anywhere on this page. It may be as long as you like.</li>
+    <li><b>Let it be read.</b> That takes its time, and happens once.</li>
+    <li><b>Ask it.</b> Every answer sees the whole document, from the first word to the last.</li>
+  </ol>
+  <${AddButton} isMain />
+</div>`;
+
+render(html`<${Page} />`, document.getElementById("page"));
+uploads.resume();
+service.watch();
+// tells measurements, and whoever waits, that it takes input
+performance.mark("interactive");

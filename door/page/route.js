@@ -1,0 +1,23 @@
+// Which document is open: the fragment of the address says it, so that reloading and going back work.
+import { Store } from "./store.js";
+
+const read = () => decodeURIComponent(location.hash.replace(/^#\/?/, ""));
+
+/** The id of the open context; empty where none is. */
+export const opened = new Store(safely());
+
+addEventListener("hashchange", () => opened.set(safely()));
+
+export const addressOf = (id) => `#/${encodeURIComponent(id)}`;
+
+export function open(id) {
+  location.hash = id ? addressOf(id) : "#/";
+}
+
+function safely() {
+  try {
+    return read();
+  } catch {
+    return ""; // a fragment that somebody cut
+  }
+}

@@ -1,0 +1,106 @@
+// Uploads as the reader sees them: how far, how fast, how long still, and what to do where one stands still.
+import { useNow } from "./clock.js";
+import { contexts } from "./contexts.js";
+import { Refusal, sentence } from "./errors.js";
+import { freeName } from "./files.js";
+import { bytes, count, duration, percent, tokens } from "./format.js";
+import { html, useRef, useState } from "./html.js";
+import { useStore } from "./store.js";
+import { allTokens, timeLeft } from "./upload.js";
+import { uploads } from "./uploads.js";
+
+export function Sending() {
+  const list = useStore(uploads.store);
+  if (!list.length) return null;
+  return html`<section aria-labelledby="sending-title">
+    <h2 id="sending-title">On their way</h2>
+    <ul class="sending">${list.map((upload) => html`<${OneUpload} key=${upload.what.uploadId} upload=${upload} />`)}</ul>
+  </section>`;
+}
+
+function OneUpload({ upload }) {
+  const state = useStore(upload.store);
+  const { what } = upload;
+  return html`<li class="card">
+    <p class="line"><b>${what.title}</b>
+      <${DropButton} ...${{ upload, state }} /></p>
+    <${Bar} ...${{ what, state }} />
+    <${Numbers} ...${{ what, state }} />
+    ${isAllThere(state) && html`<p class="quiet">All is sent: it is read to the end also when this page is closed.</p>`}
+    ${state.phase === "waiting" && html`<${Waiting} state=${state} />`}
+    ${state.phase === "file" && html`<${ChooseAgain} ...${{ upload, state }} />`}
+    ${state.phase === "failed" && html`<${Failed} ...${{ upload, state }} />`}
+  </li>`;
+}
+
+/** The service reads on by itself once it has all bytes. */
+const isAllThere = ({ phase }) => phase === "reading" || phase === "recovering";
+
+function DropButton({ upload, state }) {
+  const word = isAllThere(state) ? "Hide" : state.phase === "failed" ? "Dismiss" : "Stop";
+  return html`<button class="plain" aria-label="${word} ${upload.what.title}" onClick=${() => uploads.drop(upload)}>${word}</button>`;
+}
+
+/** Two bars in one: what was sent, and before it what was read. */
+function Bar({ what, state }) {
+  const sent = what.size ? state.received / what.size : 0;
+  const { tokens: all } = allTokens(what, state);
+  const read = all ? Math.min(1, state.processed / all) : 0;
+  return html`<div class="bar" role="progressbar" aria-label="${what.title}: read" aria-valuemin="0" aria-valuemax="100"
+    aria-valuenow=${Math.floor(100 * read)} aria-valuetext="${percent(sent, 1)} sent, ${percent(read, 1)} read">
+    <span class="sent" style=${{ width: `${100 * sent}%` }}></span>
+    <span class="read" style=${{ width: `${100 * read}%` }}></span>
+  </div>`;
+}
+
+const PHASES = { queued: "Waits for its turn", recovering: "A rank was lost; its part is read again", sending: "Sending", reading: "Reading" };
+
+function Numbers({ what, state }) {
+  const { phase, received, processed, rate } = state;
+  const all = allTokens(what, state);
+  const left = timeLeft(what, state);
+  const goesOn = phase === "sending" || phase === "reading";
+  return html`<p class="numbers">
+    ${PHASES[phase] && html`<span>${PHASES[phase]}</span>`}
+    <span>${received < what.size ? `${bytes(received)} of ${bytes(what.size)}` : bytes(what.size)} sent</span>
+    ${all.tokens > 0 && html`<span>${count(processed)} of ${all.isGuess ? "about " : ""}${tokens(all.tokens)} read</span>`}
+    ${goesOn && rate > 0 && html`<span>${count(rate)} tokens/s</span>`}
+    ${goesOn && left !== null && html`<span>about ${duration(left)} left</span>`}
+  </p>`;
+}
+
+function Waiting({ state: { error, until } }) {
+  const seconds = Math.max(0, until - useNow());
+  return html`<p class="trouble">${sentence(error)} Goes on by itself ${seconds < 1 ? "now" : `in ${duration(seconds)}`}.</p>`;
+}
+
+function ChooseAgain({ upload, state: { received } }) {
+  const input = useRef(null);
+  const [isOther, setOther] = useState(false);
+  const { fileName, size } = upload.what;
+  const take = ({ currentTarget: { files } }) => {
+    const [file] = files;
+    if (!file) return;
+    if (file.size === size) uploads.again(upload, { file });
+    else setOther(true);
+    input.current.value = "";
+  };
+  return html`<p>The page was reloaded in the middle. ${received > 0 ? `The first ${bytes(received)} are kept.` : ""} Choose
+      ${" "}<b>${fileName}</b> again, and it goes on from there.</p>
+    ${isOther && html`<p class="trouble" role="alert">This file has another size: choose the same ${fileName} of ${bytes(size)}.</p>`}
+    <button class="main" onClick=${() => input.current.click()}>Choose ${fileName}…</button>
+    <input ref=${input} class="unseen" type="file" tabindex="-1" aria-hidden="true" onChange=${take} />`;
+}
+
+function Failed({ upload, state: { error } }) {
+  const { id, append } = upload.what;
+  const isTaken = error instanceof Refusal && error.status === 409 && !append;
+  const other = freeName(id, contexts.ids.add(id));
+  return html`<p class="trouble" role="alert">${isTaken ? `The name ${id} is taken.` : sentence(error)}</p>
+    <div class="choices near">
+      ${isTaken
+        ? html`<button onClick=${() => uploads.again(upload, { id: other })}>Call it ${other}</button>
+            <button onClick=${() => uploads.again(upload, { append: true })}>Add to its end</button>`
+        : html`<button onClick=${() => uploads.again(upload)}>Try again</button>`}
+    </div>`;
+}

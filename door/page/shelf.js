@@ -1,0 +1,52 @@
+// The shelf: the documents that are there.
+import { AddButton } from "./adding.js";
+import { useNow } from "./clock.js";
+import { contexts, titleOf } from "./contexts.js";
+import { sentence } from "./errors.js";
+import { nameOf } from "./files.js";
+import { ago, tokens, until, when } from "./format.js";
+import { html } from "./html.js";
+import { addressOf, opened } from "./route.js";
+import { Sending } from "./sending.js";
+import { service } from "./service.js";
+import { useStore } from "./store.js";
+
+export function Shelf() {
+  const { list, error } = useStore(contexts.store);
+  const { link } = useStore(service.store);
+  return html`<aside class="shelf" aria-label="Shelf">
+    <div class="line"><h2 tabindex="-1">Shelf</h2><${AddButton} isMain=${list?.length === 0} /></div>
+    <${Sending} />
+    ${error && link === "live" && html`<p class="trouble" role="alert">${sentence(error)}
+      <button onClick=${() => contexts.refresh()}>Try again</button></p>`}
+    ${list?.length === 0 && html`<p class="quiet">Nothing is on it yet.</p>`}
+    ${list === null && link === "opening" && html`<p class="quiet">Looking…</p>`}
+    ${list?.length > 0 && html`<ul class="books" aria-label="Documents">
+      ${list.map((context) => html`<${Book} key=${context.id} context=${context} />`)}
+    </ul>`}
+  </aside>`;
+}
+
+const STATES = {
+  parked: "at rest: comes back when it is asked",
+  restoring: "is coming back",
+};
+
+function Book({ context }) {
+  const now = useNow();
+  const isOpen = useStore(opened) === context.id;
+  const { id, pinned, expires, state, created } = context;
+  return html`<li>
+    <a href=${addressOf(id)} aria-current=${isOpen ? "true" : null}>
+      <span class="title">${titleOf(context)}</span>
+      ${nameOf(titleOf(context)) !== id && html`<span class="quiet name">${id}</span>`}
+      <span class="numbers">
+        <span>${tokens(context.tokens)}</span>
+        <span title=${when(created)}>${ago(created, now)}</span>
+        ${pinned && html`<span>pinned</span>`}
+        ${expires !== null && html`<span title=${when(expires)}>expires ${until(expires, now)}</span>`}
+        ${STATES[state] && html`<span>${STATES[state]}</span>`}
+      </span>
+    </a>
+  </li>`;
+}

@@ -1,0 +1,159 @@
+// One file on its way: sent in parts, each from where the service is, so that a break costs one part at most.
+import { lookAtUpload, sendPart } from "./api.js";
+import { isAbort, passes, Refusal, refusalOf, Unreachable } from "./errors.js";
+import { service } from "./service.js";
+import { eventsOf } from "./sse.js";
+import { Store } from "./store.js";
+
+const SMALLEST = 64 * 1024;
+const LARGEST = 8 * 1024 * 1024;
+// Parts grow until one takes about so many seconds: bytes are counted part by part.
+const SECONDS = 1;
+const LONGEST_PAUSE = 15;
+const NOTHING = { received: 0, receivedTokens: 0, processed: 0, total: 0, rate: 0, byteRate: 0 };
+
+/** `what` is {id, uploadId, append, title, fileName, size}; `file` may be missing after a reload.
+ *
+ * Its `store` says: phase "queued", "sending", "reading", "recovering", "waiting" (and `until`), "file" (choose it
+ * again), "failed" (and `error`), "done" (and `context`); and the numbers of NOTHING. */
+export class Upload {
+  #abort = new AbortController();
+  #offset = null;
+  #part = SMALLEST;
+  #sent;
+
+  constructor(what, file = null, { isNew = false } = {}) {
+    this.what = what;
+    if (isNew) this.#offset = 0;
+    this.file = file;
+    this.store = new Store({ phase: "queued", error: null, until: null, context: null, ...NOTHING });
+    /** Resolves when it needs the line no longer: all bytes are there, or it cannot go on by itself. */
+    this.sent = new Promise((resolve) => (this.#sent = resolve));
+  }
+
+  /** Goes on until it is there, or cannot. */
+  async run() {
+    const { signal } = this.#abort;
+    for (let failures = 0; ; ) {
+      try {
+        if (await this.#step(signal)) break;
+        failures = 0;
+      } catch (error) {
+        if (isAbort(error)) break;
+        if (!(await this.#mend(error, (failures += 1)))) break;
+      }
+    }
+    this.#sent();
+  }
+
+  stop() {
+    this.#abort.abort();
+    this.#sent();
+  }
+
+  /** One part, or what the service tells while it reads. Whether that was the last step. */
+  async #step(signal) {
+    const { size } = this.what;
+    if (this.#offset === null) this.#offset = await this.#look(signal);
+    if (this.#offset < size && !this.file) {
+      this.store.patch({ phase: "file" });
+      return true;
+    }
+    const end = Math.min(this.#offset + this.#part, size);
+    const bytes = this.#offset < size ? this.file.slice(this.#offset, end) : null;
+    const started = performance.now();
+    if (bytes) this.store.patch({ phase: "sending", until: null });
+    const response = await sendPart(this.what, this.#offset, bytes, signal);
+    for await (const { type, data } of eventsOf(response)) {
+      if (data === undefined) continue;
+      const told = JSON.parse(data);
+      if (type === "error") throw refusalOf(told.error);
+      if (told.phase === "ready") return this.#done(told.context);
+      if (told.phase === "incomplete") {
+        this.#measure(bytes?.size ?? 0, (performance.now() - started) / 1000);
+        this.#offset = told.received_bytes;
+        this.store.patch({ received: this.#offset });
+        return false;
+      }
+      this.#take(told);
+    }
+    throw new Unreachable("the stream ended");
+  }
+
+  async #look(signal) {
+    const { offset, complete } = await lookAtUpload(this.what, signal);
+    const received = complete ? this.what.size : offset;
+    this.store.patch({ received });
+    return received;
+  }
+
+  #take({ phase, received_bytes, received_tokens, processed, total, tokens_per_second }) {
+    const { size } = this.what;
+    const received = Math.min(size, received_bytes || this.store.value.received);
+    if (received === size) this.#sent();
+    this.store.patch({
+      phase: phase === "recovering" ? "recovering" : received < size ? "sending" : "reading",
+      until: null,
+      received,
+      receivedTokens: received_tokens || this.store.value.receivedTokens,
+      processed,
+      total,
+      rate: tokens_per_second,
+    });
+  }
+
+  #done(context) {
+    this.store.patch({ phase: "done", received: this.what.size, context });
+    return true;
+  }
+
+  #measure(size, seconds) {
+    if (!size || !seconds) return;
+    const { byteRate } = this.store.value;
+    const now = size / seconds;
+    this.store.patch({ byteRate: byteRate ? 0.7 * byteRate + 0.3 * now : now });
+    const wanted = seconds < SECONDS / 2 ? this.#part * 2 : seconds > SECONDS * 2 ? this.#part / 2 : this.#part;
+    this.#part = Math.min(LARGEST, Math.max(SMALLEST, wanted));
+  }
+
+  /** Whether it goes on after an error: at another offset, or when waiting has helped. */
+  async #mend(error, failures) {
+    this.#offset = null;
+    if (error instanceof Refusal && error.code === "wrong_offset" && failures < 5) return true;
+    if (!passes(error)) {
+      this.store.patch({ phase: "failed", error });
+      return false;
+    }
+    const wait = Math.max(error.retryAfter ?? 0, Math.min(2 ** (failures - 1), LONGEST_PAUSE));
+    this.store.patch({ phase: "waiting", error, until: Date.now() / 1000 + wait });
+    const over = new AbortController();
+    const { signal } = this.#abort;
+    await Promise.race([
+      new Promise((resolve) => setTimeout(resolve, wait * 1000)),
+      foundAgain(AbortSignal.any([signal, over.signal])).catch(() => {}), // stopped, or over
+    ]);
+    over.abort();
+    return !signal.aborted;
+  }
+}
+
+/** Resolves when a service that was lost is there again: sooner than the pause is over. */
+async function foundAgain(signal) {
+  await service.store.until(({ link }) => link === "lost", signal);
+  await service.store.until(({ link }) => link === "live", signal);
+}
+
+/** How many tokens it will be, and whether that is only estimated from what came so far. */
+export function allTokens({ size }, { received, receivedTokens, total }) {
+  if (total) return { tokens: total, isGuess: false };
+  return { tokens: received ? Math.round((receivedTokens / received) * size) : 0, isGuess: received < size };
+}
+
+/** Seconds until it is read, as far as one can tell; null where nothing tells. */
+export function timeLeft(what, state) {
+  const { received, processed, rate, byteRate } = state;
+  const { tokens } = allTokens(what, state);
+  const reading = rate && tokens ? Math.max(0, tokens - processed) / rate : null;
+  const sending = received < what.size && byteRate ? (what.size - received) / byteRate : null;
+  return reading === null ? sending : Math.max(reading, sending ?? 0);
+}

@@ -1,0 +1,101 @@
+// All uploads of this tab, one sending at a time; what a reload must know of them is kept for the tab alone.
+import { contexts } from "./contexts.js";
+import { say } from "./live.js";
+import { open } from "./route.js";
+import { Store } from "./store.js";
+import { Upload } from "./upload.js";
+
+const KEPT = "longleaf.uploads";
+
+class Uploads {
+  store = new Store([]);
+  #line = Promise.resolve();
+
+  /** Files with the names that the reader settled: [{file, id, append}]. */
+  add(wanted) {
+    const made = wanted.map(({ file, id, append }) => {
+      const what = { id, append, uploadId: randomId(), title: titleOf(file.name), fileName: file.name, size: file.size };
+      return new Upload(what, file, { isNew: true });
+    });
+    this.store.set([...this.store.value, ...made]);
+    this.#keep();
+    for (const upload of made) this.#start(upload);
+  }
+
+  /** Goes on with what a reload interrupted. */
+  resume() {
+    const kept = read().map((what) => new Upload(what));
+    this.store.set(kept);
+    for (const upload of kept) this.#start(upload);
+  }
+
+  /** Another try, with the file that was chosen again or under another name. */
+  again(upload, { file = upload.file, ...changes } = {}) {
+    upload.stop();
+    const other = new Upload({ ...upload.what, ...changes }, file);
+    this.store.set(this.store.value.map((each) => (each === upload ? other : each)));
+    this.#keep();
+    this.#start(other);
+  }
+
+  drop(upload) {
+    upload.stop();
+    this.store.set(this.store.value.filter((each) => each !== upload));
+    this.#keep();
+  }
+
+  #start(upload) {
+    this.#line = this.#line.then(() => {
+      if (!this.store.value.includes(upload)) return null;
+      this.#watch(upload);
+      upload.run();
+      return upload.sent;
+    });
+  }
+
+  #watch(upload) {
+    let quarter = 0;
+    const { fileName } = upload.what;
+    const unfollow = upload.store.follow(({ phase, context, processed, total }) => {
+      if (phase === "done") {
+        unfollow();
+        say(`${fileName} has been read.`);
+        contexts.put(context.id, context);
+        if (!location.hash.replace(/^#\/?/, "")) open(context.id);
+        this.drop(upload);
+      } else if (phase === "failed") this.#keep();
+      else if (phase === "file") say(`${fileName} must be chosen again to go on.`);
+      else if (total && Math.floor((4 * processed) / total) > quarter) {
+        quarter = Math.floor((4 * processed) / total);
+        say(`${fileName}: ${25 * quarter} % read.`);
+      }
+    });
+  }
+
+  #keep() {
+    try {
+      const going = this.store.value.filter(({ store }) => store.value.phase !== "failed" || mayGoOn(store.value.error));
+      sessionStorage.setItem(KEPT, JSON.stringify(going.map(({ what }) => what)));
+    } catch {
+      // storage may be forbidden: then a reload begins anew, and nothing else is lost
+    }
+  }
+}
+
+function read() {
+  try {
+    return JSON.parse(sessionStorage.getItem(KEPT) ?? "[]");
+  } catch {
+    return [];
+  }
+}
+
+// what was refused for good is not tried again by a reload; without a credential nothing was refused yet
+const mayGoOn = ({ status }) => status === 401;
+
+// crypto.randomUUID is only there in secure contexts, which plain HTTP in a local network is not
+const randomId = () => [...crypto.getRandomValues(new Uint8Array(16))].map((each) => each.toString(16).padStart(2, "0")).join("");
+
+const titleOf = (fileName) => fileName.replace(/\.[a-z0-9]{1,8}$/i, "").slice(0, 200);
+
+export const uploads = new Uploads();

@@ -1,0 +1,34 @@
+"""One browser, and one service for all tests that do not hurt it; each has an empty shelf and a window of its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.behind_door import Behind
+from tests.support.browser import Reader, chromium
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def service(browser: Any) -> Iterator[Behind]:
+    """After the browser: without one nothing needs to be started."""
+    with Behind() as behind:
+        yield behind
+
+
+@pytest.fixture
+def behind(service: Behind) -> Behind:
+    service.clear()
+    return service
+
+
+@pytest.fixture
+def reader(browser: Any, behind: Behind) -> Iterator[Reader]:
+    with Reader(browser, behind.url) as reader:
+        yield reader

@@ -1,0 +1,109 @@
+"""Reading through the page: a file becomes a document, and is asked."""
+
+import re
+
+from tests.support.behind_door import Behind
+from tests.support.browser import Reader
+
+BOOK = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
+FILLER = "Nothing of note is written here, and nothing will be.\n"
+MARKUP = (
+    "Some words are here.\n<b>amber</b> = 4711\n<script>alert(1)</script> is 0815.\n"
+    "<img src=x onerror=alert(1)> = 1234\nNothing else of note is here, and nothing will be.\n"
+)
+
+
+def test_an_empty_shelf_says_what_to_do_first(reader: Reader):
+    page = reader.page
+    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    assert page.get_by_role("main").get_by_role("button", name="Add documents…").is_visible()
+    reader.audit()
+
+
+def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
+    reader.add(("Stock.txt", BOOK))
+    page = reader.page
+    page.get_by_role("heading", name="Stock", exact=True).wait_for()
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    assert reader.ask("What is the value of jade-7?") == "jade-7 is 0815"
+    assert page.locator(".question").all_inner_texts() == [
+        "What is the value of amber-12?",
+        "What is the value of jade-7?",
+    ]
+    [foot, _] = page.locator(".foot").all_inner_texts()
+    assert re.search(r"\d+ tokens written", foot) and "of them held before" in foot
+    [context] = behind.contexts()
+    assert (context.id, context.display_name, context.tokens) == ("stock", "Stock", len(BOOK) + 1)
+    page.get_by_text("asked 2 times").wait_for()
+    reader.audit()
+
+
+def test_a_question_goes_along_with_what_was_said_before_where_the_reader_wants_it(reader: Reader):
+    reader.add(("stock.txt", BOOK))
+    page = reader.page
+    first, second = "What is the value of amber-12?", "What is the value of jade-7?"
+    answers = [reader.ask(first), reader.ask(second)]
+    page.get_by_label("With what was said before").check()
+    reader.ask(first)
+    page.get_by_role("button", name="Begin anew").click()
+    assert page.locator(".question").count() == 0
+    reader.ask(second)
+    sent = [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
+    said = [(message["role"], message["content"].strip()) for message in sent[2]]
+    assert said == [
+        ("user", first),
+        ("assistant", answers[0]),
+        ("user", second),
+        ("assistant", answers[1]),
+        ("user", first),
+    ]
+    assert [len(messages) for messages in sent] == [1, 1, 5, 1]
+    reader.audit()
+
+
+def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(reader: Reader):
+    reader.slow_uploads(60_000)
+    reader.add(("long.txt", FILLER * 2400))
+    numbers = reader.page.locator(".sending .numbers")
+    for pattern in (r"of 130 kB sent", r"[\d,]+ of 129,601 tokens read", r"[\d,]+ tokens/s", r"about \d+ (s|min) left"):
+        numbers.filter(has_text=re.compile(pattern)).wait_for()
+    reader.page.get_by_role("heading", name="long", exact=True).wait_for()
+    assert not reader.page.locator(".sending").count()
+    reader.audit()
+
+
+def test_an_answer_is_stopped_and_nothing_runs_on(reader: Reader, behind: Behind):
+    reader.add(("stock.txt", BOOK))
+    page = reader.page
+    page.locator("#question").fill("What is the value of amber-12?")
+    with behind.standing_still():
+        page.get_by_role("button", name="Ask", exact=True).click()
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.get_by_text("Stopped before an answer came.").wait_for()
+        assert page.get_by_role("button", name="Ask", exact=True).is_visible()
+    behind.wait_idle()
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    reader.audit()
+
+
+def test_markup_in_a_name_a_document_a_question_and_an_answer_stays_text(reader: Reader):
+    """The model repeats what it is asked for, so that its answers are full of tags."""
+    page = reader.page
+    reader.add(("<img src=x onerror=alert(2)>.txt", MARKUP))
+    page.get_by_role("heading", name="<img src=x onerror=alert(2)>").wait_for()
+    assert "<b>amber" in reader.ask("What is the value of <b>amber</b>?")
+    assert "<script>" in reader.ask("What is the value of <script>alert(1)</script>?")
+    assert "<img src" in reader.ask("What is the value of <img src=x onerror=alert(1)>?")
+    assert page.locator("main :is(img, script, b)").count() == 0
+    assert page.locator("script").count() == 1
+    reader.audit()
+
+
+def test_an_answer_is_copied(reader: Reader):
+    reader.add(("stock.txt", BOOK))
+    reader.allow("clipboard-read", "clipboard-write")
+    answer = reader.ask("What is the value of jade-7?")
+    reader.page.get_by_role("button", name="Copy").click()
+    reader.page.get_by_text("Copied").wait_for()
+    assert reader.page.evaluate("navigator.clipboard.readText()").strip() == answer
+    reader.audit()

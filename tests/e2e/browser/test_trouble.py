@@ -1,0 +1,101 @@
+"""What the page says, and does by itself, when something is not as it should be."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.behind_door import Behind
+from tests.support.browser import GONE, OF_A_STATUS, Reader
+from tests.support.tenants import ACME, credential_of, write_credentials
+
+TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
+QUESTION, ANSWER = "What is the value of amber-12?", "amber-12 is 4711"
+
+
+@pytest.fixture
+def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
+    """A service of the test's own, since it is hurt, and a reader of it with the document `notes` open."""
+    with Behind("--data-dir", str(tmp_path / "data")) as behind, Reader(browser, behind.url) as reader:
+        behind.ingest("notes", TEXT)
+        reader.page.get_by_role("link", name="notes").click()
+        reader.page.locator("#question").wait_for()
+        yield reader, behind
+
+
+@pytest.mark.parametrize("whom", ["service", "door"])
+def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom: str):
+    reader, behind = own
+    page = reader.page
+    assert reader.ask(QUESTION) == ANSWER
+    getattr(behind, f"lose_{whom}")()
+    page.get_by_text("not connected").wait_for()
+    page.get_by_text(re.compile("The service (cannot be reached|is not ready)")).first.wait_for()
+    page.locator("#question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Ask again").wait_for()
+    reader.add(("More.txt", TEXT))
+    page.get_by_text("Goes on by itself").wait_for()
+    getattr(behind, f"find_{whom}")()
+    page.get_by_text("connected", exact=True).wait_for()
+    page.get_by_role("link", name="More").wait_for()
+    page.get_by_role("button", name="Ask again").click()
+    page.locator(".foot").nth(1).wait_for()
+    assert page.locator(".answer").last.inner_text().strip() == ANSWER
+    assert set(behind.tokens()) == {"notes", "more"}
+    reader.audit(OF_A_STATUS.format(50), GONE)
+
+
+def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reader, Behind]):
+    reader, behind = own
+    behind.kill_rank(1)
+    places = reader.page.get_by_role("complementary", name="Where it lies")
+    places.get_by_text("One rank was lost").click()
+    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for(timeout=60_000)
+    assert reader.ask(QUESTION) == ANSWER
+    assert places.get_by_role("listitem").filter(has_text=re.compile(r"^Rank [01]")).count() == 2
+    reader.audit()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    """A service that knows who may come in."""
+    credentials = write_credentials(tmp_path_factory.mktemp("guarded"))
+    with Behind("--credentials", str(credentials), credential=credential_of(ACME)) as behind:
+        yield behind
+
+
+def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behind):
+    with Reader(browser, guarded.url) as reader:
+        page = reader.page
+        dialog = page.get_by_role("dialog", name="Who is reading?")
+        dialog.get_by_label("Credential").fill("secret-of-nobody")
+        page.keyboard.press("Enter")
+        dialog.get_by_text("The service refused this credential.").wait_for()
+        dialog.get_by_label("Credential").fill(credential_of(ACME))
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+        reader.add(("notes.txt", TEXT))
+        page.locator("#question").wait_for()
+        assert reader.ask(QUESTION) == ANSWER
+        kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert credential_of(ACME) not in kept + page.content()
+        page.reload()
+        page.get_by_role("dialog", name="Who is reading?").wait_for()
+        reader.audit(OF_A_STATUS.format(401))
+
+
+def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, guarded: Behind):
+    with Reader(browser, guarded.url) as reader:
+        page = reader.page
+        page.get_by_role("dialog", name="Who is reading?").wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_text("The service asks for a credential.").wait_for()
+        page.get_by_role("button", name="Give a credential").click()
+        page.get_by_label("Credential").fill(credential_of(ACME))
+        page.get_by_role("button", name="Go on").click()
+        page.get_by_text("connected", exact=True).wait_for()
+        page.get_by_role("heading", name=re.compile("Put a book|Choose a document")).wait_for()
+        reader.audit(OF_A_STATUS.format(401))

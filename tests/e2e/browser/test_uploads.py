@@ -1,0 +1,136 @@
+"""Uploads that are interrupted, refused, or go under names that are taken."""
+
+import re
+
+from tests.support.behind_door import Behind
+from tests.support.browser import OF_A_STATUS, Reader
+
+FILLER = "Nothing of note is written here, and nothing will be.\n"
+LONG = FILLER * 1000 + "amber-12 = 4711\n" + FILLER * 1000
+OFFSET = "upload-offset"
+
+
+def sent(reader: Reader) -> list[int]:
+    """Where the parts began that were sent."""
+    posts = [each for each in reader.requests if each.method == "POST" and OFFSET in each.headers]
+    return [int(each.headers[OFFSET]) for each in posts]
+
+
+def test_a_reload_while_bytes_are_sent_goes_on_from_where_it_was(reader: Reader, behind: Behind):
+    page = reader.page
+    reader.slow_uploads(40_000)
+    reader.add(("The long book.txt", LONG))
+    page.locator(".sending .numbers", has_text=re.compile(r"^Sending.*6\d(\.\d)? kB of 108 kB sent")).wait_for()
+    page.reload()
+    reader.slow_uploads(None)
+    page.get_by_text("The page was reloaded in the middle.").wait_for()
+    parts = len(sent(reader))
+    chooser = page.locator(".sending input[type=file]")
+    chooser.set_input_files([{"name": "other.txt", "mimeType": "text/plain", "buffer": b"something else"}])
+    page.get_by_text("This file has another size").wait_for()
+    chooser.set_input_files([{"name": "The long book.txt", "mimeType": "text/plain", "buffer": LONG.encode()}])
+    page.get_by_role("heading", name="The long book").wait_for()
+    assert min(sent(reader)[parts:]) >= 64 * 1024
+    assert list(behind.tokens().values()) == [len(LONG) + 1]
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    reader.audit()
+
+
+def test_a_reload_while_it_is_read_needs_no_file(reader: Reader, behind: Behind):
+    page = reader.page
+    reader.add(("long.txt", LONG))
+    page.locator(".sending .numbers", has_text=re.compile(r"[1-9][\d,]* of 108,017 tokens read")).wait_for()
+    page.reload()
+    page.locator(".sending .numbers", has_text="tokens/s").wait_for()
+    page.get_by_role("heading", name="long").wait_for()
+    assert list(behind.tokens().values()) == [len(LONG) + 1]
+    page.reload()
+    page.get_by_role("heading", name="long").wait_for()
+    assert page.locator(".sending").count() == 0
+    reader.audit()
+
+
+def test_several_files_go_one_after_the_other(reader: Reader, behind: Behind):
+    reader.add(("One.txt", FILLER), ("Two.txt", FILLER * 2), ("Drei Äpfel.txt", FILLER * 3))
+    for title in ("One", "Two", "Drei Äpfel"):
+        reader.page.get_by_role("link", name=title).wait_for()
+    assert set(behind.tokens()) == {"one", "two", "drei-apfel"}
+    reader.audit()
+
+
+def test_a_name_that_is_taken_is_told_before_anything_is_sent(reader: Reader, behind: Behind):
+    behind.ingest("notes", "jade-7 = 0815\n" + FILLER)
+    page = reader.page
+    page.get_by_role("link", name="notes").wait_for()
+    reader.choose(("Notes.txt", "amber-12 = 4711\n" + FILLER))
+    name = page.get_by_label("Name")
+    assert name.input_value() == "notes-2"
+    name.fill("No Tes")
+    page.get_by_text("Use small letters only.").wait_for()
+    add = page.get_by_role("button", name="Add to the shelf")
+    assert add.is_disabled()
+    name.fill("notes")
+    page.get_by_text("notes has this name.").wait_for()
+    assert add.is_disabled()
+    page.get_by_label("Add to its end").check()
+    add.click()
+    page.get_by_role("heading", name="notes").wait_for()
+    assert behind.tokens() == {"notes": 1 + 14 + 16 + 2 * len(FILLER)}
+    reader.audit()
+
+
+def test_a_name_that_somebody_took_meanwhile_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
+    page = reader.page
+    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    reader.choose(("notes.txt", FILLER), ("more.txt", FILLER))
+    with reader.held_back("**/v1/contexts"):
+        behind.ingest("notes", FILLER)
+        behind.ingest("more", FILLER)
+        page.get_by_role("button", name="Add to the shelf").click()
+        page.get_by_text("The name notes is taken.").wait_for()
+        page.get_by_role("button", name="Call it notes-2").click()
+        page.get_by_text("The name more is taken.").wait_for()
+        page.get_by_role("button", name="Add to its end").click()
+    behind.wait(
+        lambda: behind.tokens() == {"notes": len(FILLER) + 1, "notes-2": len(FILLER) + 1, "more": 2 * len(FILLER) + 1}
+    )
+    reader.audit(OF_A_STATUS.format(409))
+
+
+def test_what_is_no_text_is_refused_before_anything_is_sent(reader: Reader):
+    page = reader.page
+    bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
+    files = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in bad]
+    page.locator("input[type=file]").first.set_input_files(files)
+    for sentence in ("This is a PDF.", "This is UTF-16.", "This is no text in UTF-8.", "There is nothing in it."):
+        page.get_by_text(sentence).wait_for()
+    assert page.get_by_role("button", name="Add to the shelf").is_disabled()
+    assert sent(reader) == []
+    reader.audit()
+
+
+def test_what_turns_out_to_be_no_text_is_told(reader: Reader):
+    reader.choose(("late.txt", FILLER * 2000))
+    reader.page.get_by_role("button", name="Cancel").click()
+    bad = {"name": "late.txt", "mimeType": "text/plain", "buffer": (FILLER * 2000).encode() + b"\xff\xff"}
+    reader.page.locator("input[type=file]").first.set_input_files([bad])
+    reader.page.get_by_role("button", name="Add to the shelf").click()
+    reader.page.get_by_role("alert").filter(has_text="The service does not take this").wait_for()
+    reader.page.get_by_role("button", name="Dismiss late").click()
+    assert reader.page.locator(".sending").count() == 0
+    reader.audit(OF_A_STATUS.format(400))
+
+
+def test_a_drop_anywhere_on_the_page_adds(reader: Reader):
+    page = reader.page
+    made = (
+        "const data = new DataTransfer(); data.items.add(new File(['amber-12 = 4711\\n'], 'Dropped.md')); return data;"
+    )
+    transfer = page.evaluate_handle(f"() => {{ {made} }}")
+    page.dispatch_event("main", "dragover", {"dataTransfer": transfer})
+    page.get_by_text("Drop to add to the shelf").wait_for()
+    page.dispatch_event("main", "drop", {"dataTransfer": transfer})
+    assert page.get_by_label("Name").input_value() == "dropped"
+    page.get_by_role("button", name="Add to the shelf").click()
+    page.get_by_role("heading", name="Dropped").wait_for()
+    reader.audit()
