@@ -9,6 +9,7 @@ class Contexts {
   /** `list` is null until the service told; newest first. */
   store = new Store({ list: null, error: null });
   #timer = null;
+  #last = -PAUSE;
   #running = false;
   #again = false;
 
@@ -25,10 +26,10 @@ class Contexts {
     return this.store.value.list?.find((context) => context.id === id);
   }
 
-  /** Asks soon, and once for all that ask meanwhile. */
+  /** Asks at most once a second, for all that want it meanwhile. */
   refresh() {
     if (this.#running) this.#again = true;
-    else this.#timer ??= setTimeout(() => this.#load(), this.store.value.list ? PAUSE : 0);
+    else this.#timer ??= setTimeout(() => this.#load(), Math.max(0, this.#last + PAUSE - performance.now()));
   }
 
   /** What a call said of one context; null: it is gone. */
@@ -40,6 +41,7 @@ class Contexts {
 
   async #load() {
     this.#timer = null;
+    this.#last = performance.now();
     this.#running = true;
     try {
       this.#set(await listContexts());
