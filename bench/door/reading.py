@@ -3,9 +3,10 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -38,7 +39,7 @@ class Count:
     deltas: int = 0
 
 
-Read = Callable[[int, Count, asyncio.Event], Awaitable[None]]
+Read = Callable[[int, Count, asyncio.Event], Coroutine[Any, Any, None]]
 """Reads answers one after the other; the event is set when the first delta is there."""
 
 
