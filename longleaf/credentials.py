@@ -27,7 +27,7 @@ RESERVED = frozenset({"contexts", "generations", "uploads"})
 """Words that name resources, and would be read so in messages."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"(?:uri|dns):(\S+)")
-_QUOTA = re.compile(r"([a-z_]+)=([0-9][0-9_]*)")
+_QUOTA = re.compile(r"([a-z_]+)=([0-9]{1,15})")
 BOM = "\ufeff"
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,8 @@ def test_no_credential_is_made_twice() -> None:
         (b"acme user my-secret", "its word 3"),
         (f"acme user sha256:{A} cats=3".encode(), "its word 4"),
         (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=1__0".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "its word 4"),
         (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5"),
         (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
         (
@@ -154,3 +157,34 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
     clock.now += LOOK_SECONDS
     assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
     assert credentials.num_failed_reloads == 2
+
+
+def test_a_pipe_in_place_of_the_file_holds_up_nobody(file: Path) -> None:
+    clock = Clock()
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
+    file.unlink()
+    os.mkfifo(file)
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == 1
+
+
+def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+
+    def parse(data: bytes) -> tuple[Entry, ...]:
+        if b"secret" in data:
+            raise ZeroDivisionError(data)
+        return parse_credentials(data)
+
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse, clock))
+    file.write_text("secret")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            clock.now += LOOK_SECONDS
+            assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    (record,) = caplog.records
+    assert (credentials.num_failed_reloads, "ZeroDivisionError" in record.getMessage()) == (1, True)
+    assert "secret" not in record.getMessage()

@@ -1,5 +1,6 @@
 """Files of certificates and keys that cannot be used are named, with the reason."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -57,3 +58,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
     with pytest.raises(InvalidArgument, match="more than 1,048,576 bytes"):
         read_pem("tls_ca", tmp_path / "large")
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(InvalidArgument, match="tls_ca: .*no regular file|tls_ca: .*directory"):
+            read_pem("tls_ca", path)
