@@ -26,7 +26,7 @@ NUM_RANDOM_BYTES = 32
 RESERVED = frozenset({"contexts", "generations", "uploads"})
 """Words that name resources, and would be read so in messages."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_NAME = re.compile(r"(?:uri|dns):(\S+)")
+_NAME = re.compile(r"(?:uri|dns):\S+")
 _QUOTA = re.compile(r"([a-z_]+)=([0-9]{1,15})")
 BOM = "\ufeff"
 
@@ -60,7 +60,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[bytes, ...] = ()
     """SHA-256 of its credentials."""
     names: tuple[str, ...] = ()
-    """URI and DNS names of client certificates."""
+    """Names of client certificates, with what they are in front: `uri:` or `dns:`."""
     quotas: Quotas = Quotas()
 
 
@@ -77,8 +77,7 @@ def new_credential() -> str:
 def line_of(entry: Entry) -> str:
     """The line for the file."""
     quotas = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
-    parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests)]
-    parts += [f"{'uri' if '://' in name else 'dns'}:{name}" for name in entry.names]
+    parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests), *entry.names]
     return "  ".join([*parts, *(f"{name}={value}" for name, value in quotas.items() if value is not None)])
 
 
@@ -119,8 +118,8 @@ def _entry(words: list[str], number: int) -> Entry:
     for place, word in enumerate(words[2:], 3):
         if found := _DIGEST.fullmatch(word):
             digests.append(bytes.fromhex(found[1]))
-        elif found := _NAME.fullmatch(word):
-            names.append(found[1])
+        elif _NAME.fullmatch(word):
+            names.append(word)
         elif (found := _QUOTA.fullmatch(word)) and found[1] in Quotas.__struct_fields__ and found[1] not in quotas:
             quotas[found[1]] = int(found[2])
         else:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from coordinator.access.credentials import Credentials
@@ -113,13 +115,43 @@ async def test_clients_without_a_certificate_do_not_get_in_where_one_is_asked_fo
 
 async def test_a_certificate_says_who_calls(authority: Authority, tmp_path: Path) -> None:
     file = tmp_path / "credentials"
-    file.write_text(line_of(Entry(tenant="robot", role="user", names=(ROBOT,))))
+    file.write_text(line_of(Entry(tenant="robot", role="user", names=(f"uri:{ROBOT}",))))
     given = certificates_of(authority, authority.file)
     options = {"certificates": given, "authenticator": Credentials.of(str(file))}
     async with encrypted(authority, tmp_path, **options) as (_, address):
         assert await num_tokens(address, authority.access("robot", ROBOT)) == len("of the robot")
         with pytest.raises(Unauthenticated):
             await num_tokens(address, authority.access("other", f"{ROBOT}/2"))
+
+
+NAMES: dict[str, tuple[x509.GeneralName, bool]] = {
+    "a name of DNS": (x509.DNSName("ops.internal"), True),
+    "a URI": (x509.UniformResourceIdentifier("ops:internal"), True),
+    "an address of e-mail as a name": (x509.RFC822Name("ops.internal"), False),
+    "an address of e-mail as a URI": (x509.RFC822Name("ops@corp.example"), False),
+    "an address as a name": (x509.IPAddress(ip_address("10.9.8.7")), False),
+    "a name of DNS as a URI": (x509.DNSName("spiffe://x/ops"), False),
+    "a URI as a name of DNS": (x509.UniformResourceIdentifier("ops.internal"), False),
+    "another name": (x509.RegisteredID(x509.ObjectIdentifier("1.2.3.4")), False),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+async def test_names_in_a_certificate_count_as_what_they_are(authority: Authority, tmp_path: Path, kind: str) -> None:
+    name, is_known = NAMES[kind]
+    named = "dns:ops.internal dns:ops@corp.example dns:10.9.8.7 dns:1.2.3.4 uri:ops:internal"
+    named += " uri:ops@corp.example uri:10.9.8.7 uri:spiffe://x/ops"
+    (tmp_path / "credentials").write_text(f"robot user {named}")
+    given = certificates_of(authority, authority.file)
+    access = authority.access()
+    access["tls_cert"], access["tls_key"] = authority.write("own", authority.make(others=[name]))
+    options = {"certificates": given, "authenticator": Credentials.of(str(tmp_path / "credentials"))}
+    async with encrypted(authority, tmp_path, **options) as (_, address):
+        if is_known:
+            assert await num_tokens(address, access) == len("of the robot")
+        else:
+            with pytest.raises(Unauthenticated):
+                await num_tokens(address, access)
 
 
 async def test_health_alone_is_plain_on_a_port_of_its_own(authority: Authority, tmp_path: Path) -> None:

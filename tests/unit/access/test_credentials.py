@@ -40,7 +40,7 @@ def test_lines_survive() -> None:
         tenant="acme",
         role="admin",
         digests=(digest_of("a"), digest_of("b")),
-        names=("spiffe://x/y", "ops.example"),
+        names=("uri:spiffe://x/y", "dns:ops.example"),
         quotas=Quotas(contexts=5, tokens_out_per_minute=7),
     )
     assert parse_credentials(f"# them\n\n{line_of(entry)}  # ours\n".encode()) == (entry,)
@@ -100,22 +100,22 @@ def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
     assert (acme.tenant, acme.role, acme.quotas) == ("acme", "user", Quotas(contexts=3))
     for found in (
         credentials.authenticate(bearer("b"), []),
-        credentials.authenticate({}, ["elsewhere", "ops.example"]),
-        credentials.authenticate({}, ["spiffe://ops"]),
+        credentials.authenticate({}, ["dns:elsewhere", "dns:ops.example"]),
+        credentials.authenticate({}, ["uri:spiffe://ops"]),
     ):
         assert (found.tenant, found.is_admin) == ("ops", True)
     assert credentials.num_refused == 0
 
 
 def test_a_credential_goes_before_a_certificate(file: Path) -> None:
-    assert Credentials.of(str(file)).authenticate(bearer("a"), ["ops.example"]).tenant == "acme"
+    assert Credentials.of(str(file)).authenticate(bearer("a"), ["dns:ops.example"]).tenant == "acme"
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("c"), bearer(""), {"authorization": "a"}, {"authorization": "Basic a"}])
 def test_others_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
     credentials = Credentials.of(str(file))
     with pytest.raises(Unauthenticated):
-        credentials.authenticate(headers, ["elsewhere"])
+        credentials.authenticate(headers, ["dns:elsewhere", "ops.example", "uri:ops.example", "dns:spiffe://ops"])
     assert credentials.num_refused == 1
 
 
