@@ -184,10 +184,10 @@ class Imports:
 
     def _add(self, header: ImportHeader) -> Import:
         """Raises ResourceExhausted when there are too many."""
+        self._ledger.check_upload(sum(other.header.tenant == header.tenant for other in self._all))
         while len(self._all) >= self._max_imports and not self._forget_oldest():
             told = f"{len(self._all)} are under way, and there may be no more"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        self._ledger.check_upload(sum(other.header.tenant == header.tenant for other in self._all))
         found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger))
         self._all.append(found)
         if header.upload_id:

@@ -9,10 +9,14 @@ import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 
+from coordinator.access.caller import CALLER, Caller
+from coordinator.access.ledger import Ledger
+from coordinator.access.usage import Usage
 from coordinator.calls.house.exports import Exports
 from coordinator.calls.house.fakes import FakeHouse
 from coordinator.calls.house.imports import KEEP_SECONDS, TRIM_SECONDS, Imports
 from coordinator.text.threads import TextThreads
+from longleaf.credentials import Quotas
 from longleaf.errors import (
     AlreadyExists,
     CheckpointChanged,
@@ -502,6 +506,20 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
+
+
+async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
+    house = empty_house()
+    imports = into(house, ledger=Ledger(lambda _: Usage(contexts=len(house.contexts))))
+    house.is_answering.clear()
+    coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
+    while house.num_arriving < 2:
+        await asyncio.sleep(0)
+    house.is_answering.set()
+    told = await asyncio.gather(*coming, return_exceptions=True)
+    assert sorted(isinstance(each, ResourceExhausted) for each in told) == [False, True]
+    assert len(house.contexts) == 1
 
 
 async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
