@@ -21,7 +21,7 @@ from coordinator.text.template import split_template
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
-from longleaf.errors import InvalidArgument, ResourceExhausted, StorageUnavailable
+from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
 
