@@ -1,7 +1,7 @@
 """Encrypted connections: who is refused, who comes in as whom, and what else lies open."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from coordinator.access.credentials import Credentials
@@ -21,7 +22,7 @@ from longleaf.credentials import Entry, line_of
 from longleaf.errors import InvalidArgument, StartError, Unauthenticated, Unavailable
 from longleaf.operations import SecurityConfig
 from longleaf.v1 import cluster_service_pb2, cluster_service_pb2_grpc
-from tests.support.authority import Authority
+from tests.support.authority import Authority, Key
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, credential_of, credentials
 
@@ -63,6 +64,21 @@ async def num_tokens(address: str, access: Access) -> int:
 
 async def test_a_client_that_trusts_the_authority_comes_in(authority: Authority, tmp_path: Path) -> None:
     async with encrypted(authority, tmp_path) as (_, address):
+        assert await num_tokens(address, authority.access()) == len("anybody's")
+
+
+KEYS: dict[str, Callable[[], Key]] = {
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+async def test_connections_come_about_with_each_kind_of_key(authority: Authority, tmp_path: Path, kind: str) -> None:
+    cert, key = authority.write("server", authority.make(key=KEYS[kind]()))
+    given = Certificates.of(SecurityConfig(tls_cert=str(cert), tls_key=str(key)))
+    async with encrypted(authority, tmp_path, certificates=given) as (_, address):
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
 

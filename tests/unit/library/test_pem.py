@@ -6,11 +6,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from longleaf.errors import InvalidArgument
 from longleaf.pem import MAX_PEM_BYTES, parse_pair, read_pem
-from tests.support.authority import Authority, pem_of
+from tests.support.authority import DAY, Authority, pem_of
 
 
 @pytest.fixture
@@ -28,6 +28,23 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
     "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no certificate in PEM"),
     "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no certificate in PEM"),
     "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
+    "one that is not valid yet": (lambda a: a.make(age=-DAY, life=2 * DAY), "tls_cert", "is not valid before 2"),
+    "a weak key": (lambda a: a.make(key=rsa.generate_private_key(65537, 1024)), "tls_key", "RSA key of 1,024 bits"),
+    "a key of a curve that TLS has not": (
+        lambda a: a.make(key=ec.generate_private_key(ec.SECP256K1())),
+        "tls_key",
+        "over secp256k1; TLS here takes RSA",
+    ),
+    "a key of a curve that clients do not take": (
+        lambda a: a.make(key=ec.generate_private_key(ec.SECP521R1())),
+        "tls_key",
+        "over secp521r1",
+    ),
+    "a certificate of such a key": (
+        lambda a: (a.make(key=ec.generate_private_key(ec.BrainpoolP256R1()))[0], a.make()[1]),
+        "tls_cert",
+        "over brainpoolP256r1",
+    ),
     "an empty key": (lambda a: (a.make()[0], b""), "tls_key", "is empty"),
     "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no private key in PEM"),
     "the key of another": (lambda a: (a.make()[0], a.make()[1]), "tls_key", "not the key of the certificate"),
