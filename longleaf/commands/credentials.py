@@ -18,6 +18,7 @@ from longleaf.credentials import (
     new_credential,
     parse_credentials,
 )
+from longleaf.errors import InvalidArgument
 from longleaf.small_files import read_small
 
 app = typer.Typer(no_args_is_help=True, help="Make credentials for a service, and check their file.")
@@ -55,7 +56,11 @@ def check(
 
     Example: longleaf credentials check credentials.txt
     """
-    entries = parse_credentials(read_small("credentials", file))
+    data = read_small("FILE", file)
+    try:
+        entries = parse_credentials(data)
+    except InvalidArgument as error:
+        raise InvalidArgument(str(file), error.description) from None
     if as_json:
         print_json([_told(entry) for entry in entries])
         return

@@ -13,6 +13,7 @@ from coordinator.access.watched import LOOK_SECONDS, WatchedFiles
 from longleaf.credentials import (
     Entry,
     Quotas,
+    _check_new,
     digest_of,
     line_of,
     new_credential,
@@ -20,6 +21,7 @@ from longleaf.credentials import (
 )
 from longleaf.errors import InvalidArgument, Unauthenticated
 
+SECRET = new_credential()
 A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))
 
 
@@ -71,7 +73,14 @@ def test_no_credential_is_made_twice() -> None:
         (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
         (f"acme user sha256:{A} contexts=1__0".encode(), "its word 4"),
         (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5"),
+        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5 gives the quota contexts again"),
+        (
+            f"acme user sha256:{A} context=3".encode(),
+            "its word 4 is none of the quotas contexts, tokens, storage_bytes",
+        ),
+        (f"acme user sha256:{A} tokens=2M".encode(), "its word 4 must be tokens=NUMBER, of 1 to 15 digits alone"),
+        (f"acme user {SECRET}".encode(), "its word 3 looks like a credential itself: put the line of `longleaf cre"),
+        (SECRET.encode(), "its word 1 looks like a credential itself"),
         (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
         (
             f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
@@ -85,6 +94,26 @@ def test_what_a_file_may_not_say(text: bytes, told: str) -> None:
         parse_credentials(text)
     assert told in str(refused.value)
     assert "my-secret" not in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_large_files_are_read_in_no_time_that_is_felt() -> None:
+    num_looks = 0
+
+    class Digest(bytes):
+        def __hash__(self) -> int:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__hash__()
+
+    owners = dict[bytes | str, str]()
+    for number in range(1000):
+        _check_new(Entry(tenant=f"t{number}", role="user", digests=(Digest(b"%d" % number),)), owners, number)
+    assert num_looks == 1000
+
+
+def test_tenants_may_be_called_as_credentials_begin() -> None:
+    assert parse_credentials(f"longleaf-ops user sha256:{A}".encode())[0].tenant == "longleaf-ops"
 
 
 @pytest.fixture
