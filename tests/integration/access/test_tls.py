@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 from coordinator.access.credentials import Credentials
 from coordinator.serving.certificates import Certificates
 from coordinator.serving.server import LIVENESS, MAX_METADATA_BYTES, Server
-from longleaf.client import AsyncClient
+from longleaf.client import AsyncClient, Retry
 from longleaf.client.channels import MAX_CREDENTIAL, Access
 from longleaf.credentials import Entry, line_of
 from longleaf.errors import InvalidArgument, StartError, Unauthenticated, Unavailable
@@ -46,6 +46,10 @@ def certificates_of(authority: Authority, client_ca: Path | None = None) -> Cert
     return found
 
 
+def _none_is_right(retry: Retry) -> None:
+    raise AssertionError(retry)
+
+
 @asynccontextmanager
 async def encrypted(authority: Authority, folder: Path, **options: Any) -> AsyncIterator[tuple[Server, str]]:
     engine = FakeEngine()
@@ -57,8 +61,8 @@ async def encrypted(authority: Authority, folder: Path, **options: Any) -> Async
         yield server, address
 
 
-async def num_tokens(address: str, access: Access) -> int:
-    async with AsyncClient(address, retries=0, **access) as client:
+async def num_tokens(address: str, access: Access, retries: int = 0) -> int:
+    async with AsyncClient(address, retries=retries, on_retry=_none_is_right, **access) as client:
         return (await client.get_context("book", timeout=10)).tokens
 
 
@@ -82,19 +86,30 @@ async def test_connections_come_about_with_each_kind_of_key(authority: Authority
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
 
-async def test_plain_clients_and_those_that_trust_others_are_unavailable(authority: Authority, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_plain_clients_and_those_that_trust_others_learn_it_for_certain(
+    authority: Authority, tmp_path: Path, host: str
+) -> None:
     other = Authority(tmp_path / "other")
     async with encrypted(authority, tmp_path) as (_, address):
-        for access, told in ((PLAIN, "if it serves encrypted connections"), (other.access(), "its certificate is not")):
-            with pytest.raises(Unavailable, match=told):
-                await num_tokens(address, access)
+        address = f"{host}:{address.rpartition(':')[2]}"
+        for access, told in (
+            (PLAIN, "tls_ca: .* serves encrypted connections alone: name"),
+            (other.access(), "tls_ca: .* has a certificate for which no authority .* vouches"),
+        ):
+            for _ in range(3):
+                with pytest.raises(InvalidArgument, match=told):
+                    await num_tokens(address, access, retries=3)
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
 
-async def test_an_encrypted_client_of_a_plain_service_is_unavailable(authority: Authority, tmp_path: Path) -> None:
+async def test_an_encrypted_client_of_a_plain_service_learns_it_for_certain(
+    authority: Authority, tmp_path: Path
+) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (_, address):
-        with pytest.raises(Unavailable, match="it serves plain connections"):
-            await num_tokens(address, authority.access())
+        address = f"localhost:{address.rpartition(':')[2]}"
+        with pytest.raises(InvalidArgument, match="tls_ca: .* serves plain connections"):
+            await num_tokens(address, authority.access(), retries=3)
 
 
 async def test_a_certificate_for_another_name_is_told_as_such(authority: Authority, tmp_path: Path) -> None:
@@ -102,8 +117,8 @@ async def test_a_certificate_for_another_name_is_told_as_such(authority: Authori
         _,
         address,
     ):
-        with pytest.raises(Unavailable, match="its certificate is not for that name"):
-            await num_tokens(address, authority.access())
+        with pytest.raises(InvalidArgument, match="tls_ca: .* has a certificate that is not for that name"):
+            await num_tokens(address, authority.access(), retries=3)
 
 
 async def test_a_credential_goes_over_an_encrypted_connection(authority: Authority, tmp_path: Path) -> None:
@@ -124,8 +139,11 @@ async def test_clients_without_a_certificate_do_not_get_in_where_one_is_asked_fo
     stranger["tls_ca"] = authority.file
     async with encrypted(authority, tmp_path, certificates=given) as (_, address):
         for access in (authority.access(), stranger):
-            with pytest.raises(Unavailable):
+            with pytest.raises(Unavailable, match="may ask for a client certificate.*--tls-cert") as caught:
                 await num_tokens(address, access)
+            assert "--tls-ca" not in str(caught.value)
+        with pytest.raises(InvalidArgument, match="tls_ca: .* serves encrypted connections alone"):
+            await num_tokens(address, PLAIN)
         assert await num_tokens(address, authority.access("anyone")) == len("anybody's")
 
 

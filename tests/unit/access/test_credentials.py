@@ -76,7 +76,7 @@ def test_no_credential_is_made_twice() -> None:
         (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5 gives the quota contexts again"),
         (
             f"acme user sha256:{A} context=3".encode(),
-            "its word 4 is none of the quotas contexts, tokens, storage_bytes",
+            "its word 4 is none of the quotas contexts, tokens,",
         ),
         (f"acme user sha256:{A} tokens=2M".encode(), "its word 4 must be tokens=NUMBER, of 1 to 15 digits alone"),
         (f"acme user {SECRET}".encode(), "its word 3 looks like a credential itself: put the line of `longleaf cre"),
