@@ -14,7 +14,6 @@ from longleaf.small_files import read_small
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
 """How often files are looked at, at most: what changes is known within this."""
-MAX_BYTES = 16 << 20
 log = logging.getLogger(__name__)
 
 
@@ -58,16 +57,26 @@ class WatchedFiles(Generic[Parsed]):
                 return
             self._value, self._digest, self._trouble = self._parse(*datas), digest, ""
         except InvalidArgument as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                self.num_failed_reloads += 1
-                log.warning("%s; what was there before goes on", error)
-            return
-        log.info("read %s again", ", ".join(map(str, self._paths.values())))
+            self._note(str(error))
+        except Exception as error:  # its message might quote the file
+            self._note(f"{self._names} cannot be used: {type(error).__name__}")
+        else:
+            log.info("read %s again", self._names)
+
+    def _note(self, trouble: str) -> None:
+        """What keeps the newest contents from being used; told once."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self.num_failed_reloads += 1
+            log.warning("%s; what was there before goes on", trouble)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self._paths.values()))
 
     def _read(self) -> list[bytes]:
         """Raises InvalidArgument."""
-        return [read_small(field, path, MAX_BYTES) for field, path in self._paths.items()]
+        return [read_small(field, path) for field, path in self._paths.items()]
 
 
 def _digest_of(datas: list[bytes]) -> tuple[bytes, ...]:

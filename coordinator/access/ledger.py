@@ -26,6 +26,8 @@ class Ledger:
         self._usage = usage
         self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
         self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
+        self._coming: list[tuple[str, int]] = []
+        """Contexts that are about to be there: whose, and of how many tokens."""
 
     @property
     def _caller(self) -> Caller:
@@ -51,16 +53,30 @@ class Ledger:
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
         usage = self._usage(caller.tenant)
-        if quotas.contexts is not None and num_contexts and usage.contexts + num_contexts > quotas.contexts:
-            _refuse(caller, "contexts", f"there are {usage.contexts:,}, at most {quotas.contexts:,} may be")
-        if quotas.tokens is not None and usage.tokens + num_tokens > quotas.tokens:
-            told = f"its contexts have {usage.tokens:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+        coming = [count for tenant, count in self._coming if tenant == caller.tenant]
+        held, num_held = usage.tokens + sum(coming), usage.contexts + len(coming)
+        if quotas.contexts is not None and num_contexts and num_held + num_contexts > quotas.contexts:
+            _refuse(caller, "contexts", f"there are {num_held:,}, at most {quotas.contexts:,} may be")
+        if quotas.tokens is not None and held + num_tokens > quotas.tokens:
+            told = f"its contexts have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
             _refuse(caller, "tokens", told)
         if quotas.storage_bytes is not None and usage.storage_bytes >= quotas.storage_bytes:
             told = (
                 f"its contexts take {usage.storage_bytes:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
             )
             _refuse(caller, "storage_bytes", told)
+
+    @contextmanager
+    def coming(self, num_tokens: int) -> Generator[None, None, None]:
+        """A context of so many tokens is made in here, which takes a while: it counts meanwhile. Raises
+        ResourceExhausted."""
+        self.check_context(1, num_tokens)
+        coming = (self._caller.tenant, num_tokens)
+        self._coming.append(coming)
+        try:
+            yield
+        finally:
+            self._coming.remove(coming)
 
     def begin_document(self, num_contexts: int, num_tokens: int) -> None:
         """One of so many tokens, into a new context or, for 0, one that is there. Raises ResourceExhausted."""

@@ -80,6 +80,7 @@ class Generation:
         wall_clock: Callable[[], float] = time.time,
         observers: Observers = NOBODY,
         ledger: Ledger = UNLIMITED,
+        tenant_share: float = 1.0,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -90,7 +91,7 @@ class Generation:
         self._journal = journal
         self._observers = observers
         self._ledger = ledger
-        self._replays = Replays(later, self._forget)
+        self._replays = Replays(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
         """Ids of those that are not held, so that a repeated request does not run twice."""
 

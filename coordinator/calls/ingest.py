@@ -158,6 +158,7 @@ class Ingest:
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
+        self._ledger.check_upload(self._uploads.num_of(header.tenant))  # others may have begun meanwhile
         self._uploads.add(upload)
         return upload
 

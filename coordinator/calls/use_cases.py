@@ -74,7 +74,8 @@ class UseCases:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
     `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
-    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay.
+    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay. A tenant may
+    have at most `tenant_share` of what is held for those who come back.
     """
 
     def __init__(
@@ -86,23 +87,33 @@ class UseCases:
         kept_uploads: KeptUploads | None = None,
         house: House | None = None,
         observers: Observers = NOBODY,
+        tenant_share: float = 1.0,
     ) -> None:
         self._ledger = ledger = Ledger(engine.usage)
         observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
         self.generation = Generation(
-            engine, tokenizer, self.threads, journal=journal, observers=observers, ledger=ledger
+            engine,
+            tokenizer,
+            self.threads,
+            journal=journal,
+            observers=observers,
+            ledger=ledger,
+            tenant_share=tenant_share,
         )
-        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads), ledger=ledger)
+        uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self.ingest = Ingest(engine, tokenizer, self.threads, uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
         self._rereader: Rereader = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
-        self._exports = Exports(house, self.threads, cluster) if house is not None else None
-        self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger) if house is not None else None
+        self._exports = self._imports = None
+        if house is not None:
+            self._exports = Exports(house, self.threads, cluster, tenant_share=tenant_share)
+            self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""

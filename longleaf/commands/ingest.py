@@ -108,9 +108,9 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 def summary(context: Context) -> str:
     held = human_bytes(context.kv_bytes)
-    ranks = count_ranks(sum(share.tokens > 0 for share in context.shares))
+    ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
-    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
+    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values{ranks}"
 
 
 @contextmanager

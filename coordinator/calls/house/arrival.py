@@ -100,7 +100,8 @@ class Arrival:
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
-        context = await self._arriving.adopt(record, self._segments, snapshots)
+        with self._ledger.coming(record.num_tokens):  # what there was room for when it began may have been taken since
+            context = await self._arriving.adopt(record, self._segments, snapshots)
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )

@@ -66,6 +66,16 @@ def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[Led
     begin(ledger(**quotas))
 
 
+def test_what_is_about_to_be_there_counts() -> None:
+    it = ledger(contexts=5, tokens=120)
+    with it.coming(10):
+        it.check_context(1, 10)
+        for num_contexts, num_tokens, name in ((2, 0, "contexts"), (1, 11, "tokens")):
+            with pytest.raises(ResourceExhausted, match=f"quotas/{name}"), it.coming(num_tokens):
+                it.check_context(num_contexts, 0)
+    it.check_context(2, 20)
+
+
 def test_a_long_prompt_is_paid_off_afterwards() -> None:
     clock = Clock()
     it = ledger(clock, tokens_in_per_minute=600)

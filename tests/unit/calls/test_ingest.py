@@ -169,7 +169,7 @@ async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest
     monkeypatch.setattr(Intake, "add_ids", take)
     monkeypatch.setattr(Intake, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
-        with pytest.raises(ResourceExhausted, match="at most 40,000 are for a client"):
+        with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
             await made.run(header(), piece)
     assert made.uploads.num_bytes == 0
 
