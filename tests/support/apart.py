@@ -18,25 +18,27 @@ WRONG = st.sampled_from(["contexts/acme/book", "contexts/bolt/play", "acme/book"
 """Names that nobody has, and that might lead to another's."""
 SAMPLING = {"max_token_count": 5, "seed": 1}
 TEXT = st.sampled_from(TEXTS)
+PRIORITY = st.sampled_from([-100, 0, 100])
 REQUEST = st.sampled_from(["one", "two"])
 HIDDEN = ("Time", "time", "Timings", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
 """What differs from run to run."""
 
 
-def generate(name: str | None, text: str, request_id: str) -> Step:
-    fields: dict[str, Any] = {"text": text, "sampling": SAMPLING, "request_id": request_id}
+def generate(name: str | None, text: str, request_id: str, priority: int = 0) -> Step:
+    fields: dict[str, Any] = {"text": text, "sampling": SAMPLING, "request_id": request_id, "priority": priority}
     if name is not None:
         fields["context"] = name
     return "Generate", [fields | {"resume_duration": {"seconds": 60}}]
 
 
-def ingest(name: str, text: str, append: bool = False) -> Step:
-    return "IngestContext", [{"config": {"name": name, "append": append}}, {"text": text.encode()}]
+def ingest(name: str, text: str, append: bool = False, priority: int = 0) -> Step:
+    config = {"name": name, "append": append, "priority": priority}
+    return "IngestContext", [{"config": config}, {"text": text.encode()}]
 
 
 STEPS = st.one_of(
-    st.builds(ingest, NAME, TEXT, st.booleans()),
-    st.builds(generate, st.none() | NAME, TEXT, REQUEST),
+    st.builds(ingest, NAME, TEXT, st.booleans(), PRIORITY),
+    st.builds(generate, st.none() | NAME, TEXT, REQUEST, PRIORITY),
     st.builds(lambda r: ("CancelGeneration", [{"request_id": r}]), REQUEST),
     st.builds(lambda r: ("Generate", [{"request_id": r, "resume_token_index": 0}]), REQUEST),
     st.builds(lambda n: ("GetContext", [{"name": n}]), NAME),
