@@ -18,6 +18,8 @@ class Crowd:
         running = list(running)
         self.sequences = [other for other in running if isinstance(other, Sequence)]
         self.num_tails = sum(other.num_tails for other in running)
+        limited = {other.request for other in running if other.request.claim.at_once is not None}
+        self._num_limited = Counter(request.claim.tenant for request in limited)
         self._is_any_paused = any(other.request.is_paused for other in self.sequences)
         self._passed = frozenset[int]().union(*(other.passed for other in self.sequences))
         self._least_priority: dict[str, int] = {}
@@ -25,6 +27,13 @@ class Crowd:
         for claim in (other.request.claim for other in self.sequences if not other.is_spared):
             least = self._least_priority.setdefault(claim.tenant, claim.priority)
             self._least_priority[claim.tenant] = min(least, claim.priority)
+
+    def is_allowed(self, job: Job) -> bool:
+        """Whether so many requests of its tenant may run at once, those that have a limit."""
+        at_once = job.request.claim.at_once
+        if at_once is None or self._num_limited[job.request.claim.tenant] < at_once:
+            return True
+        return job.request.is_running
 
     def may_yield_to(self, job: Job) -> bool:
         """Whether the job may preempt any of them."""

@@ -163,7 +163,8 @@ class Scheduler(AcrossEpochs):
             self._healing.go_on()
         is_healing = not self._healing.is_over
         while self._lives.may_begin:
-            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), self._is_ready)) is None:
+            crowd = Crowd(self._running.values())
+            if (job := self._queue.take(partial(self._reserve, crowd), partial(self._is_ready, crowd))) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
@@ -177,17 +178,9 @@ class Scheduler(AcrossEpochs):
                     self._outcomes.append((job.request.id, job.admitted()))
                 self._answer(job)
 
-    def _is_ready(self, job: Job) -> bool:
+    def _is_ready(self, crowd: Crowd, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
-        at_once = job.request.claim.at_once
-        if at_once is not None and not job.request.is_running:
-            tenant = job.request.claim.tenant
-            others = (
-                other for other in self._requests if other.claim.tenant == tenant and other.claim.at_once is not None
-            )
-            if sum(other.is_running for other in others) >= at_once:
-                return False
-        return self._healing.is_over or self._healing.is_ready(job)
+        return crowd.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
 
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then it begins."""
