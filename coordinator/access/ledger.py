@@ -31,8 +31,10 @@ class Ledger:
     def _caller(self) -> Caller:
         return CALLER.get(OWNER)
 
-    def begin_generation(self, num_tokens: int) -> None:
-        """One of a prompt of so many tokens. Raises ResourceExhausted."""
+    @contextmanager
+    def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
+        nothing. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.generations == 0:
             _refuse(caller, "generations", "none may run")
@@ -43,7 +45,9 @@ class Ledger:
                 told = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
                 _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
         self._check_rate(caller, "tokens_out_per_minute", self._outs)
-        self._take_in(caller, num_tokens)
+        self.check_rate_in()
+        yield
+        self._ins[caller.tenant].take(num_tokens, quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
@@ -62,10 +66,14 @@ class Ledger:
             )
             _refuse(caller, "storage_bytes", told)
 
-    def begin_document(self, num_contexts: int, num_tokens: int) -> None:
-        """One of so many tokens, into a new context or, for 0, one that is there. Raises ResourceExhausted."""
+    @contextmanager
+    def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
+        refused costs nothing. Raises ResourceExhausted."""
+        caller = self._caller
         self.check_context(num_contexts, num_tokens)
-        self._take_in(self._caller, num_tokens)
+        yield
+        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
 
     def check_upload(self, num_open: int) -> None:
         """Another one beside those `num_open` of the tenant. Raises ResourceExhausted."""
@@ -74,9 +82,9 @@ class Ledger:
             told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
             _refuse(caller, "uploads", told, RETRY_SECONDS)
 
-    def _take_in(self, caller: Caller, num_tokens: int) -> None:
-        self._check_rate(caller, "tokens_in_per_minute", self._ins)
-        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+    def check_rate_in(self) -> None:
+        """Whether more may be read. Raises ResourceExhausted."""
+        self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
 
     def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, Bucket]) -> None:
         rate: int | None = getattr(caller.quotas, name)

@@ -226,19 +226,20 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        self._ledger.begin_document(0 if header.append else 1, document.num_tokens)
-        stream = self._engine.ingest(
-            events.Document(
-                context=header.context,
-                token_ids=document.token_ids,
-                append=header.append,
-                settings=header.settings,
-                upload_id=header.upload_id,
-                claim=events.Claim(
-                    priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
-                ),
-            )
+        claim = events.Claim(
+            priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
         )
+        asked = events.Document(
+            context=header.context,
+            token_ids=document.token_ids,
+            append=header.append,
+            settings=header.settings,
+            upload_id=header.upload_id,
+            claim=claim,
+        )
+        self._ledger.check_rate_in()
+        with self._ledger.begin_document(0 if header.append else 1, document.num_tokens):
+            stream = self._engine.ingest(asked)
         begun = _report("prefilling", document, total=document.num_tokens)
         return PrefillTask(stream, self._reports(header, stream, begun))
 
