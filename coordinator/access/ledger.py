@@ -1,7 +1,7 @@
 """Holds what tenants take against their quotas."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -22,8 +22,17 @@ class Ledger:
     tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
     quotas; where there are none, all of this costs nothing."""
 
-    def __init__(self, usage: Callable[[str], Usage], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        usage: Callable[[str], Usage],
+        clock: Callable[[], float] = time.monotonic,
+        num_uploads: Callable[[str], int] = lambda _: 0,
+    ) -> None:
+        """`num_uploads` tells how many ingests and imports of a tenant are open, or kept to be resumed."""
         self._usage = usage
+        self._num_uploads = num_uploads
+        self._coming = defaultdict[str, Counter[str]](Counter)
+        """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
         self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
         self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
 
@@ -54,7 +63,9 @@ class Ledger:
         caller, quotas = self._caller, self._caller.quotas
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
-        usage = self._usage(caller.tenant)
+        usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
+        num_contexts += coming["contexts"]
+        num_tokens += coming["tokens"]
         if quotas.contexts is not None and num_contexts and usage.contexts + num_contexts > quotas.contexts:
             _refuse(caller, "contexts", f"there are {usage.contexts:,}, at most {quotas.contexts:,} may be")
         if quotas.tokens is not None and usage.tokens + num_tokens > quotas.tokens:
@@ -67,18 +78,32 @@ class Ledger:
             _refuse(caller, "storage_bytes", told)
 
     @contextmanager
+    def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around what takes a while to make so many contexts and tokens in contexts: they count meanwhile. Raises
+        ResourceExhausted."""
+        self.check_context(num_contexts, num_tokens)
+        tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
+        self._coming[tenant] += coming
+        try:
+            yield
+        finally:
+            self._coming[tenant] -= coming
+
+    @contextmanager
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
         refused costs nothing. Raises ResourceExhausted."""
         caller = self._caller
-        self.check_context(num_contexts, num_tokens)
-        yield
+        with self.making(num_contexts, num_tokens):
+            yield
         self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
 
-    def check_upload(self, num_open: int) -> None:
-        """Another one beside those `num_open` of the tenant. Raises ResourceExhausted."""
+    def check_upload(self) -> None:
+        """Another ingest or import. Raises ResourceExhausted."""
         caller = self._caller
-        if caller.quotas.uploads is not None and num_open >= caller.quotas.uploads:
+        if caller.quotas.uploads is None:
+            return
+        if (num_open := self._num_uploads(caller.tenant)) >= caller.quotas.uploads:
             told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
             _refuse(caller, "uploads", told, RETRY_SECONDS)
 

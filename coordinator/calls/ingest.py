@@ -145,7 +145,7 @@ class Ingest:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         self._ledger.check_context(0 if header.append else 1, 1)
-        self._ledger.check_upload(self._uploads.num_of(header.tenant))
+        self._ledger.check_upload()
         encoder = self._tokenizer.document_encoder(is_first=not header.append)
         document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
         if self._uploads.kept is not None:

@@ -176,6 +176,11 @@ class Imports:
         self._forget(found)  # it was deleted since: the name is free, or another's
         return None
 
+    def num_of(self, tenant: str) -> int:
+        """Imports of a tenant that are open, or kept to be resumed."""
+        self._trim()
+        return sum(found.header.tenant == tenant for found in self._all)
+
     def _is_there(self, context: str, upload_id: str) -> bool:
         try:
             return self._house.made_by(context) == upload_id
@@ -184,10 +189,10 @@ class Imports:
 
     def _add(self, header: ImportHeader) -> Import:
         """Raises ResourceExhausted when there are too many."""
+        self._ledger.check_upload()
         while len(self._all) >= self._max_imports and not self._forget_oldest():
             told = f"{len(self._all)} are under way, and there may be no more"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        self._ledger.check_upload(sum(other.header.tenant == header.tenant for other in self._all))
         found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger))
         self._all.append(found)
         if header.upload_id:

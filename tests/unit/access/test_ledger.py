@@ -22,7 +22,7 @@ USAGE = Usage(contexts=3, tokens=100, storage_bytes=1000, running=2, waiting=1, 
 
 def ledger(clock: Clock | None = None, usage: Usage = USAGE, **quotas: int) -> Ledger:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
-    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock())
+    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock(), lambda _: 2)
 
 
 def generation(num_tokens: int) -> Callable[[Ledger], None]:
@@ -52,7 +52,7 @@ def document(num_contexts: int, num_tokens: int) -> Callable[[Ledger], None]:
         ({"tokens": 109}, lambda it: it.check_context(0, 10), "tokens", False),
         ({"storage_bytes": 1000}, lambda it: it.check_context(0, 1), "storage_bytes", False),
         ({"contexts": 3}, document(1, 1), "contexts", False),
-        ({"uploads": 2}, lambda it: it.check_upload(2), "uploads", True),
+        ({"uploads": 2}, lambda it: it.check_upload(), "uploads", True),
         ({"generations": 0}, generation(1), "generations", False),
         ({"generations": 2, "waiting": 1}, generation(1), "waiting", True),
         ({"generations": 3, "waiting": 0}, generation(1), "generations", True),
@@ -76,13 +76,13 @@ def test_each_quota_is_named(quotas: dict[str, int], begin: Callable[[Ledger], N
         ({"contexts": 3}, lambda it: it.check_context(0, 1 << 40)),
         ({"tokens": 110}, lambda it: it.check_context(1, 10)),
         ({"storage_bytes": 1001}, lambda it: it.check_context(1, 10)),
-        ({"uploads": 2}, lambda it: it.check_upload(1)),
+        ({"uploads": 3}, lambda it: it.check_upload()),
         ({"generations": 1}, generation(1)),  # it waits, for as many as all may
         ({"generations": 2, "waiting": 2}, generation(1)),
         ({"tokens_in_per_minute": 1}, generation(1 << 40)),
         ({}, generation(1 << 40)),
         ({}, document(1 << 40, 1 << 40)),
-        ({}, lambda it: (it.check_rate_in(), it.check_upload(1 << 40))),
+        ({}, lambda it: (it.check_rate_in(), it.check_upload())),
     ],
 )
 def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[Ledger], None]) -> None:
@@ -98,6 +98,21 @@ def test_a_long_prompt_is_paid_off_afterwards() -> None:
     assert refused.value.retry_seconds == pytest.approx(60.0)
     clock.now += 60.0
     it.check_rate_in()
+
+
+def test_what_is_being_made_counts() -> None:
+    it = ledger(contexts=5, tokens=130)
+    with it.making(1, 20):
+        it.check_context(1, 10)
+        for wanted in ((2, 0), (0, 11)):
+            with pytest.raises(ResourceExhausted):
+                it.check_context(*wanted)
+        with it.making(1, 10), pytest.raises(ResourceExhausted, match="quotas/contexts"):
+            it.check_context(1, 0)
+        CALLER.set(Caller(tenant="bolt", quotas=Quotas(contexts=1)))
+        it.check_context(1, 0)
+    ledger(contexts=5, tokens=130)
+    it.check_context(2, 30)
 
 
 @pytest.mark.parametrize("begins", [lambda it: it.begin_generation(1000), lambda it: it.begin_document(1, 1000)])
