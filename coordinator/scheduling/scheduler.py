@@ -4,6 +4,7 @@ A request is admitted to a queue, begins in its turn when its blocks can be rese
 room; a higher priority may send it back to the queue.
 """
 
+from collections import Counter
 from functools import partial
 
 from coordinator.access.usage import Usage
@@ -122,10 +123,15 @@ class Scheduler(AcrossEpochs):
         return self._requests.deadlines.next
 
     def positions(self) -> dict[int, Admitted]:
-        """What the generations in the queue are told, by request: 1 is next."""
-        order = enumerate(self._queue.order(), start=1)
-        told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.request.id: job.admitted(at) for at, job in told}
+        """What the generations in the queue are told, by request: 1 is the next one of its tenant, which hears nothing
+        of others."""
+        told, places = dict[int, Admitted](), Counter[str]()
+        for job in self._queue.order():
+            tenant = job.request.claim.tenant
+            places[tenant] += 1
+            if isinstance(job, Sequence) and job.speaks_for_all:
+                told[job.request.id] = job.admitted(places[tenant])
+        return told
 
     # --- admit ---
 

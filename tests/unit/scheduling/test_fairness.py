@@ -213,6 +213,16 @@ def test_the_youngest_of_the_lowest_gives_way() -> None:
     assert list(bench.scheduler.positions()) == [1]
 
 
+def test_who_waits_is_told_its_place_among_those_of_its_tenant() -> None:
+    bench = Bench(max_sequences=1)
+    bench.ask(4, max_tokens=20)
+    bench.step()
+    acme = [bench.ask(4, tenant="acme") for _ in range(3)]
+    bolt = [bench.ask(4, tenant="bolt") for _ in range(2)]
+    places = {job: admitted.queue_position for job, admitted in bench.scheduler.positions().items()}
+    assert places == dict(zip((*acme, *bolt), (1, 2, 3, 1, 2), strict=True))
+
+
 def test_a_priority_takes_nothing_from_another_tenant() -> None:
     bench = Bench(max_sequences=2)
     low = bench.ask(4, max_tokens=20, tenant="acme", priority=-1)

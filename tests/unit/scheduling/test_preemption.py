@@ -144,7 +144,7 @@ def test_queue_is_bounded() -> None:
     bench = Bench(max_waiting=2, max_sequences=3)
     for _ in range(5):
         bench.ask(4)  # three of them need not wait
-    with pytest.raises(ResourceExhausted, match="2 requests wait already") as caught:
+    with pytest.raises(ResourceExhausted, match="as many requests wait as may, 2") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
 
