@@ -28,6 +28,10 @@ class Claim(Claimed, frozen=True, kw_only=True):
         """When the request is ended, wherever it is; None while somebody else sees to that."""
         return None if self.is_held else self.deadline
 
+    def outranks(self, other: "Claim") -> bool:
+        """By its priority, which counts inside of a tenant alone."""
+        return self.tenant == other.tenant and self.priority > other.priority
+
 
 NO_CLAIM = Claim()
 

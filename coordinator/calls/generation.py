@@ -142,9 +142,10 @@ class Generation:
             request = self._filled(request, len(token_ids))
         answer = self._answer(request_id, request)
         prompt = self._prompt(request, token_ids, deadline)
-        self._ledger.begin_generation(len(token_ids))
         with self._observers.generation(request_id, request.tenant) as saw:
-            async with aclosing(self._engine.submit(prompt)) as stream:
+            with self._ledger.begin_generation(len(token_ids)):
+                begun = self._engine.submit(prompt)
+            async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     del request, token_ids, prompt  # the text may be large, and the answer long
                     async with aclosing(self._told(stream, record, answer, saw)) as told:

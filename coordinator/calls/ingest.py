@@ -147,7 +147,7 @@ class Ingest:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         self._ledger.check_context(0 if header.append else 1, 1)
-        self._ledger.check_upload(self._uploads.num_of(header.tenant))
+        self._ledger.check_upload()
         opening = await self._prompts.opening(header.system, limit) if header.system else None
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
@@ -158,7 +158,7 @@ class Ingest:
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
-        self._ledger.check_upload(self._uploads.num_of(header.tenant))  # others may have begun meanwhile
+        self._ledger.check_upload()  # others may have begun meanwhile
         self._uploads.add(upload)
         return upload
 
@@ -232,19 +232,20 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        self._ledger.begin_document(0 if header.append else 1, document.num_tokens)
-        stream = self._engine.ingest(
-            events.Document(
-                context=header.context,
-                token_ids=document.token_ids,
-                append=header.append,
-                settings=header.settings,
-                upload_id=header.upload_id,
-                claim=events.Claim(
-                    priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
-                ),
-            )
+        claim = events.Claim(
+            priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
         )
+        asked = events.Document(
+            context=header.context,
+            token_ids=document.token_ids,
+            append=header.append,
+            settings=header.settings,
+            upload_id=header.upload_id,
+            claim=claim,
+        )
+        self._ledger.check_rate_in()
+        with self._ledger.begin_document(0 if header.append else 1, document.num_tokens):
+            stream = self._engine.ingest(asked)
         begun = _report("prefilling", document, total=document.num_tokens)
         return PrefillTask(stream, self._reports(header, stream, begun))
 

@@ -59,7 +59,7 @@ class Admission:
         goes_on = isinstance(asked, Prompt) and asked.generated is not None
         if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting and not goes_on:
             seconds = self._speeds.retry_seconds(num_in_line)
-            raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
+            raise ResourceExhausted("queue", f"as many requests wait as may, {self._config.max_waiting:,}", seconds)
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
         if job.request.claim.deadline is not None:

@@ -154,7 +154,8 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
             progress.update(task, description="working", note=received)
         case "recovering" if report.recovering is not None:
             recovered, total = report.recovering.recovered_tokens, report.recovering.total_tokens
-            progress.update(task, description="recovering", note=f"{recovered:,} of {total:,} tokens")
+            note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens to go"
+            progress.update(task, description="recovering", note=note)
         case "prefilling" if report.processed == 0:
             # A new measure: the estimate of the time left must forget the bytes.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")

@@ -181,6 +181,11 @@ class Imports:
         self._forget(found)  # it was deleted since: the name is free, or another's
         return None
 
+    def num_of(self, tenant: str) -> int:
+        """Imports of a tenant that are open, or kept to be resumed."""
+        self._trim()
+        return sum(found.header.tenant == tenant for found in self._all)
+
     def _is_there(self, context: str, upload_id: str) -> bool:
         try:
             return self._house.made_by(context) == upload_id
@@ -189,9 +194,9 @@ class Imports:
 
     def _add(self, header: ImportHeader) -> Import:
         """Raises ResourceExhausted when there are too many."""
-        self._ledger.check_upload(self._num_of(header.tenant))
+        self._ledger.check_upload()
         tenant, most = header.tenant, self._max_imports * self._tenant_share
-        count = self._num_of(tenant)
+        count = self.num_of(tenant)
         if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
             told = f"{count} of the tenant {tenant} are under way, at most {int(most)} may be"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
@@ -204,9 +209,6 @@ class Imports:
         if header.upload_id:
             self._by_key[found.key] = found
         return found
-
-    def _num_of(self, tenant: str) -> int:
-        return sum(other.header.tenant == tenant for other in self._all)
 
     def _check_room(self, tenant: str) -> None:
         """Raises ResourceExhausted when those of the tenant hold too much, or all of them."""
