@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.behind_door import Behind
 from tests.support.browser import GONE, OF_A_STATUS, Reader
-from tests.support.tenants import ACME, credential_of, write_credentials
+from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
 QUESTION, ANSWER = "What is the value of amber-12?", "amber-12 is 4711"
@@ -50,8 +50,11 @@ def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom:
 
 def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reader, Behind]):
     reader, behind = own
+    behind.ingest("long", TEXT * 40)
     behind.kill_rank(1)
     places = reader.page.get_by_role("complementary", name="Where it lies")
+    places.get_by_text("What it held is being read again").wait_for()
+    places.get_by_text(re.compile(r"[\d,]+ of [\d,]+ tokens are back")).wait_for()
     places.get_by_text("One rank was lost").click()
     places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for(timeout=60_000)
     assert reader.ask(QUESTION) == ANSWER
@@ -80,8 +83,12 @@ def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behi
         reader.add(("notes.txt", TEXT))
         page.locator("#question").wait_for()
         assert reader.ask(QUESTION) == ANSWER
+        page.get_by_role("button", name="Change credential").click()
+        page.get_by_label("Credential").fill(credential_of(BOLT))
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="notes is not on the shelf").wait_for()
         kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
-        assert credential_of(ACME) not in kept + page.content()
+        assert "secret-of" not in kept + page.content()
         page.reload()
         page.get_by_role("dialog", name="Who is reading?").wait_for()
         reader.audit(OF_A_STATUS.format(401))
@@ -93,6 +100,11 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         page.get_by_role("dialog", name="Who is reading?").wait_for()
         page.keyboard.press("Escape")
         page.get_by_text("The service asks for a credential.").wait_for()
+        page.get_by_role("button", name="Give a credential").click()
+        page.get_by_label("Credential").fill("secret-of-nobody")
+        page.get_by_role("button", name="Go on").click()
+        page.get_by_text("The service refused this credential.").wait_for()
+        page.get_by_role("button", name="Not now").click()
         page.get_by_role("button", name="Give a credential").click()
         page.get_by_label("Credential").fill(credential_of(ACME))
         page.get_by_role("button", name="Go on").click()
