@@ -56,7 +56,7 @@ def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reade
     places.get_by_text("What it held is being read again").wait_for()
     places.get_by_text(re.compile(r"[\d,]+ of [\d,]+ tokens are back")).wait_for()
     places.get_by_text("One rank was lost").click()
-    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for(timeout=60_000)
+    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for()
     assert reader.ask(QUESTION) == ANSWER
     assert places.get_by_role("listitem").filter(has_text=re.compile(r"^Rank [01]")).count() == 2
     reader.audit()
@@ -111,3 +111,27 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         page.get_by_text("connected", exact=True).wait_for()
         page.get_by_role("heading", name=re.compile("Put a book|Choose a document")).wait_for()
         reader.audit(OF_A_STATUS.format(401))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "wait", "told"),
+    [
+        (400, "", None, "The service does not take this: why."),
+        (404, "context_not_found", None, "add its file again"),
+        (409, "already_exists", None, "Choose another one, or add the file to the end"),
+        (410, "", None, "Add the file again."),
+        (415, "", None, "Save the document as text"),
+        (429, "", "7", "It can be tried again in 7 s."),
+        (429, "insufficient_quota", None, "Delete what you no longer need"),
+        (503, "", "1", "The page tries again by itself."),
+        (504, "", None, "Try again when less is going on."),
+        (500, "", None, "The service says: why."),
+    ],
+)
+def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code: str, wait: str | None, told: str):
+    headers = {} if wait is None else {"retry-after": wait}
+    script = """async ([status, code, headers]) => {
+      const { Refusal, sentence } = await import('/page/errors.js');
+      return sentence(new Refusal(status, { message: 'why', code }, new Headers(headers)));
+    }"""
+    assert told in reader.page.evaluate(script, [status, code, headers])
