@@ -43,8 +43,8 @@ def client_for(config: DoorConfig) -> AsyncClient:
     return AsyncClient(config.server, retries=Retries(limit=0), **access)
 
 
-async def serve(config: DoorConfig, announce: Callable[[str], None]) -> None:
-    """Until a signal. `announce` is told the address. Raises InvalidArgument and StartError."""
+async def serve(config: DoorConfig, announce: Callable[[str], None], end: asyncio.Event | None = None) -> None:
+    """Until a signal, or `end`. `announce` is told the address. Raises InvalidArgument and StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen(config.host, config.port) as listener:
         async with client_for(config) as client:
@@ -62,8 +62,10 @@ async def serve(config: DoorConfig, announce: Callable[[str], None]) -> None:
             told.ssl = certificate.context if certificate is not None else None
             server = uvicorn.Server(told)
             tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
+            end = end or asyncio.Event()
+            tasks.append(asyncio.create_task(_end_with(server, end)))
             if config.with_parent:
-                tasks.append(asyncio.create_task(_end_with_parent(server)))
+                _watch_parent(end)
             scheme = "https" if certificate is not None else "http"
             announce(f"{scheme}://{join_address(config.host, listener.getsockname()[1])}")
             try:
@@ -73,17 +75,20 @@ async def serve(config: DoorConfig, announce: Callable[[str], None]) -> None:
                     task.cancel()
 
 
-async def _end_with_parent(server: uvicorn.Server) -> None:
-    """Ends the server when standard input does."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+async def _end_with(server: uvicorn.Server, end: asyncio.Event) -> None:
+    await end.wait()
+    server.should_exit = True
+
+
+def _watch_parent(end: asyncio.Event) -> None:
+    """Sets `end` when standard input ends."""
+    loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def look() -> None:
         with suppress(BlockingIOError):
-            if not os.read(sys.stdin.fileno(), 1 << 10):
-                loop.remove_reader(sys.stdin.fileno())
-                over.set()
+            if not os.read(number, 1 << 10):
+                loop.remove_reader(number)
+                end.set()
 
-    os.set_blocking(sys.stdin.fileno(), False)
-    loop.add_reader(sys.stdin.fileno(), look)
-    await over.wait()
-    server.should_exit = True
+    os.set_blocking(number, False)
+    loop.add_reader(number, look)

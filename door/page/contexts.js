@@ -1,5 +1,6 @@
 // The contexts that the reader may see. On the page they are called documents, which is what readers put in.
 import { listContexts } from "./api.js";
+import { credential } from "./credential.js";
 import { service } from "./service.js";
 import { Store } from "./store.js";
 
@@ -16,6 +17,8 @@ class Contexts {
   constructor() {
     // what the cluster holds has changed, or the service was found again
     service.store.follow(({ link }) => link === "live" && this.refresh());
+    // what one reader may see is not for another
+    credential.given.follow(() => this.store.set({ list: null, error: null }));
   }
 
   get ids() {
