@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from longleaf.watched import LOOK_SECONDS, WatchedFiles
 from coordinator.serving.certificates import Certificates
 from longleaf.client import AsyncClient
 from longleaf.operations import SecurityConfig
 from longleaf.pem import parse_pair
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
 from tests.support.authority import Authority, shown_serial
 from tests.support.service import FakeEngine, serving
 

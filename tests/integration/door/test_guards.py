@@ -30,10 +30,10 @@ async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
         ({"host": "localhost", "origin": "https://books.example"}, 200),
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
     )
-    async with opened(service.address, public_url="https://books.example") as url:
-        async with httpx2.AsyncClient(base_url=url) as client:
-            for headers, status in cases:
-                assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
+    door = opened(service.address, public_url="https://books.example")
+    async with door as url, httpx2.AsyncClient(base_url=url) as client:
+        for headers, status in cases:
+            assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
 
 
 async def test_every_answer_says_what_browsers_may_do(url: str) -> None:

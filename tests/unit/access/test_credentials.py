@@ -8,7 +8,6 @@ import pytest
 
 from coordinator.access.authenticator import Anybody
 from coordinator.access.credentials import Credentials
-from longleaf.watched import LOOK_SECONDS, WatchedFiles
 from longleaf.credentials import (
     Entry,
     Quotas,
@@ -18,6 +17,7 @@ from longleaf.credentials import (
     parse_credentials,
 )
 from longleaf.errors import InvalidArgument, Unauthenticated
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
 
 A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))
 
