@@ -119,10 +119,6 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
     file = tmp_path / "credentials"
     entries = [Entry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
-        "".join(
-            f"{line_of(Entry(tenant=name, role='user', digests=(digest_of(each),)))}\n" for name, each in names.items()
-        )
-    )
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
         acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
