@@ -13,8 +13,9 @@ from door.app import make_app
 from door.certificates import Certificate
 from door.protocol import protocol_options
 from door.settings import DoorConfig
-from longleaf.client import AsyncClient, Retries
+from longleaf.client import Retries
 from longleaf.client.channels import Access
+from longleaf.client.relay import Relay
 from longleaf.config import join_address
 from longleaf.errors import StartError
 
@@ -32,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
-def client_for(config: DoorConfig) -> AsyncClient:
+def client_for(config: DoorConfig) -> Relay:
     """Raises InvalidArgument."""
     access = Access(credential="", insecure=config.insecure)
     if config.tls_ca is not None:
@@ -40,7 +41,7 @@ def client_for(config: DoorConfig) -> AsyncClient:
     if config.tls_ca == "" or config.server_tls_cert is not None:
         access["tls_cert"] = config.server_tls_cert or ""
         access["tls_key"] = config.server_tls_key or ""
-    return AsyncClient(config.server, retries=Retries(limit=0), **access)
+    return Relay(config.server, retries=Retries(limit=0), **access)
 
 
 async def serve(config: DoorConfig, announce: Callable[[str], None], end: asyncio.Event | None = None) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,20 +16,11 @@ from openai import OpenAI
 
 from longleaf.client import Client
 from longleaf.messages import Delta
-from tests.support.command_line import CLI, Served
+from tests.support.command_line import CLI, Served, url_of
 
 LAUNCHERS = ("local", "ray")
 BOOK = "The door of the house is green. " * 40
 QUESTION = "What colour is the door?"
-
-
-def url_of(served: Served) -> str:
-    """What it prints after its address."""
-    assert served.process.stdout is not None
-    for line in served.process.stdout:
-        if found := re.search(r"https?://\S+", line):
-            return found[0].rstrip('"}')
-    raise AssertionError(served.output)
 
 
 def doors_of(served: Served) -> list[psutil.Process]:

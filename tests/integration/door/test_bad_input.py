@@ -147,11 +147,14 @@ def test_no_body_is_a_500(path: str, data: st.DataObject, tmp_path_factory: pyte
         engine = FakeEngine()
         engine.answer = (ids("x"),)
         folder = tmp_path_factory.mktemp("model")
-        async with serving(engine, folder) as (_, address), opened(address) as url:
-            async with httpx2.AsyncClient(base_url=url) as client:
-                for change, is_based in bodies:
-                    content = json.dumps((GOOD | {"prompt": "x"} if is_based else {}) | change).encode()
-                    assert (await client.post(path, content=content)).status_code < 500, content
-                assert (await client.post(CHAT, json=GOOD)).status_code == 200
+        async with (
+            serving(engine, folder) as (_, address),
+            opened(address) as url,
+            httpx2.AsyncClient(base_url=url) as client,
+        ):
+            for change, is_based in bodies:
+                content = json.dumps((GOOD | {"prompt": "x"} if is_based else {}) | change).encode()
+                assert (await client.post(path, content=content)).status_code < 500, content
+            assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
     asyncio.run(run())

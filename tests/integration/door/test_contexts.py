@@ -100,12 +100,15 @@ def test_any_cut_break_and_resume_gives_the_whole(
     async def run() -> None:
         engine = FakeEngine()
         folder = tmp_path_factory.mktemp("model")
-        async with serving(engine, folder) as (_, address), opened(address) as url:
-            async with httpx2.AsyncClient(base_url=url) as client:
-                await client.post("/v1/contexts/whole", content=content, headers=PLAIN)
-                for size, is_broken in cuts:
-                    await send(client, size, is_broken)
-                assert events_of(await send(client, len(content), is_broken=False))[-1]["phase"] == "ready"
+        async with (
+            serving(engine, folder) as (_, address),
+            opened(address) as url,
+            httpx2.AsyncClient(base_url=url) as client,
+        ):
+            await client.post("/v1/contexts/whole", content=content, headers=PLAIN)
+            for size, is_broken in cuts:
+                await send(client, size, is_broken)
+            assert events_of(await send(client, len(content), is_broken=False))[-1]["phase"] == "ready"
         assert engine.contexts["cut"] == engine.contexts["whole"]
 
     async def send(client: httpx2.AsyncClient, size: int, is_broken: bool) -> Any:

@@ -7,14 +7,16 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from coordinator.access.credentials import Credentials
 from door import protocol
 from door.server import listen
 from door.settings import DoorConfig
+from longleaf.credentials import Entry, digest_of, line_of, new_credential
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.watched import LOOK_SECONDS
 from tests.support.authority import Authority
 from tests.support.doors import opened
-from tests.support.service import Served
+from tests.support.service import FakeEngine, Served, serving
 
 
 async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
@@ -30,10 +32,10 @@ async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
         ({"host": "localhost", "origin": "https://books.example"}, 200),
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
     )
-    async with opened(service.address, public_url="https://books.example") as url:
-        async with httpx2.AsyncClient(base_url=url) as client:
-            for headers, status in cases:
-                assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
+    door = opened(service.address, public_url="https://books.example")
+    async with door as url, httpx2.AsyncClient(base_url=url) as client:
+        for headers, status in cases:
+            assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
 
 
 async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
@@ -110,3 +112,20 @@ async def test_settings_that_cannot_work_are_refused(service: Served) -> None:
     async with opened(service.address) as url:
         with pytest.raises(StartError, match="cannot listen"):
             listen("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
+    names = {name: new_credential() for name in ("acme", "other")}
+    file = tmp_path / "credentials"
+    entries = [Entry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
+    file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+        acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
+        plain = {"content-type": "text/plain"}
+        assert (await client.post("/v1/contexts/book", content=b"x", headers=plain)).status_code == 401
+        assert (await client.post("/v1/contexts/book", content=b"x", headers=plain | acme)).status_code == 200
+        assert (await client.get("/v1/contexts/book", headers=acme)).status_code == 200
+        assert (await client.get("/v1/contexts/book", headers=other)).status_code == 404
+        assert (await client.get("/v1/contexts")).status_code == 401
+        assert (await client.get("/healthz")).status_code == (await client.get("/readyz")).status_code == 200

@@ -11,8 +11,8 @@ import psutil
 
 from longleaf import codec
 from longleaf.messages import Cluster, IngestProgress, ModelInfo
-from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
+from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc
 
 NUM_BYTES = 100 << 20
 MOST_GROWTH = 64 << 20
