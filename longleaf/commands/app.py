@@ -107,6 +107,8 @@ def describe(error: LongleafError) -> str:
 
 def exit_code(error: LongleafError) -> int:
     """1 when trying again later may help, 2 when the input must change."""
+    if isinstance(error, ResourceExhausted) and error.subject.startswith("quotas/"):
+        return 2 if error.retry_seconds is None else 1
     may_help = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or type(error) is LongleafError
     return 1 if may_help else 2
 
