@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from longleaf.config import DRAIN_SECONDS, LOOPBACK, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.errors import InvalidArgument
 from longleaf.operations import SecurityConfig, TelemetryConfig
 
 
@@ -47,5 +48,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.data.check(self.engine.snapshot_url)
         self.security.check(self.host)
         self.telemetry.check()
+        if self.engine.share_prefixes and self.security.credentials is None:
+            raise InvalidArgument("share_prefixes", "needs credentials: without tenants there is nobody to share with")
         if self.model_name is not None:
             check_model_name(self.model_name)

@@ -392,9 +392,15 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
         (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
         (["--world-size", "2"], "required: --model"),
         (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
-        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: world_size: 0 is not between 1 and"),
+        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: --wait-for-ranks: nan is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: --drain-seconds: -1 is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: needs --tls-cert: a certificate is nothing"),
+        (
+            ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
+            "error: --metrics-host: needs --metrics-port: with",
+        ),
+        (["--model", "m", *NOWHERE, "--share-prefixes", "true"], "error: --share-prefixes: needs credentials: without"),
+        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
     ],
 )
 def test_the_coordinator_names_the_option_that_does_not_fit(
