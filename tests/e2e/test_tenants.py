@@ -107,10 +107,10 @@ def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) ->
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        ("another's", "tls_key: is not the key"),
-        ("missing", "tls_key: "),
-        ("encrypted", "tls_key: is encrypted"),
-        ("expired", "tls_cert: expired"),
+        ("another's", "--tls-key: is not the key of the certificate in --tls-cert"),
+        ("missing", "--tls-key: "),
+        ("encrypted", "--tls-key: is encrypted"),
+        ("expired", "--tls-cert: expired"),
     ],
 )
 def test_keys_that_cannot_serve_are_named_by_their_option(

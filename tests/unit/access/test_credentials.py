@@ -218,3 +218,17 @@ def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
     (record,) = caplog.records
     assert (credentials.num_failed_reloads, "ZeroDivisionError" in record.getMessage()) == (1, True)
     assert "secret" not in record.getMessage()
+
+
+def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, before = Clock(), file.read_text()
+    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
+    with caplog.at_level(logging.WARNING):
+        for text in ("half a line", before, before, f"bolt user sha256:{A}"):
+            file.write_text(text)
+            clock.now += LOOK_SECONDS
+            assert watched.value
+    broken, mended = caplog.records
+    assert "what was there before goes on" in broken.getMessage()
+    assert f"{file} can be used again" in mended.getMessage()
+    assert {record.name for record in caplog.records} == {"coordinator.reloads"}

@@ -100,24 +100,19 @@ def test_what_is_hidden_from_users_is_told_as_no_number() -> None:
     assert "snapshots seal" in lines and "recovering: 9 s" in lines
     assert not any("running" in line for line in lines)
     cells = [list(column.cells) for column in workers_table(found).columns]
-    assert cells[2] == cells[5] == cells[7] == [["hidden"]]
+    assert cells[2] == cells[5] == cells[7] == ["hidden"]
     told = json.loads(msgspec.json.encode(shown(found)))
     assert told["running"] is told["waiting"] is told["storage"]["url"] is told["recovery"]["lost_tokens"] is None
-    assert [told["workers"][0][name] for name in ("pid", "tokens", "kv_bytes", "max_tokens")] == [
-        None,
-        None,
-        None,
-        4096,
-    ]
+    [rank] = told["workers"]
+    assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
     assert shown(replace(found, workers=(replace(worker, pid=1),))) != told
 
 
 def test_on_how_many_ranks_a_context_lies_is_told_to_those_who_may_know() -> None:
     context = Context(id="book", tokens=7, kv_bytes=64, created=0.0, updated=0.0)
     assert summary(context) == "book: 7 tokens, 64 B of keys and values"
-    assert summary(replace(context, shares=(RankShare(rank=0, tokens=7, kv_bytes=64),))).endswith(
-        "of keys and values on 1 rank"
-    )
+    shares = (RankShare(rank=0, tokens=7, kv_bytes=64),)
+    assert summary(replace(context, shares=shares)) == "book: 7 tokens, 64 B of keys and values on 1 rank"
 
 
 async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +308,8 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
         (Unavailable("a"), 1),
         (WorkerLost(1, "a"), 1),
         (ResourceExhausted("a", "b"), 1),
+        (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
+        (ResourceExhausted("quotas/generations", "none may run"), 2),
         (LongleafError("a"), 1),
     ],
 )
@@ -395,9 +392,15 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
         (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
         (["--world-size", "2"], "required: --model"),
         (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
-        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: world_size: 0 is not between 1 and"),
+        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: --wait-for-ranks: nan is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: --drain-seconds: -1 is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: needs --tls-cert: a certificate is nothing"),
+        (
+            ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
+            "error: --metrics-host: needs --metrics-port: with",
+        ),
+        (["--model", "m", *NOWHERE, "--share-prefixes", "true"], "error: --share-prefixes: needs credentials: without"),
+        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
     ],
 )
 def test_the_coordinator_names_the_option_that_does_not_fit(
@@ -436,6 +439,12 @@ def test_help_teaches_with_an_example(command: list[str], capsys: pytest.Capture
         app.main([*command, "--help"])
     assert end.value.code == 0
     assert f"longleaf {command[0] if command else 'demo'}" in capsys.readouterr().out
+
+
+def test_help_names_extras_as_a_shell_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.main(["serve", "--help"])
+    assert "'longleaf[otel]'" in capsys.readouterr().out
 
 
 def test_the_command_starts_without_torch() -> None:
