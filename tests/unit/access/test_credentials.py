@@ -92,6 +92,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_callers_know_whether_they_are_the_only_tenant(file: Path, tmp_path: Path) -> None:
+    assert not Credentials.of(str(file)).authenticate(bearer("a"), []).is_alone
+    alone = tmp_path / "alone"
+    alone.write_text(f"acme user sha256:{A} sha256:{B}\n")
+    assert Credentials.of(str(alone)).authenticate(bearer("b"), []).is_alone
+
+
 def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
     credentials = Credentials.of(str(file))
     acme = credentials.authenticate(bearer("a"), [])
