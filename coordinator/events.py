@@ -20,6 +20,8 @@ class Claim(Claimed, frozen=True, kw_only=True):
     """When nobody waits for it any more, in seconds on the engine's clock."""
     at_once: int | None = None
     """Generations of the tenant that may run at once; None: no limit of its own."""
+    is_alone: bool = True
+    """No other tenant may ask for anything: it may fill the queue."""
     is_held: bool = False
     """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
 

@@ -23,7 +23,7 @@ Role = Literal["user", "admin"]
 PREFIX = "longleaf-"
 """How credentials begin, so that scanners of repositories can know them."""
 NUM_RANDOM_BYTES = 32
-RESERVED = frozenset({"contexts", "generations", "uploads"})
+RESERVED = frozenset({"contexts", "generations", "quotas", "uploads"})
 """Words that name resources, and would be read so in messages."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"(?:uri|dns):\S+")

@@ -235,12 +235,13 @@ class Generation:
 
     def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
         is_held = request.resume_seconds > 0
-        tenant, client = request.tenant, request.client
+        tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
         claim = events.Claim(
             priority=request.priority,
             tenant=tenant,
             client=client,
-            at_once=CALLER.get(OWNER).quotas.generations,
+            at_once=caller.quotas.generations,
+            is_alone=caller.is_alone,
             deadline=deadline,
             is_held=is_held,
         )

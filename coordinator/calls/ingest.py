@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import STEP_BYTES, Intake
@@ -233,7 +234,11 @@ class Ingest:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
         claim = events.Claim(
-            priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
+            priority=header.priority,
+            tenant=header.tenant,
+            client=header.client,
+            is_alone=CALLER.get(OWNER).is_alone,
+            deadline=upload.deadline,
         )
         asked = events.Document(
             context=header.context,

@@ -66,6 +66,7 @@ def test_no_credential_is_made_twice() -> None:
         (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
         (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
         (b"contexts user sha256:" + A.encode(), "none of contexts"),
+        (b"quotas user sha256:" + A.encode(), "none of contexts, generations, quotas"),
         (b"acme user", "nobody could come in"),
         (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
         (b"acme user sha256:" + A.upper().encode(), "its word 3"),
@@ -122,6 +123,13 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "credentials"
     path.write_text(f"acme user sha256:{A} contexts=3\nops admin sha256:{B} uri:spiffe://ops dns:ops.example\n")
     return path
+
+
+def test_callers_know_whether_they_are_the_only_tenant(file: Path, tmp_path: Path) -> None:
+    assert not Credentials.of(str(file)).authenticate(bearer("a"), []).is_alone
+    alone = tmp_path / "alone"
+    alone.write_text(f"acme user sha256:{A} sha256:{B}\n")
+    assert Credentials.of(str(alone)).authenticate(bearer("b"), []).is_alone
 
 
 def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:

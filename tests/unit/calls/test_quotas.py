@@ -16,7 +16,8 @@ from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
-from longleaf.messages import ImportHeader, ImportProgress, IngestHeader, IngestPiece
+from longleaf.messages import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
+from longleaf.sampling import Sampling
 from tests.support.houses import empty_house, sending
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, write_model
@@ -88,6 +89,11 @@ async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, UseCases]
     await made.close()
 
 
+async def ending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+
+
 async def silent(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
     for piece in pieces:
         yield piece
@@ -107,6 +113,22 @@ async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, U
         await anext(calls.imports.run(sending(ImportHeader(context="acme/four", tenant="acme"), WHOLE)))
     await ingest.aclose()
     await arriving.aclose()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_the_engine_learns_whether_others_may_come(
+    use_cases: tuple[FakeEngine, UseCases], is_alone: bool
+) -> None:
+    engine, calls = use_cases
+    CALLER.set(Caller(tenant="acme", is_alone=is_alone))
+    generation = calls.generation.run(
+        Generate(context=None, input=(1, 2), sampling=Sampling(max_tokens=2), tenant="acme")
+    )
+    await anext(generation)
+    await generation.aclose()
+    ingest = calls.ingest.run(ending(IngestHeader("acme/one", tenant="acme"), (1, 2)))
+    assert [report async for report in ingest][-1].context
+    assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
 
 
 async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine, UseCases]) -> None:

@@ -213,6 +213,23 @@ def test_the_youngest_of_the_lowest_gives_way() -> None:
     assert list(bench.scheduler.positions()) == [1]
 
 
+def test_one_of_several_tenants_fills_half_of_the_queue() -> None:
+    bench = Bench(max_sequences=1, max_waiting=5)
+    for number in range(4):  # one of them begins
+        bench.ask(4, first=10 * number, tenant="acme", is_alone=False)
+    with pytest.raises(ResourceExhausted, match="of the tenant acme wait as may, 3 of 5") as caught:
+        bench.ask(4, tenant="acme", is_alone=False)
+    assert caught.value.retry_seconds
+    for number in range(2):
+        bench.ask(4, first=100 * number, tenant="bolt", is_alone=False)
+    for tenant in ("acme", "bolt"):
+        with pytest.raises(ResourceExhausted, match="wait as may, 5"):
+            bench.ask(4, tenant=tenant, is_alone=False)
+    bench.run()
+    for number in range(6):
+        bench.ask(4, first=10 * number, tenant="acme")
+
+
 def test_who_waits_is_told_its_place_among_those_of_its_tenant() -> None:
     bench = Bench(max_sequences=1)
     bench.ask(4, max_tokens=20)
