@@ -40,7 +40,7 @@ def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> 
 def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All that can be wrong with it: test_ray_tokens."""
     told = refused(nodes, checkpoint, token=token)
-    assert told.startswith(f"ray_address: the Ray cluster at {nodes.address} cannot be joined: ")
+    assert told.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
     assert why in told
     assert told.endswith("RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH")
 

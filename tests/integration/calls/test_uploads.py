@@ -12,7 +12,8 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.calls.uploads import MAX_UPLOADS, SHARE
+from coordinator.calls.shares import CLIENT_SHARE
+from coordinator.calls.uploads import MAX_UPLOADS
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.client.upload import header_of
@@ -151,7 +152,7 @@ class Raw:
 
 
 async def test_streams_that_stall_are_bounded_for_each_client(roomy: Served, channel: grpc.aio.Channel) -> None:
-    share = int(MAX_UPLOADS * SHARE)
+    share = int(MAX_UPLOADS * CLIENT_SHARE)
     stalled = [Raw(channel, name=f"contexts/c{number}", client_id="stalls") for number in range(share)]
     for stream in stalled:
         assert (await stream.open()).received_size_bytes == 0

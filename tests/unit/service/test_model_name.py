@@ -32,7 +32,7 @@ def test_all_else_is_refused_at_once(name: str, capsys: pytest.CaptureFixture[st
 async def test_a_service_that_is_started_otherwise_refuses_it_too(tmp_path: Path) -> None:
     config = ServiceConfig(engine=EngineConfig(model=str(tmp_path)), model_name="a\nb", launcher="local")
     outcome = await CoordinatorActor(config, lambda: LocalFleet(lambda: None)).start()  # type: ignore[arg-type]
-    assert (outcome.exit_code, outcome.error.startswith("model_name: must be 1 to 256")) == (2, True)
+    assert (outcome.exit_code, outcome.error.startswith("--model-name: must be 1 to 256")) == (2, True)
 
 
 @pytest.mark.parametrize(("folder", "name"), [(b"my-model", "my-model"), (b"odd\xff", "odd\ufffd")], ids=ascii)
