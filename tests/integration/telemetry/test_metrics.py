@@ -29,7 +29,7 @@ from longleaf.sampling import Sampling
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import FakeEngine, collect, ids, write_model
-from tests.support.tenants import ACME, BOLT, credential_of
+from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -108,6 +108,13 @@ async def test_a_file_of_credentials_that_cannot_be_used_is_told(tmp_path: Path)
         while (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0:
             assert await found.generate(ACME, "no-such-context") is StatusCode.NOT_FOUND
             await asyncio.sleep(0.05)  # the file is looked at once a second
+        assert (await found.scrape()).value("longleaf_file_unusable", file="credentials") == 1
+        assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 1
+        write_credentials(tmp_path)
+        seen = await found.scrape()
+        while seen.value("longleaf_file_unusable", file="credentials"):  # though nobody calls
+            await asyncio.sleep(0.05)
+            seen = await found.scrape()
 
 
 async def test_metrics_are_there_before_the_model_is_and_after_the_ranks_are_gone(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
             clock.now += LOOK_SECONDS
             assert credentials.authenticate(bearer("a"), []).tenant == "acme"
     assert credentials.num_failed_reloads == len(caplog.records) == 1
+    assert credentials.is_unusable
     file.unlink()
     clock.now += LOOK_SECONDS
     assert credentials.authenticate(bearer("a"), []).tenant == "acme"
@@ -162,3 +163,4 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
     clock.now += LOOK_SECONDS
     assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
     assert credentials.num_failed_reloads == 2
+    assert not credentials.is_unusable

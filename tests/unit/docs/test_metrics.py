@@ -46,6 +46,7 @@ def exported() -> dict[str, Metric]:
         refused_credentials=lambda: 0,
         refused_frames=lambda: 0,
         failed_reloads={"credentials": lambda: 0},
+        unusable_files={"credentials": lambda: False},
         certificate_expiry=lambda: 1.0,
     )
     gauges = Gauges(sources, "m", {"version": "1", "launcher": "local"})
