@@ -49,7 +49,7 @@ def exported() -> dict[str, Metric]:
         unusable_files={"credentials": lambda: False},
         certificate_expiry=lambda: 1.0,
     )
-    gauges = Gauges(sources, "m", {"version": "1", "launcher": "local"})
+    gauges = Gauges(sources, "m", {"version": "1", "torch": "2", "launcher": "local"})
     registry.register(gauges)
     gauges.look()
     families = list(registry.collect())
