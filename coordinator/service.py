@@ -161,14 +161,17 @@ class Service:
     def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> Sources:
         """What metrics are read from."""
         file = authenticator if isinstance(authenticator, Credentials) else None
-        reloads = {"credentials": file, "certificates": certificates}
+        files = {
+            name: each for name, each in (("credentials", file), ("certificates", certificates)) if each is not None
+        }
         return Sources(
             cluster=self._cluster,
             counts=lambda: self._engine.counts if self._engine else Counts(),
             ranks_lost=lambda: self._control.num_lost if self._control else 0,
             refused_credentials=(lambda: file.num_refused) if file else None,
             refused_frames=lambda: self._control.num_refused if self._control else 0,
-            failed_reloads={name: partial(_num_failed, each) for name, each in reloads.items() if each is not None},
+            failed_reloads={name: partial(_num_failed, each) for name, each in files.items()},
+            unusable_files={name: partial(_is_unusable, each) for name, each in files.items()},
             certificate_expiry=(lambda: certificates.expires) if certificates else None,
         )
 
@@ -345,3 +348,8 @@ async def either(*waits: Coroutine[Any, Any, object]) -> None:
 def _num_failed(files: Certificates | Credentials) -> int:
     """How often they changed into what cannot be used."""
     return files.num_failed_reloads
+
+
+def _is_unusable(files: Certificates | Credentials) -> bool:
+    """Whether what they say now cannot be used."""
+    return files.is_unusable

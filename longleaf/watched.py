@@ -49,6 +49,12 @@ class WatchedFiles(Generic[Parsed]):
                 self._look()
             return self._value
 
+    @property
+    def is_unusable(self) -> bool:
+        """What the files say now cannot be used."""
+        _ = self.value  # looks, if that is due
+        return bool(self._trouble)
+
     def _look(self) -> None:
         try:
             datas = self._read()

@@ -31,6 +31,11 @@ class Credentials:
     def num_failed_reloads(self) -> int:
         return self._file.num_failed_reloads
 
+    @property
+    def is_unusable(self) -> bool:
+        """What the file says now cannot be used."""
+        return self._file.is_unusable
+
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
         """Who calls; a credential goes before a certificate. Raises Unauthenticated."""
         given = metadata.get(HEADER)

@@ -64,12 +64,11 @@ class Ledger:
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
         usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
-        num_contexts += coming["contexts"]
-        num_tokens += coming["tokens"]
-        if quotas.contexts is not None and num_contexts and usage.contexts + num_contexts > quotas.contexts:
-            _refuse(caller, "contexts", f"there are {usage.contexts:,}, at most {quotas.contexts:,} may be")
-        if quotas.tokens is not None and usage.tokens + num_tokens > quotas.tokens:
-            told = f"its contexts have {usage.tokens:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+        held, num_held = usage.tokens + coming["tokens"], usage.contexts + coming["contexts"]
+        if quotas.contexts is not None and num_contexts and num_held + num_contexts > quotas.contexts:
+            _refuse(caller, "contexts", f"there are {num_held:,}, at most {quotas.contexts:,} may be")
+        if quotas.tokens is not None and held + num_tokens > quotas.tokens:
+            told = f"its contexts have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
             _refuse(caller, "tokens", told)
         if quotas.storage_bytes is not None and usage.storage_bytes >= quotas.storage_bytes:
             told = (

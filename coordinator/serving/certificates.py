@@ -34,6 +34,11 @@ class Certificates:
         return self._files.num_failed_reloads
 
     @property
+    def is_unusable(self) -> bool:
+        """What the files say now cannot be used."""
+        return self._files.is_unusable
+
+    @property
     def expires(self) -> float:
         """When the certificate does that new connections get, in seconds since 1970."""
         pair, _ = self._files.value

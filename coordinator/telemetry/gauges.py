@@ -112,9 +112,15 @@ class Gauges:
             reloads.add_metric((self._model, file), count())
         if sources.failed_reloads:
             found.append(reloads)
+        told = "1 while a file cannot be used as it is: what it said before goes on."
+        unusable = GaugeMetricFamily("longleaf_file_unusable", told, labels=("model", "file"))
+        for file, is_unusable in sorted(sources.unusable_files.items()):
+            unusable.add_metric((self._model, file), is_unusable())
+        if sources.unusable_files:
+            found.append(unusable)
         told = "Calls without credentials, or with those of nobody."
         found += self._optional("refused_credentials", told, sources.refused_credentials)
-        told = "Connections to the control channel that are nobody's, and were ended."
+        told = "Connections to the control channel of no member, and messages of former members; all were dropped."
         found += self._optional("refused_frames", told, sources.refused_frames)
         expiry = None if sources.certificate_expiry is None else sources.certificate_expiry()
         if expiry is not None:

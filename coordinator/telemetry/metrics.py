@@ -5,6 +5,7 @@ Only a service that tells metrics imports this, and prometheus_client with it.
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -24,7 +25,7 @@ class Metrics:
         disable_created_metrics()  # a series of its own for each other one, that nothing here reads
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model
-        self._build = {"version": __version__, "launcher": launcher}
+        self._build = {"version": __version__, "torch": _torch_version(), "launcher": launcher}
         self.observer = RequestMetrics(self._registry, model)
         """Counts calls and generations."""
         self._gauges: Gauges | None = None
@@ -55,3 +56,11 @@ class Metrics:
         """Ends what is open. Idempotent."""
         await self._port.stop()
         self._thread.shutdown(wait=False)
+
+
+def _torch_version() -> str:
+    """Of the library that ranks of this installation compute with, which is not imported here; empty without one."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""

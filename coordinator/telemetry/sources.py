@@ -24,5 +24,7 @@ class Sources:
     """Of the control channel: connections of strangers."""
     failed_reloads: Mapping[str, Count] = field(default_factory=dict[str, Count])
     """By what the files are: `credentials`, `certificates`."""
+    unusable_files: Mapping[str, Callable[[], bool]] = field(default_factory=dict[str, Callable[[], bool]])
+    """Whether what they say now cannot be used; by the same."""
     certificate_expiry: Callable[[], float | None] | None = None
     """When the certificate that is shown to clients ends, in seconds since the epoch."""

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from contextlib import aclosing
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from longleaf.sampling import Sampling
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import FakeEngine, collect, ids, write_model
-from tests.support.tenants import ACME, BOLT, credential_of
+from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,8 +73,8 @@ async def test_what_clients_say_and_what_they_call_it_is_never_told(tmp_path: Pa
         for secret in (CONTEXT, REQUEST_ID, credential_of(ACME), *TEXT.split()):
             if len(secret) > 3:
                 assert secret.lower() not in text.lower()
-        labels = {"model", "tenant", "rank", "kind", "code", "outcome", "file", "le", "version", "launcher"}
-        assert (await found.scrape()).label_names <= labels
+        labels = {"model", "tenant", "rank", "kind", "code", "outcome", "file", "le", "version"}
+        assert (await found.scrape()).label_names <= labels | {"torch", "launcher"}
 
 
 async def test_strangers_add_no_series_by_what_they_call(tmp_path: Path) -> None:
@@ -108,12 +109,20 @@ async def test_a_file_of_credentials_that_cannot_be_used_is_told(tmp_path: Path)
         while (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0:
             assert await found.generate(ACME, "no-such-context") is StatusCode.NOT_FOUND
             await asyncio.sleep(0.05)  # the file is looked at once a second
+        assert (await found.scrape()).value("longleaf_file_unusable", file="credentials") == 1
+        assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 1
+        write_credentials(tmp_path)
+        seen = await found.scrape()
+        while seen.value("longleaf_file_unusable", file="credentials"):  # though nobody calls
+            await asyncio.sleep(0.05)
+            seen = await found.scrape()
 
 
 async def test_metrics_are_there_before_the_model_is_and_after_the_ranks_are_gone(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         seen = await found.scrape()
-        assert seen.value("longleaf_build_info", launcher="local", version="0.1.0") == 1
+        build = {"launcher": "local", "version": "0.1.0", "torch": metadata.version("torch")}
+        assert seen.value("longleaf_build_info", **build) == 1
         assert found.service._engine is not None
         found.service._engine.end_streams("over")
         seen = await found.scrape()

@@ -178,6 +178,7 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
             clock.now += LOOK_SECONDS
             assert credentials.authenticate(bearer("a"), []).tenant == "acme"
     assert credentials.num_failed_reloads == len(caplog.records) == 1
+    assert credentials.is_unusable
     file.unlink()
     clock.now += LOOK_SECONDS
     assert credentials.authenticate(bearer("a"), []).tenant == "acme"
@@ -231,3 +232,4 @@ def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog:
     assert "what was there before goes on" in broken.getMessage()
     assert f"{file} can be used again" in mended.getMessage()
     assert {record.name for record in caplog.records} == {"coordinator.reloads"}
+    assert not credentials.is_unusable

@@ -46,9 +46,10 @@ def exported() -> dict[str, Metric]:
         refused_credentials=lambda: 0,
         refused_frames=lambda: 0,
         failed_reloads={"credentials": lambda: 0},
+        unusable_files={"credentials": lambda: False},
         certificate_expiry=lambda: 1.0,
     )
-    gauges = Gauges(sources, "m", {"version": "1", "launcher": "local"})
+    gauges = Gauges(sources, "m", {"version": "1", "torch": "2", "launcher": "local"})
     registry.register(gauges)
     gauges.look()
     families = list(registry.collect())

@@ -83,6 +83,7 @@ def test_what_a_service_has_not_is_not_told() -> None:
         "longleaf_refused_credentials",
         "longleaf_refused_frames",
         "longleaf_reload_failures",
+        "longleaf_file_unusable",
         "longleaf_certificate_expiry_timestamp_seconds",
         "longleaf_snapshot_bytes",
         "longleaf_merge_seconds",
@@ -99,6 +100,7 @@ def test_what_it_has_is() -> None:
             refused_credentials=lambda: 5,
             refused_frames=lambda: 6,
             failed_reloads={"credentials": lambda: 1, "certificates": lambda: 2},
+            unusable_files={"credentials": lambda: True, "certificates": lambda: False},
             certificate_expiry=lambda: 1.5e9,
         )
     )
@@ -108,6 +110,7 @@ def test_what_it_has_is() -> None:
         1,
         2,
     ]
+    assert [seen.value("longleaf_file_unusable", file=file) for file in ("credentials", "certificates")] == [1, 0]
     assert seen.value("longleaf_certificate_expiry_timestamp_seconds") == 1.5e9
     assert seen.value("longleaf_snapshot_bytes") == 4096
 
