@@ -14,7 +14,7 @@ from longleaf.small_files import read_small
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
 """How often files are looked at, at most: what changes is known within this."""
-log = logging.getLogger("coordinator.reloads")
+log = logging.getLogger("longleaf.reloads")
 """No part of `coordinator.access`, which is for lines about calls."""
 
 
