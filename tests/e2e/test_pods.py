@@ -206,7 +206,7 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
     place: Place, secrets: tuple[Secrets, dict[Role, str]], tmp_path: Path
 ):
     (tmp_path / "closed").mkdir()
-    documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], [CLOSING])
+    documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], CLOSING)
     told, credentials = secrets
     head, _ = bring_up(place(pods(documents)[0], 0, told), place, credentials["admin"])
     assert probe(head, "livenessProbe") == probe(head, "readinessProbe") == "SERVING"
