@@ -49,16 +49,19 @@ class Authority:
             .not_valid_after(now + life)
         )
 
-    def make(self, *uris: str, key: Key | None = None, life: timedelta = DAY) -> tuple[bytes, bytes]:
-        """A certificate for this machine and `uris`, and its key."""
+    def make(
+        self, *uris: str, key: Key | None = None, life: timedelta = DAY, names: Sequence[str] = ()
+    ) -> tuple[bytes, bytes]:
+        """A certificate for this machine, `names` of others and `uris`, and its key."""
         key = key or ec.generate_private_key(ec.SECP256R1())
-        names: Sequence[x509.GeneralName] = [
+        whose: Sequence[x509.GeneralName] = [
             x509.DNSName("localhost"),
             x509.IPAddress(ip_address("127.0.0.1")),
+            *map(x509.DNSName, names),
             *map(x509.UniformResourceIdentifier, uris),
         ]
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "someone")])
-        builder = self._builder(name, key, life).add_extension(x509.SubjectAlternativeName(names), False)
+        builder = self._builder(name, key, life).add_extension(x509.SubjectAlternativeName(whose), False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM), pem_of(key)
 
     def write(self, name: str, pair: tuple[bytes, bytes] | None = None) -> tuple[Path, Path]:
