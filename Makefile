@@ -18,7 +18,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench lock clean
+.PHONY: help demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench clients lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -85,6 +85,9 @@ release-wire: $(READY) ## Promise the wire as protos/ has it now; refused where 
 
 bench: $(READY) ## Measure against transformers and write bench/results
 	$(BIN)/python -m bench.report $(ARGS)
+
+clients: $(READY) ## Install clients of the door for HTTP that slow tests try
+	$(PIP) install -e '.[clients]'
 
 lock: $(READY) ## Write requirements.lock from what .venv holds now
 	$(BIN)/python scripts/lock.py

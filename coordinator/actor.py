@@ -12,8 +12,10 @@ from coordinator.ranks.ports import Fleet
 from coordinator.service import Loading, Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
-from longleaf.errors import EpochBroken, LongleafError, WorkerLost
+from longleaf.config import DataConfig, EngineConfig
+from longleaf.errors import EpochBroken, InvalidArgument, LongleafError, WorkerLost
 from longleaf.launch import BAD_INPUT
+from longleaf.operations import SecurityConfig, TelemetryConfig, flag_of, in_flags
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
@@ -36,11 +38,20 @@ class Reply(msgspec.Struct, frozen=True):
     exit_code: int = 0
 
 
+PARTS = (ServiceConfig, EngineConfig, DataConfig, SecurityConfig, TelemetryConfig)
+SETTINGS = frozenset(name for part in PARTS for name in part.__struct_fields__)
+"""All of them are options of the command line."""
+
+
 def describe(error: Exception) -> Reply:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
     if not isinstance(error, LongleafError):
         return Reply(error=repr(error), exit_code=FAILED)
-    return Reply(error=str(error), exit_code=FAILED if isinstance(error, WorkerLost | EpochBroken) else BAD_INPUT)
+    told = str(error)
+    if isinstance(error, InvalidArgument) and error.field in SETTINGS:
+        told = f"{flag_of(error.field)}: {error.description}"
+    code = FAILED if isinstance(error, WorkerLost | EpochBroken) else BAD_INPUT
+    return Reply(error=in_flags(told, SETTINGS), exit_code=code)
 
 
 class News(logging.Handler):

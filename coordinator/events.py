@@ -20,6 +20,8 @@ class Claim(Claimed, frozen=True, kw_only=True):
     """When nobody waits for it any more, in seconds on the engine's clock."""
     at_once: int | None = None
     """Generations of the tenant that may run at once; None: no limit of its own."""
+    is_alone: bool = True
+    """No other tenant may ask for anything: it may fill the queue."""
     is_held: bool = False
     """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
 
@@ -27,6 +29,10 @@ class Claim(Claimed, frozen=True, kw_only=True):
     def end(self) -> float | None:
         """When the request is ended, wherever it is; None while somebody else sees to that."""
         return None if self.is_held else self.deadline
+
+    def outranks(self, other: "Claim") -> bool:
+        """By its priority, which counts inside of a tenant alone."""
+        return self.tenant == other.tenant and self.priority > other.priority
 
 
 NO_CLAIM = Claim()

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from coordinator.access.authenticator import Anybody, Authenticator
 from coordinator.access.credentials import Credentials
 from coordinator.calls.kept_uploads import KeptUploads
+from coordinator.calls.shares import TENANT_SHARE
 from coordinator.calls.use_cases import UseCases
 from coordinator.durability import Durability
 from coordinator.engine.engine import STOPPING, Engine
@@ -178,12 +179,14 @@ class Service:
         return self._use_cases.cluster()
 
     def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
-        if (durability := self._durability) is None:
-            return UseCases(engine, tokenizer, describe, house=engine.house, observers=self._observers)
-        uploads = KeptUploads(durability.catalog, durability.kept.uploads)
-        uploads.begin()
+        journal = uploads = None
+        if self._durability is not None:
+            journal = self._durability.journal
+            uploads = KeptUploads(self._durability.catalog, self._durability.kept.uploads)
+            uploads.begin()
+        share = 1.0 if self._config.security.credentials is None else TENANT_SHARE
         return UseCases(
-            engine, tokenizer, describe, durability.journal, uploads, engine.house, observers=self._observers
+            engine, tokenizer, describe, journal, uploads, engine.house, observers=self._observers, tenant_share=share
         )
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:

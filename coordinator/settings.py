@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from longleaf.config import DRAIN_SECONDS, LOOPBACK, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.errors import InvalidArgument
 from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 
 
@@ -50,5 +51,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.security.check(self.host)
         self.telemetry.check()
         self.door.check(self.security)
+        if self.engine.share_prefixes and self.security.credentials is None:
+            raise InvalidArgument("share_prefixes", "needs credentials: without tenants there is nobody to share with")
         if self.model_name is not None:
             check_model_name(self.model_name)

@@ -17,7 +17,7 @@ from door.guards import Guards
 from door.models import KnownModel
 from door.openai import chat, completions, models
 from door.settings import DoorConfig
-from longleaf.client import AsyncClient
+from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
 
 ROUTES = (
@@ -40,7 +40,7 @@ ROUTES = (
 )
 
 
-def make_app(client: AsyncClient, config: DoorConfig) -> ASGIApp:
+def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
     """The application in front of the service of `client`."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         Problem: _on_problem,

@@ -2,14 +2,14 @@
 
 from starlette.requests import Request
 
-from longleaf.client import AsyncClient
+from longleaf.client.relay import Relay
 from longleaf.errors import InvalidArgument, PermissionDenied, Unauthenticated
 
 
-def client_of(request: Request) -> AsyncClient:
+def client_of(request: Request) -> Relay:
     """The client of this call. Raises Unauthenticated for what is no credential, and PermissionDenied where it would
     travel on in plain text."""
-    client: AsyncClient = request.app.state.client
+    client: Relay = request.app.state.client
     given = request.headers.get("authorization")
     if given is None:
         return client

@@ -11,7 +11,7 @@ from door.callers import client_of
 from door.contexts.resources import answered
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event
-from longleaf.client import AsyncClient
+from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
 from longleaf.messages import Cluster
 
@@ -101,7 +101,7 @@ async def healthz(request: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """The service behind it can answer."""
-    client: AsyncClient = request.app.state.client
+    client: Relay = request.app.state.client
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)
     except LongleafError as error:

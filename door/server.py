@@ -15,8 +15,9 @@ from door.app import make_app
 from door.certificates import Certificate
 from door.protocol import protocol_options
 from door.settings import DoorConfig
-from longleaf.client import AsyncClient, Retries
+from longleaf.client import Retries
 from longleaf.client.channels import Access
+from longleaf.client.relay import Relay
 from longleaf.config import join_address
 from longleaf.errors import StartError
 
@@ -31,7 +32,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
 
 
-def client_for(config: DoorConfig) -> AsyncClient:
+def client_for(config: DoorConfig) -> Relay:
     """Raises InvalidArgument."""
     access = Access(credential="", insecure=config.insecure)
     if config.tls_ca is not None:
@@ -39,11 +40,14 @@ def client_for(config: DoorConfig) -> AsyncClient:
     if config.tls_ca == "" or config.server_tls_cert is not None:
         access["tls_cert"] = config.server_tls_cert or ""
         access["tls_key"] = config.server_tls_key or ""
-    return AsyncClient(config.server, retries=Retries(limit=0), **access)
+    return Relay(config.server, retries=Retries(limit=0), **access)
 
 
-async def serve(config: DoorConfig, announce: Callable[[str, str | None], None]) -> None:
-    """Until a signal. `announce` is told its URL and that of the metrics. Raises InvalidArgument and StartError."""
+async def serve(
+    config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
+) -> None:
+    """Until a signal, or `end`. `announce` is told its URL and that of the metrics. Raises InvalidArgument and
+    StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen(config.host, config.port) as listener:
         async with client_for(config) as client, counted(make_app(client, config), config) as (app, metrics):
@@ -61,8 +65,10 @@ async def serve(config: DoorConfig, announce: Callable[[str, str | None], None])
             told.ssl = certificate.context if certificate is not None else None
             server = uvicorn.Server(told)
             tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
+            end = end or asyncio.Event()
+            tasks.append(asyncio.create_task(_end_with(server, end)))
             if config.with_parent:
-                tasks.append(asyncio.create_task(_end_with_parent(server)))
+                _watch_parent(end)
             scheme = "https" if certificate is not None else "http"
             announce(f"{scheme}://{join_address(config.host, listener.getsockname()[1])}", metrics)
             try:
@@ -87,17 +93,20 @@ async def counted(app: ASGIApp, config: DoorConfig) -> AsyncGenerator[tuple[ASGI
         await metrics.stop()
 
 
-async def _end_with_parent(server: uvicorn.Server) -> None:
-    """Ends the server when standard input does."""
-    loop, over = asyncio.get_running_loop(), asyncio.Event()
+async def _end_with(server: uvicorn.Server, end: asyncio.Event) -> None:
+    await end.wait()
+    server.should_exit = True
+
+
+def _watch_parent(end: asyncio.Event) -> None:
+    """Sets `end` when standard input ends."""
+    loop, number = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def look() -> None:
         with suppress(BlockingIOError):
-            if not os.read(sys.stdin.fileno(), 1 << 10):
-                loop.remove_reader(sys.stdin.fileno())
-                over.set()
+            if not os.read(number, 1 << 10):
+                loop.remove_reader(number)
+                end.set()
 
-    os.set_blocking(sys.stdin.fileno(), False)
-    loop.add_reader(sys.stdin.fileno(), look)
-    await over.wait()
-    server.should_exit = True
+    os.set_blocking(number, False)
+    loop.add_reader(number, look)

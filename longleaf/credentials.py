@@ -23,11 +23,13 @@ Role = Literal["user", "admin"]
 PREFIX = "longleaf-"
 """How credentials begin, so that scanners of repositories can know them."""
 NUM_RANDOM_BYTES = 32
-RESERVED = frozenset({"contexts", "generations", "uploads"})
+RESERVED = frozenset({"contexts", "generations", "quotas", "uploads"})
 """Words that name resources, and would be read so in messages."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_NAME = re.compile(r"(?:uri|dns):(\S+)")
-_QUOTA = re.compile(r"([a-z_]+)=([0-9][0-9_]*)")
+_NAME = re.compile(r"(?:uri|dns):\S+")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+MIN_SECRET = len(PREFIX) + NUM_RANDOM_BYTES
+"""Characters of what begins like a credential and is taken for one; tenants may be called alike."""
 BOM = "\ufeff"
 
 
@@ -60,7 +62,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[bytes, ...] = ()
     """SHA-256 of its credentials."""
     names: tuple[str, ...] = ()
-    """URI and DNS names of client certificates."""
+    """Names of client certificates, with what they are in front: `uri:` or `dns:`."""
     quotas: Quotas = Quotas()
 
 
@@ -77,8 +79,7 @@ def new_credential() -> str:
 def line_of(entry: Entry) -> str:
     """The line for the file."""
     quotas = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
-    parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests)]
-    parts += [f"{'uri' if '://' in name else 'dns'}:{name}" for name in entry.names]
+    parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests), *entry.names]
     return "  ".join([*parts, *(f"{name}={value}" for name, value in quotas.items() if value is not None)])
 
 
@@ -90,11 +91,11 @@ def parse_credentials(data: bytes) -> tuple[Entry, ...]:
         raise InvalidArgument("credentials", f"byte {error.start} is not UTF-8") from None
     if text.startswith(BOM):
         raise InvalidArgument("credentials", "begins with a byte-order mark: save it as UTF-8 without one")
-    entries = list[Entry]()
+    entries, owners = list[Entry](), dict[bytes | str, str]()
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.partition("#")[0].split():
             entries.append(_entry(words, number))
-            _check_new(entries, number)
+            _check_new(entries[-1], owners, number)
     if not entries:
         raise InvalidArgument("credentials", "has no entries: nobody could come in")
     return tuple(entries)
@@ -108,7 +109,16 @@ def check_tenant(tenant: str, field: str = "tenant") -> str:
     return tenant
 
 
+def looks_secret(text: str) -> bool:
+    """Whether that may be a credential itself, which belongs into no message."""
+    return text.startswith(PREFIX) and len(text) >= MIN_SECRET
+
+
 def _entry(words: list[str], number: int) -> Entry:
+    for place, word in enumerate(words, 1):
+        if looks_secret(word):
+            told = "put the line of `longleaf credentials new` here"
+            raise _bad(number, f"its word {place} looks like a credential itself: {told}")
     if len(words) < 2 or words[1] not in get_args(Role):
         raise _bad(number, f"is not TENANT ROLE ...; a role is one of {', '.join(get_args(Role))}")
     try:
@@ -119,14 +129,13 @@ def _entry(words: list[str], number: int) -> Entry:
     for place, word in enumerate(words[2:], 3):
         if found := _DIGEST.fullmatch(word):
             digests.append(bytes.fromhex(found[1]))
-        elif found := _NAME.fullmatch(word):
-            names.append(found[1])
-        elif (found := _QUOTA.fullmatch(word)) and found[1] in Quotas.__struct_fields__ and found[1] not in quotas:
-            quotas[found[1]] = int(found[2])
+        elif _NAME.fullmatch(word):
+            names.append(word)
         else:
-            raise _bad(
-                number, f"its word {place} is no sha256:HEX of 64 digits, uri:NAME, dns:NAME or known QUOTA=NUMBER"
-            )
+            name, amount = _quota(word, f"its word {place}", number)
+            if name in quotas:
+                raise _bad(number, f"its word {place} gives the quota {name} again")
+            quotas[name] = amount
     if "waiting" in quotas and "generations" not in quotas:
         raise _bad(number, "waiting=NUMBER is for those beside generations=NUMBER, which is missing")
     if not digests and not names:
@@ -140,14 +149,25 @@ def _entry(words: list[str], number: int) -> Entry:
     )
 
 
-def _check_new(entries: list[Entry], number: int) -> None:
-    """Raises InvalidArgument where the last of them has what is another's."""
-    last = entries[-1]
-    for other in entries[:-1]:
-        if other.tenant == last.tenant:
-            raise _bad(number, f"the tenant {last.tenant} has a line already; all its credentials are on one line")
-        if {*other.digests} & {*last.digests} or {*other.names} & {*last.names}:
-            raise _bad(number, f"{last.tenant} has a credential or a name that is {other.tenant}'s")
+def _quota(word: str, which: str, number: int) -> tuple[str, int]:
+    """A quota and its number. Raises InvalidArgument, which may not quote the word."""
+    name, equals, amount = word.partition("=")
+    if not equals:
+        raise _bad(number, f"{which} is no sha256:HEX of 64 digits, uri:NAME, dns:NAME or QUOTA=NUMBER")
+    if name not in Quotas.__struct_fields__:
+        raise _bad(number, f"{which} is none of the quotas {', '.join(Quotas.__struct_fields__)}")
+    if _NUMBER.fullmatch(amount) is None:
+        raise _bad(number, f"{which} must be {name}=NUMBER, of 1 to 15 digits alone")
+    return name, int(amount)
+
+
+def _check_new(entry: Entry, owners: dict[bytes | str, str], number: int) -> None:
+    """Adds an entry to the owners of what tenants have. Raises InvalidArgument where it has what is another's."""
+    if entry.tenant in owners:
+        raise _bad(number, f"the tenant {entry.tenant} has a line already; all its credentials are on one line")
+    for own in (entry.tenant, *entry.digests, *entry.names):
+        if (owner := owners.setdefault(own, entry.tenant)) != entry.tenant:
+            raise _bad(number, f"{entry.tenant} has a credential or a name that is {owner}'s")
 
 
 def _bad(number: int, told: str) -> InvalidArgument:

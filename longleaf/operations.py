@@ -1,6 +1,8 @@
 """Settings of whom a service lets in, and of what it tells of itself."""
 
 import ipaddress
+import re
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -44,7 +46,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.tls_client_ca is not None and "credentials" in missing:
             missing.remove("credentials")
         if missing:
-            told = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+            told = " and ".join(map(flag_of, missing))
             rule = f"{host} can be reached from other machines: give {told}, or say --insecure"
             raise InvalidArgument("host", rule)
 
@@ -99,6 +101,19 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that makes no sense."""
         _check_port("metrics_port", self.metrics_port)
+        if self.metrics_port is None and self.metrics_host != LOOPBACK:
+            raise InvalidArgument("metrics_host", "needs metrics_port: without it there are no metrics")
+
+
+def flag_of(name: str) -> str:
+    """What a setting is called on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def in_flags(text: str, names: Iterable[str]) -> str:
+    """`text` with settings of these names, as far as they are no plain words, as the command line calls them."""
+    known = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    return re.sub(rf"(?<![\w./-])(?:{known})(?![\w/-]|\.\w)", lambda found: flag_of(found[0]), text)
 
 
 def check_public_url(url: str) -> None:

@@ -1,19 +1,23 @@
 """Certificates and private keys in PEM files, looked through before TLS gets them: its own errors name no file."""
 
 import time
-from datetime import UTC
 from pathlib import Path
 
 import msgspec
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from longleaf.errors import InvalidArgument
 from longleaf.small_files import read_small
 
 MAX_PEM_BYTES = 1 << 20
-Key = rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey
+MIN_RSA_BITS = 2048
+CURVES = ("secp256r1", "secp384r1")
+"""P-256 and P-384: gRPC's TLS can be given others, and its clients take none of these."""
+KEYS_TOLD = f"TLS here takes RSA keys of {MIN_RSA_BITS:,} bits or more, and ECDSA keys over P-256 or P-384"
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -33,10 +37,12 @@ def read_pem(field: str, path: str | Path) -> bytes:
 def parse_pair(chain: bytes, key: bytes, fields: tuple[str, str] = ("tls_cert", "tls_key")) -> KeyPair:
     """Raises InvalidArgument naming one of `fields`."""
     first = parse_certificates(chain, fields[0])[0]
-    expires = first.not_valid_after_utc.astimezone(UTC)
+    begins, expires = first.not_valid_before_utc, first.not_valid_after_utc
     if expires.timestamp() <= time.time():
         raise InvalidArgument(fields[0], f"expired at {expires:%Y-%m-%d %H:%M:%S} UTC")
-    if _public(first.public_key()) != _public(_parse_key(key, fields[1]).public_key()):
+    if begins.timestamp() > time.time():
+        raise InvalidArgument(fields[0], f"is not valid before {begins:%Y-%m-%d %H:%M:%S} UTC")
+    if _public_of(first, fields[0]) != _der(_parse_key(key, fields[1])):
         raise InvalidArgument(fields[1], f"is not the key of the certificate in {fields[0]}")
     return KeyPair(chain, key, expires.timestamp())
 
@@ -51,20 +57,45 @@ def parse_certificates(data: bytes, field: str) -> list[x509.Certificate]:
         raise InvalidArgument(field, "has no certificate in PEM that can be read") from None
 
 
-def _parse_key(data: bytes, field: str) -> Key:
+def _parse_key(data: bytes, field: str) -> PublicKeyTypes:
+    """The public half. Raises InvalidArgument."""
     if not data.strip():
         raise InvalidArgument(field, "is empty")
     try:
         key = load_pem_private_key(data, password=None)
     except TypeError:
         raise InvalidArgument(field, "is encrypted; give a key without a passphrase") from None
+    except UnsupportedAlgorithm:
+        raise InvalidArgument(field, KEYS_TOLD) from None
     except ValueError:
         raise InvalidArgument(field, "has no private key in PEM that can be read") from None
-    if not isinstance(key, Key):
-        raise InvalidArgument(field, "is neither an RSA nor an ECDSA key, and TLS here takes no other")
-    return key
+    return _taken(key.public_key(), field)
 
 
-def _public(key: object) -> bytes:
-    taken = isinstance(key, rsa.RSAPublicKey | ec.EllipticCurvePublicKey)
-    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) if taken else b""
+def _public_of(certificate: x509.Certificate, field: str) -> bytes:
+    """Raises InvalidArgument."""
+    try:
+        key = certificate.public_key()
+    except (UnsupportedAlgorithm, ValueError):
+        raise InvalidArgument(field, f"has a key that cannot be read; {KEYS_TOLD}") from None
+    return _der(_taken(key, field))
+
+
+def _taken(key: PublicKeyTypes, field: str) -> PublicKeyTypes:
+    """`key`. Raises InvalidArgument where no connection would come about with it."""
+    match key:
+        case rsa.RSAPublicKey() if key.key_size >= MIN_RSA_BITS:
+            return key
+        case ec.EllipticCurvePublicKey() if key.curve.name in CURVES:
+            return key
+        case rsa.RSAPublicKey():
+            told = f"is an RSA key of {key.key_size:,} bits"
+        case ec.EllipticCurvePublicKey():
+            told = f"is a key over {key.curve.name}"
+        case _:
+            told = "is neither an RSA nor an ECDSA key"
+    raise InvalidArgument(field, f"{told}; {KEYS_TOLD}")
+
+
+def _der(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

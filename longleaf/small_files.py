@@ -1,17 +1,30 @@
 """Files that are read whole."""
 
+import os
+import stat
 from pathlib import Path
 
 from longleaf.errors import InvalidArgument
 
+MAX_BYTES = 16 << 20
+"""What a file of settings has at most."""
 
-def read_small(field: str, path: str | Path, max_bytes: int) -> bytes:
-    """What is in a file of `max_bytes` at most. Raises InvalidArgument naming `field`."""
+
+def read_small(field: str, path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """What is in a regular file of `max_bytes` at most: who opens or reads a pipe would wait for its other end. Raises
+    InvalidArgument naming `field`."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(max_bytes + 1)
+        with open(path, "rb", opener=_open_at_once) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(max_bytes + 1) if is_regular else b""
     except OSError as error:
         raise InvalidArgument(field, f"{path}: {error.strerror}") from None
+    if not is_regular:
+        raise InvalidArgument(field, f"{path} is no regular file")
     if len(data) > max_bytes:
         raise InvalidArgument(field, f"{path} has more than {max_bytes:,} bytes")
     return data
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -14,8 +14,8 @@ from longleaf.small_files import read_small
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
 """How often files are looked at, at most: what changes is known within this."""
-MAX_BYTES = 16 << 20
-log = logging.getLogger(__name__)
+log = logging.getLogger("coordinator.reloads")
+"""No part of `coordinator.access`, which is for lines about calls."""
 
 
 class WatchedFiles(Generic[Parsed]):
@@ -53,21 +53,33 @@ class WatchedFiles(Generic[Parsed]):
         try:
             datas = self._read()
             digest = _digest_of(datas)
-            if digest == self._digest:
-                self._trouble = ""
-                return
-            self._value, self._digest, self._trouble = self._parse(*datas), digest, ""
+            if is_new := digest != self._digest:
+                self._value, self._digest = self._parse(*datas), digest
         except InvalidArgument as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                self.num_failed_reloads += 1
-                log.warning("%s; what was there before goes on", error)
-            return
-        log.info("read %s again", ", ".join(map(str, self._paths.values())))
+            self._note(str(error))
+        except Exception as error:  # its message might quote the file
+            self._note(f"{self._names} cannot be used: {type(error).__name__}")
+        else:
+            if self._trouble:  # as loud as what it ends
+                log.warning("%s can be used again, and is", self._names)
+            elif is_new:
+                log.info("read %s again", self._names)
+            self._trouble = ""
+
+    def _note(self, trouble: str) -> None:
+        """What keeps the newest contents from being used; told once."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self.num_failed_reloads += 1
+            log.warning("%s; what was there before goes on", trouble)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self._paths.values()))
 
     def _read(self) -> list[bytes]:
         """Raises InvalidArgument."""
-        return [read_small(field, path, MAX_BYTES) for field, path in self._paths.items()]
+        return [read_small(field, path) for field, path in self._paths.items()]
 
 
 def _digest_of(datas: list[bytes]) -> tuple[bytes, ...]:

@@ -36,8 +36,8 @@ def measure_page(url: str, times: int = TIMES) -> PageFigures:
         raise FileNotFoundError(f"{CHROMIUM} is not installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        _open(browser, url)  # the first page of a browser pays for what the browser itself starts
-        found = [_open(browser, url) for _ in range(times)]
+        open_page(browser, url)  # the first page of a browser pays for what the browser itself starts
+        found = [open_page(browser, url) for _ in range(times)]
         version = f"Chromium {browser.version}"
         browser.close()
     each = tuple(round(milliseconds, 1) for milliseconds, _ in found)
@@ -45,7 +45,7 @@ def measure_page(url: str, times: int = TIMES) -> PageFigures:
     return PageFigures(round(median(each), 1), each, sum(sizes), len(sizes), version)
 
 
-def _open(browser: Any, url: str) -> tuple[float, list[int]]:
+def open_page(browser: Any, url: str) -> tuple[float, list[int]]:
     """Milliseconds until it takes input, and the bytes of each of its files."""
     context = browser.new_context(ignore_https_errors=True)
     page = context.new_page()

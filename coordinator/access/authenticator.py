@@ -16,7 +16,7 @@ class Authenticator(Protocol):
 
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
         """Who calls with these headers, over a connection whose client has proven to bear these `names`: the URI and
-        DNS names of its certificate. Raises Unauthenticated."""
+        DNS names of its certificate, with `uri:` or `dns:` in front. Raises Unauthenticated."""
         ...
 
 

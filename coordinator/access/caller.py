@@ -15,6 +15,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "user"
     quotas: Quotas = Quotas()
     """Of the tenant, as they are now."""
+    is_alone: bool = True
+    """No other tenant may come in."""
 
     @property
     def is_admin(self) -> bool:

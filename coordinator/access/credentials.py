@@ -43,7 +43,8 @@ class Credentials:
         if found is None:
             self.num_refused += 1
             raise Unauthenticated(told)
-        return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas)
+        is_alone = len(self._file.value) == 1
+        return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
 
     def _bearer(self, header: str) -> Entry | None:
         """In constant time: every digest is compared with, to its end."""

@@ -1,7 +1,7 @@
 """Holds what tenants take against their quotas."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -22,8 +22,17 @@ class Ledger:
     tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
     quotas; where there are none, all of this costs nothing."""
 
-    def __init__(self, usage: Callable[[str], Usage], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        usage: Callable[[str], Usage],
+        clock: Callable[[], float] = time.monotonic,
+        num_uploads: Callable[[str], int] = lambda _: 0,
+    ) -> None:
+        """`num_uploads` tells how many ingests and imports of a tenant are open, or kept to be resumed."""
         self._usage = usage
+        self._num_uploads = num_uploads
+        self._coming = defaultdict[str, Counter[str]](Counter)
+        """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
         self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
         self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
 
@@ -31,8 +40,10 @@ class Ledger:
     def _caller(self) -> Caller:
         return CALLER.get(OWNER)
 
-    def begin_generation(self, num_tokens: int) -> None:
-        """One of a prompt of so many tokens. Raises ResourceExhausted."""
+    @contextmanager
+    def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
+        nothing. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.generations == 0:
             _refuse(caller, "generations", "none may run")
@@ -43,14 +54,18 @@ class Ledger:
                 told = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
                 _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
         self._check_rate(caller, "tokens_out_per_minute", self._outs)
-        self._take_in(caller, num_tokens)
+        self.check_rate_in()
+        yield
+        self._ins[caller.tenant].take(num_tokens, quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
-        usage = self._usage(caller.tenant)
+        usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
+        num_contexts += coming["contexts"]
+        num_tokens += coming["tokens"]
         if quotas.contexts is not None and num_contexts and usage.contexts + num_contexts > quotas.contexts:
             _refuse(caller, "contexts", f"there are {usage.contexts:,}, at most {quotas.contexts:,} may be")
         if quotas.tokens is not None and usage.tokens + num_tokens > quotas.tokens:
@@ -62,21 +77,39 @@ class Ledger:
             )
             _refuse(caller, "storage_bytes", told)
 
-    def begin_document(self, num_contexts: int, num_tokens: int) -> None:
-        """One of so many tokens, into a new context or, for 0, one that is there. Raises ResourceExhausted."""
+    @contextmanager
+    def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around what takes a while to make so many contexts and tokens in contexts: they count meanwhile. Raises
+        ResourceExhausted."""
         self.check_context(num_contexts, num_tokens)
-        self._take_in(self._caller, num_tokens)
+        tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
+        self._coming[tenant] += coming
+        try:
+            yield
+        finally:
+            self._coming[tenant] -= coming
 
-    def check_upload(self, num_open: int) -> None:
-        """Another one beside those `num_open` of the tenant. Raises ResourceExhausted."""
+    @contextmanager
+    def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
+        refused costs nothing. Raises ResourceExhausted."""
         caller = self._caller
-        if caller.quotas.uploads is not None and num_open >= caller.quotas.uploads:
+        with self.making(num_contexts, num_tokens):
+            yield
+        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+
+    def check_upload(self) -> None:
+        """Another ingest or import. Raises ResourceExhausted."""
+        caller = self._caller
+        if caller.quotas.uploads is None:
+            return
+        if (num_open := self._num_uploads(caller.tenant)) >= caller.quotas.uploads:
             told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
             _refuse(caller, "uploads", told, RETRY_SECONDS)
 
-    def _take_in(self, caller: Caller, num_tokens: int) -> None:
-        self._check_rate(caller, "tokens_in_per_minute", self._ins)
-        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+    def check_rate_in(self) -> None:
+        """Whether more may be read. Raises ResourceExhausted."""
+        self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
 
     def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, Bucket]) -> None:
         rate: int | None = getattr(caller.quotas, name)

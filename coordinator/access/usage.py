@@ -1,6 +1,17 @@
 """What a tenant takes of a service."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import msgspec
+
+Room = Callable[[int], AbstractContextManager[None]]
+"""Around what makes a context of so many tokens. Raises ResourceExhausted where its tenant may have no such one."""
+
+
+def any_room(_: int) -> AbstractContextManager[None]:
+    """For whoever has no quotas."""
+    return nullcontext()
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

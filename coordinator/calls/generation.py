@@ -80,6 +80,7 @@ class Generation:
         wall_clock: Callable[[], float] = time.time,
         observers: Observers = NOBODY,
         ledger: Ledger = UNLIMITED,
+        tenant_share: float = 1.0,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -90,7 +91,7 @@ class Generation:
         self._journal = journal
         self._observers = observers
         self._ledger = ledger
-        self._replays = Replays(later, self._forget)
+        self._replays = Replays(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
         """Ids of those that are not held, so that a repeated request does not run twice."""
 
@@ -141,9 +142,10 @@ class Generation:
             request = self._filled(request, len(token_ids))
         answer = self._answer(request_id, request)
         prompt = self._prompt(request, token_ids, deadline)
-        self._ledger.begin_generation(len(token_ids))
         with self._observers.generation(request_id, request.tenant) as saw:
-            async with aclosing(self._engine.submit(prompt)) as stream:
+            with self._ledger.begin_generation(len(token_ids)):
+                begun = self._engine.submit(prompt)
+            async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     del request, token_ids, prompt  # the text may be large, and the answer long
                     async with aclosing(self._told(stream, record, answer, saw)) as told:
@@ -233,12 +235,13 @@ class Generation:
 
     def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
         is_held = request.resume_seconds > 0
-        tenant, client = request.tenant, request.client
+        tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
         claim = events.Claim(
             priority=request.priority,
             tenant=tenant,
             client=client,
-            at_once=CALLER.get(OWNER).quotas.generations,
+            at_once=caller.quotas.generations,
+            is_alone=caller.is_alone,
             deadline=deadline,
             is_held=is_held,
         )

@@ -11,6 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import STEP_BYTES, Intake
@@ -147,7 +148,7 @@ class Ingest:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
         self._ledger.check_context(0 if header.append else 1, 1)
-        self._ledger.check_upload(self._uploads.num_of(header.tenant))
+        self._ledger.check_upload()
         opening = await self._prompts.opening(header.system, limit) if header.system else None
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
@@ -158,6 +159,7 @@ class Ingest:
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
+        self._ledger.check_upload()  # others may have begun meanwhile
         self._uploads.add(upload)
         return upload
 
@@ -231,19 +233,24 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        self._ledger.begin_document(0 if header.append else 1, document.num_tokens)
-        stream = self._engine.ingest(
-            events.Document(
-                context=header.context,
-                token_ids=document.token_ids,
-                append=header.append,
-                settings=header.settings,
-                upload_id=header.upload_id,
-                claim=events.Claim(
-                    priority=header.priority, tenant=header.tenant, client=header.client, deadline=upload.deadline
-                ),
-            )
+        claim = events.Claim(
+            priority=header.priority,
+            tenant=header.tenant,
+            client=header.client,
+            is_alone=CALLER.get(OWNER).is_alone,
+            deadline=upload.deadline,
         )
+        asked = events.Document(
+            context=header.context,
+            token_ids=document.token_ids,
+            append=header.append,
+            settings=header.settings,
+            upload_id=header.upload_id,
+            claim=claim,
+        )
+        self._ledger.check_rate_in()
+        with self._ledger.begin_document(0 if header.append else 1, document.num_tokens):
+            stream = self._engine.ingest(asked)
         begun = _report("prefilling", document, total=document.num_tokens)
         return PrefillTask(stream, self._reports(header, stream, begun))
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from coordinator.calls.shares import shares_of
 from longleaf.errors import (
     Cancelled,
     InvalidArgument,
@@ -22,8 +23,6 @@ from longleaf.messages import Conversation, Delta, Event, Generate, Message, Rec
 
 MAX_HELD = 256
 """Generations held at once."""
-MAX_HELD_PER_CLIENT = MAX_HELD // 2
-"""Replays held for one client, so that it leaves some to others."""
 MAX_WEIGHT = 1 << 14
 """Tokens and alternatives of one generation that are kept for a client that comes back."""
 RETRY_SECONDS = 2.0
@@ -227,7 +226,15 @@ class Replays:
     """The generations that are held, by id. `forget` is called with the id of one that has ended for good: it can be
     resumed in no other service either."""
 
-    def __init__(self, later: CallLater = call_later, forget: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        later: CallLater = call_later,
+        forget: Callable[[str], None] = lambda _: None,
+        max_held: int = MAX_HELD,
+        tenant_share: float = 1.0,
+    ) -> None:
+        """All of them are at most `max_held`, and those of one client or tenant no more than its share."""
+        self._max_held, self._tenant_share = max_held, tenant_share
         self._call_later = later
         self._forget = forget
         self._by_id: dict[str, Replay] = {}
@@ -244,12 +251,13 @@ class Replays:
 
     def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
         """Holds a new generation. Raises ResourceExhausted."""
-        share = sum(replay.account == request.account for replay in self._by_id.values())
-        if share >= MAX_HELD_PER_CLIENT:
-            told = f"client {request.client!r} holds {share} to be resumed already, its share of all {MAX_HELD}"
-            raise ResourceExhausted("generations", told, RETRY_SECONDS)
-        if len(self._by_id) >= MAX_HELD:
-            raise ResourceExhausted("generations", f"{MAX_HELD} are held to be resumed already", RETRY_SECONDS)
+        for share in shares_of(request.account, self._tenant_share):
+            count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
+            if count >= self._max_held * share.part:
+                told = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
+                raise ResourceExhausted("generations", told, RETRY_SECONDS)
+        if len(self._by_id) >= self._max_held:
+            raise ResourceExhausted("generations", f"{self._max_held} are held to be resumed already", RETRY_SECONDS)
         return self._add(request_id, request, question_of(request), events)
 
     def take_up(

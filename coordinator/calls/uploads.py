@@ -11,6 +11,7 @@ from coordinator.calls.generation import EventStream
 from coordinator.calls.intake import CutShort, Intake
 from coordinator.calls.kept_uploads import KeptUploads, check_same
 from coordinator.calls.replay import CallLater, Timer, call_later
+from coordinator.calls.shares import loser_of, shares_of
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
 from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
@@ -23,8 +24,6 @@ TRIM_SECONDS = 30.0
 MAX_UPLOADS = 256
 MAX_BYTES = 1 << 30
 """Memory of all documents on their way to the engine: about 256 million tokens."""
-SHARE = 1 / 2
-"""The share of both that one client may have."""
 RETRY_SECONDS = 5.0
 
 
@@ -156,8 +155,8 @@ class Uploads:
     seconds, `later` calls after so many.
 
     What nobody listens to is kept for `keep_seconds`. All of them together are at most `max_uploads` and hold at most
-    `max_bytes`, and those of one client no more than its share: what is kept gives way, the oldest first. A prefill
-    under way is never dropped; the engine bounds those.
+    `max_bytes`, and those of one client or tenant no more than its share: what is kept gives way, the oldest first, of
+    the tenant that has most. A prefill under way is never dropped; the engine bounds those.
     """
 
     def __init__(
@@ -168,9 +167,11 @@ class Uploads:
         keep_seconds: float = KEEP_SECONDS,
         max_uploads: int = MAX_UPLOADS,
         max_bytes: int = MAX_BYTES,
+        tenant_share: float = 1.0,
         kept: KeptUploads | None = None,
     ) -> None:
         """What can be resumed is told to `kept`, if it is given."""
+        self._tenant_share = tenant_share
         self.kept = kept
         self.clock = clock
         self._later = later
@@ -202,12 +203,14 @@ class Uploads:
     def add(self, upload: Upload) -> None:
         """Raises ResourceExhausted when there are too many."""
         self._trim()
-        account = upload.header.account
-        of_client = sum(other.header.account == account for other in self._all)
-        if of_client >= self._max_uploads * SHARE and not self._drop_oldest(account):
-            told = f"{of_client} of client {upload.header.client!r} are open or kept to be resumed, at most"
-            raise ResourceExhausted("uploads", f"{told} {int(self._max_uploads * SHARE)} may be", RETRY_SECONDS)
-        if len(self._all) >= self._max_uploads and not self._drop_oldest():
+        for share in shares_of(upload.header.account, self._tenant_share):
+            count = sum(share.is_theirs(other.header.account) for other in self._all)
+            most = self._max_uploads * share.part
+            if count >= most and not self._drop_oldest(share.is_theirs):
+                told = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
+                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        held = Counter(other.header.tenant for other in self._all)
+        if len(self._all) >= self._max_uploads and not self._make_room(held, upload.header.tenant):
             told = f"{len(self._all)} are open, and there may be no more"
             raise ResourceExhausted("uploads", told, RETRY_SECONDS)
         self._all.add(upload)
@@ -217,19 +220,18 @@ class Uploads:
     def count(self, upload: Upload, num_arrived: int = 0) -> None:
         """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
         it. Raises ResourceExhausted when that is too much."""
-        account = upload.header.account
         self._count(upload, upload.num_held_bytes + num_arrived)
-        share = int(self._max_bytes * SHARE)
-        if upload.num_counted > share:
-            told = f"one holds {upload.num_counted:,} bytes, at most {share:,} are for a client"
-            raise ResourceExhausted("uploads", told)
-        while self._num_bytes[account] > share:
-            if not self._drop_oldest(account):
-                held = f"those of client {upload.header.client!r} hold {self._num_bytes[account]:,} bytes"
-                told = f"{held}, at most {share:,} are for a client"
-                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        for share in shares_of(upload.header.account, self._tenant_share):
+            most = int(self._max_bytes * share.part)
+            if upload.num_counted > most:
+                told = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
+                raise ResourceExhausted("uploads", told)
+            while (held := self._num_bytes_of(share.is_theirs)) > most:
+                if not self._drop_oldest(share.is_theirs):
+                    told = f"those of {share.whose} hold {held:,} bytes, at most {most:,} may be held"
+                    raise ResourceExhausted("uploads", told, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
-            if not self._drop_oldest():
+            if not self._make_room(self._bytes_by_tenant(), upload.header.tenant):
                 told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
                 raise ResourceExhausted("uploads", told, RETRY_SECONDS)
 
@@ -286,12 +288,26 @@ class Uploads:
         ordered = sorted(kept, key=lambda entry: entry[0])
         return [upload for _, upload in ordered if not upload.is_prefilling]
 
-    def _drop_oldest(self, account: Account | None = None) -> bool:
-        """Makes room, where something is kept that can be dropped; says whether it was. None: of any client."""
-        found = next((upload for upload in self._kept() if account in (None, upload.header.account)), None)
+    def _drop_oldest(self, is_theirs: Callable[[Account], bool]) -> bool:
+        """Makes room, where they have something kept that can be dropped; says whether it was."""
+        found = next((upload for upload in self._kept() if is_theirs(upload.header.account)), None)
         if found is not None:
             self.forget(found)
         return found is not None
+
+    def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
+        """The same, of the tenant that has most by `held`; of others than `tenant` only where they have more."""
+        loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
+        return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
+
+    def _num_bytes_of(self, is_theirs: Callable[[Account], bool]) -> int:
+        return sum(count for account, count in self._num_bytes.items() if is_theirs(account))
+
+    def _bytes_by_tenant(self) -> Counter[str]:
+        held = Counter[str]()
+        for (tenant, _), count in self._num_bytes.items():
+            held[tenant] += count
+        return held
 
     def _trim(self) -> None:
         now = self.clock()
@@ -300,7 +316,7 @@ class Uploads:
             self._count(upload, upload.num_held_bytes)  # work that its stream left behind may have ended since
             if now - upload.idle_since > self._keep_seconds:
                 self.forget(upload)
-        while self.num_bytes > self._max_bytes and self._drop_oldest():
+        while self.num_bytes > self._max_bytes and self._make_room(self._bytes_by_tenant()):
             pass
         if self._timer is None and any(upload.idle_since is not None for upload in self._all):
             self._timer = self._later(TRIM_SECONDS, self._on_timer)

@@ -1,10 +1,11 @@
 """All that clients can ask of one service, through whatever door they come."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.access.ledger import Ledger
-from coordinator.access.usage import Usage
+from coordinator.access.usage import Room, Usage
 from coordinator.calls.generation import Generation, Submitter
 from coordinator.calls.house.exports import Exports
 from coordinator.calls.house.imports import Imports
@@ -50,11 +51,11 @@ class ContextStore(Protocol):
 class Rereader(Protocol):
     """Contexts that an earlier checkpoint has read, for an engine whose checkpoint knows so many tokens."""
 
-    async def reread_context(self, context_id: str, vocabulary_size: int) -> Context:
-        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
+        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what `room` raises."""
         ...
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str) -> Reread: ...
+    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread: ...
 
 
 class ServedEngine(Submitter, Ingester, ContextStore, Rereader, Protocol):
@@ -74,7 +75,8 @@ class UseCases:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
     `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
-    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay.
+    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay. A tenant may
+    have at most `tenant_share` of what is held for those who come back.
     """
 
     def __init__(
@@ -86,26 +88,40 @@ class UseCases:
         kept_uploads: KeptUploads | None = None,
         house: House | None = None,
         observers: Observers = NOBODY,
+        tenant_share: float = 1.0,
     ) -> None:
-        self._ledger = ledger = Ledger(engine.usage)
+        self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads)
         observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
         self.generation = Generation(
-            engine, tokenizer, self.threads, journal=journal, observers=observers, ledger=ledger
+            engine,
+            tokenizer,
+            self.threads,
+            journal=journal,
+            observers=observers,
+            ledger=ledger,
+            tenant_share=tenant_share,
         )
-        self.ingest = Ingest(engine, tokenizer, self.threads, Uploads(kept=kept_uploads), ledger=ledger)
+        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
         self._rereader: Rereader = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
-        self._exports = Exports(house, self.threads, cluster) if house is not None else None
-        self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger) if house is not None else None
+        self._exports = self._imports = None
+        if house is not None:
+            self._exports = Exports(house, self.threads, cluster, tenant_share=tenant_share)
+            self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""
+
+    def _num_uploads(self, tenant: str) -> int:
+        """Ingests and imports of a tenant that are open, or kept to be resumed."""
+        return self._uploads.num_of(tenant) + (self._imports.num_of(tenant) if self._imports is not None else 0)
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
@@ -115,12 +131,16 @@ class UseCases:
 
     async def reread_context(self, context_id: str) -> Context:
         """Has a context read anew that an earlier checkpoint has read. Raises NotFound, AlreadyExists,
-        CheckpointChanged, DataLoss or StorageUnavailable."""
-        return await self._rereader.reread_context(context_id, self._vocabulary_size)
+        CheckpointChanged, DataLoss, ResourceExhausted or StorageUnavailable."""
+        return await self._rereader.reread_context(context_id, self._vocabulary_size, self._room)
 
     async def reread_contexts(self, tenant: str) -> Reread:
-        """Has all of these of a tenant read anew whose names are free."""
-        return await self._rereader.reread_contexts(self._vocabulary_size, tenant)
+        """Has all of these of a tenant read anew whose names are free, as far as it may have more contexts."""
+        return await self._rereader.reread_contexts(self._vocabulary_size, tenant, self._room)
+
+    def _room(self, num_tokens: int) -> AbstractContextManager[None]:
+        """See `Room`; of the caller."""
+        return self._ledger.making(1, num_tokens)
 
     @property
     def exports(self) -> Exports:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from coordinator.access.usage import Usage
+from coordinator.access.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
@@ -96,18 +96,21 @@ class ContextCalls(ABC):
             forked = await self._keeping.fork(source, context_id, num_tokens)
         return self.welcome(forked)
 
-    async def reread_context(self, context_id: str, vocabulary_size: int) -> messages.Context:
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> messages.Context:
         """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
-        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss or StorageUnavailable."""
+        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what
+        `room` raises."""
         self._open()
         with self._recoveries.explaining():
-            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size)
+            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size, room)
         return self.welcome(context)
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str = DEFAULT_TENANT) -> messages.Reread:
+    async def reread_contexts(
+        self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
+    ) -> messages.Reread:
         """All contexts of a tenant that earlier checkpoints have read."""
         self._open()
-        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant)
+        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
         told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
         return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from coordinator.access.usage import Room
 from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.records import ContextRecord, SegmentRecord
 from coordinator.engine.keeping import Keeping
@@ -25,27 +26,33 @@ class EarlierContexts:
         self._keeping = keeping
         self._wall_clock = wall_clock
 
-    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int) -> NamedPath:
+    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
         """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
-        CheckpointChanged where it cannot be read by this checkpoint, DataLoss, and StorageUnavailable."""
+        CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
+        raises."""
         self._keeping.check_free(context_id)
         found = (await self._read()).get(context_id)
         if found is None:
             raise NotFound(f"contexts/{context_id}")
-        return await self._keeping.adopt(*anew(found, positions, vocabulary_size))
+        return await self._adopt(found, positions, vocabulary_size, room)
 
     async def adopt_all(
-        self, positions: Positions, vocabulary_size: int, tenant: str
+        self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
     ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
         """All of a tenant, by name, and what kept those away that are missing."""
         adopted, refused = list[NamedPath](), dict[str, LongleafError]()
         own = {name: found for name, found in (await self._read()).items() if tenant_of(name) == tenant}
         for name, found in sorted(own.items()):
             try:
-                adopted.append(await self._keeping.adopt(*anew(found, positions, vocabulary_size)))
+                adopted.append(await self._adopt(found, positions, vocabulary_size, room))
             except LongleafError as error:
                 refused[name] = error
         return adopted, refused
+
+    async def _adopt(self, found: EarlierContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
+        record, path = anew(found, positions, vocabulary_size)
+        with room(record.num_tokens):
+            return await self._keeping.adopt(record, path)
 
     async def _read(self) -> Mapping[str, EarlierContext]:
         """But for those that have expired."""

@@ -98,6 +98,8 @@ class Segment:
         """How the keys are rotated, here and in all of the path."""
         self.tenant = tenant
         """Who may find its tokens. A path is found by whoever may find its first segment."""
+        self.is_adopted = False
+        """Its keys may be those of a parcel, which whoever imported it could have made up."""
         self.token_ids = array("I")
         self.is_sealed = False
 

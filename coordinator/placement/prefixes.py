@@ -10,6 +10,8 @@ from longleaf.tenants import DEFAULT_TENANT
 
 BLOCKS_AT_ONCE = 512
 """Blocks whose ids are copied at once: a segment may be long."""
+ALL = "*"
+"""In place of a tenant, where all may find something. None is called so."""
 
 
 class Prefixes:
@@ -18,7 +20,8 @@ class Prefixes:
     Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
     of the rope's and the tenant's. So the link at the end of a block stands for all the tokens up to there, rotated so,
     of that tenant. It only finds where to look: what is found is compared id by id. A beginning shorter than a block is
-    not found. With `is_shared` tenants find each other's.
+    not found. With `is_shared` tenants find what was read for another one, but nothing on a path that was adopted: its
+    keys need not be those of its tokens.
     """
 
     def __init__(
@@ -54,15 +57,19 @@ class Prefixes:
     def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> Path:
         """The longest path found that `token_ids`, rotated by `rope`, begin with, that the tenant may find and that can
         be continued; empty when there is none."""
+        owners = (ALL, tenant) if self._is_shared else (tenant,)
+        return max((self._match(token_ids, rope, owner) for owner in owners), key=lambda path: path.end)
+
+    def _match(self, token_ids: "array[int]", rope: Rope, owner: str) -> Path:
         found: list[list[Segment]] = []
-        for link in self._chain(self._root(rope, tenant), token_ids):
+        for link in self._chain(hash((rope, owner)), token_ids):
             if link not in self._segments:
                 break
             found.append(self._segments[link])
         best, size, tried = Path(), self._block_size, set[int]()
         while found and best.end < (len(found) + 1) * size:  # who has fewer blocks in common has no longer beginning
             for segment in found.pop():
-                if segment.id not in tried and segment.rope == rope and self._may_find(tenant, segment):
+                if segment.id not in tried and segment.rope == rope and self._owner(segment) == owner:
                     tried.add(segment.id)
                     best = max(best, self._beginning(segment.path, token_ids), key=lambda path: path.end)
         return best if best.end >= size else Path()
@@ -72,17 +79,19 @@ class Prefixes:
         end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
         return path.cut(end)
 
-    def _root(self, rope: Rope, tenant: str) -> int:
-        """The link before the first block."""
-        return hash((rope, "" if self._is_shared else tenant))
+    def _root(self, segment: Segment) -> int:
+        """The link before the first block of the path to a segment."""
+        return hash((segment.rope, self._owner(segment)))
 
-    def _may_find(self, tenant: str, segment: Segment) -> bool:
-        return self._is_shared or segment.tenant == tenant
+    def _owner(self, segment: Segment) -> str:
+        """Who may find it: whoever may find the first one of its path."""
+        first = segment.before.segments[0] if segment.before.segments else segment
+        return ALL if self._is_shared and not first.is_adopted else first.tenant
 
     def _link(self, continued: Segment, num_blocks: int) -> int:
         """The link after so many blocks of the path before a segment, whose segments are all entered."""
         if num_blocks == 0:
-            return self._root(continued.rope, continued.path.segments[0].tenant)
+            return self._root(continued)
         segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
         return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
 
@@ -99,8 +108,7 @@ class Prefixes:
         for segment_id, links in self._links.items():
             segment = alive[segment_id]
             assert segment.is_sealed
-            root = self._root(segment.rope, segment.path.segments[0].tenant)
-            whole = list(self._chain(root, segment.path.token_ids()))
+            whole = list(self._chain(self._root(segment), segment.path.token_ids()))
             assert links == whole[segment.start // self._block_size :]
             assert all(segment in self._segments[link] for link in links)
         assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))

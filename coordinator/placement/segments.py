@@ -136,7 +136,7 @@ class Segments:
     def adopt(self, segment: Segment) -> None:
         """Takes in a sealed segment of which nothing is held. Nobody refers to it yet; contexts that rest must."""
         holding = Holding(segment)
-        holding.num_references, holding.is_told, segment.is_sealed = 0, False, True
+        holding.num_references, holding.is_told, segment.is_sealed, segment.is_adopted = 0, False, True, True
         self.holdings.add(holding)
         self._begin_parking(holding)
         self._prefixes.add(segment)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as TokenIds
 
 from msgspec import UNSET
 
-from coordinator.events import Document, Prompt
+from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import Contexts
 from coordinator.placement.paths import Path, Segment
@@ -54,17 +54,27 @@ class Admission:
         never be room.
         """
         job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
-        if self._requests.num_in_line >= self._config.max_waiting:
-            begin_waiting()  # they only wait for the next step
         goes_on = isinstance(asked, Prompt) and asked.generated is not None
-        if (num_in_line := self._requests.num_in_line) >= self._config.max_waiting and not goes_on:
-            seconds = self._speeds.retry_seconds(num_in_line)
-            raise ResourceExhausted("queue", f"{num_in_line:,} requests wait already", seconds)
+        if self._trouble_in_line(asked.claim):
+            begin_waiting()  # they only wait for the next step
+        if not goes_on and (told := self._trouble_in_line(asked.claim)):
+            raise ResourceExhausted("queue", told, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
         if job.request.claim.deadline is not None:
             self._check_time(job, jobs, job.request.claim.deadline - now)
         return job
+
+    def _trouble_in_line(self, claim: Claim) -> str:
+        """What keeps a request from waiting; empty where it may. One of several tenants may fill half of the queue, so
+        that the others find a place in it."""
+        in_line, most = self._requests.in_line(), self._config.max_waiting
+        if in_line.total() >= most:
+            return f"as many requests wait as may, {most:,}"
+        share = (most + 1) // 2
+        if not claim.is_alone and in_line[claim.tenant] >= share:
+            return f"as many requests of the tenant {claim.tenant} wait as may, {share:,} of {most:,}"
+        return ""
 
     def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
         prompt.sampling.check()

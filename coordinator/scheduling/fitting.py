@@ -8,7 +8,7 @@ from coordinator.placement.holdings import Holding
 from coordinator.placement.paths import Segment
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import Recovery
-from coordinator.scheduling.jobs import IngestJob, Job
+from coordinator.scheduling.jobs import IngestJob, Job, as_victims
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.sequences import Sequence
 
@@ -53,7 +53,7 @@ class Fitting:
         if spare:
             return min(spare, key=lambda context: context.last_use)
         if jobs and (not contexts or self._wanted(kept).fits(total)):
-            return min(victims or jobs, key=lambda job: job.rank_as_victim)
+            return as_victims(victims or jobs)[0]
         return min(contexts, key=lambda context: (context.is_pinned, id(context) in asked, context.last_use))
 
     def _victims(self, jobs: list[Job], held: Blocks, total: Blocks) -> list[Job] | None:

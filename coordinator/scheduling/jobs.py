@@ -1,7 +1,10 @@
 """Requests, which clients wait for, and the jobs that do them: a job reads tokens into a segment of its own."""
 
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from coordinator.events import Claim, Document, Failed
 from coordinator.placement.blocks import Blocks, Placer
@@ -10,6 +13,8 @@ from coordinator.scheduling.reading import Reading, Tail
 from longleaf.channel.step import Prefill, Work
 from longleaf.errors import LongleafError, NotFinite, Unavailable
 from longleaf.geometry import Rope
+
+SomeJob = TypeVar("SomeJob", bound="Job")
 
 
 @dataclass(slots=True, eq=False)
@@ -115,14 +120,15 @@ class Job:
         return len(reading.token_ids) - reading.num_read + self.num_tails * self.num_answer_left
 
     def may_preempt(self, other: "Job") -> bool:
-        """Whether a running job gives way to this one: if it does not read, came out of turn, or is less urgent."""
+        """Whether a running job gives way to this one: if it does not read, came out of turn, or is one of the same
+        tenant that is less urgent."""
         if other.request.is_paused or self.id in other.passed:
             return True
-        return other.request.claim.priority < self.request.claim.priority and not other.is_spared
+        return self.request.claim.outranks(other.request.claim) and not other.is_spared
 
     @property
     def rank_as_victim(self) -> tuple[bool, int, int]:
-        """Whoever has the least one is preempted first."""
+        """Whoever of a tenant has the least one gives way first: see `as_victims`."""
         return not self.request.is_paused, self.request.claim.priority, -self.id
 
     def begin(self, tail: Tail, step: int) -> None:
@@ -187,6 +193,16 @@ class Job:
         assert isinstance(work, Prefill)
         first = work.start - self.request.start
         return f"tokens {first} to {first + len(work.token_ids) - 1} of the {self.noun}"
+
+
+def as_victims(jobs: Sequence[SomeJob]) -> list[SomeJob]:
+    """Jobs as they give way: those that are not read first, then the youngest. The tenant whose turn that makes it
+    gives up its lowest: so no priority of its own spares it the turn."""
+    of_tenant = defaultdict[str, deque[SomeJob]](deque)
+    for job in sorted(jobs, key=lambda job: job.rank_as_victim):
+        of_tenant[job.request.claim.tenant].append(job)
+    by_age = sorted(jobs, key=lambda job: (not job.request.is_paused, -job.id))
+    return [of_tenant[job.request.claim.tenant].popleft() for job in by_age]
 
 
 class IngestJob(Job):

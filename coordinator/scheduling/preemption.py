@@ -7,7 +7,7 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.parking import Parking
 from coordinator.placement.segments import Segments
-from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.jobs import Job, as_victims
 from coordinator.scheduling.sequences import Sequence
 
 
@@ -18,16 +18,29 @@ class Crowd:
         running = list(running)
         self.sequences = [other for other in running if isinstance(other, Sequence)]
         self.num_tails = sum(other.num_tails for other in running)
+        limited = {other.request for other in running if other.request.claim.at_once is not None}
+        self._num_limited = Counter(request.claim.tenant for request in limited)
         self._is_any_paused = any(other.request.is_paused for other in self.sequences)
         self._passed = frozenset[int]().union(*(other.passed for other in self.sequences))
-        priorities = (other.request.claim.priority for other in self.sequences if not other.is_spared)
-        self._least_priority = min(priorities, default=None)
+        self._least_priority: dict[str, int] = {}
+        """Of each tenant."""
+        for claim in (other.request.claim for other in self.sequences if not other.is_spared):
+            least = self._least_priority.setdefault(claim.tenant, claim.priority)
+            self._least_priority[claim.tenant] = min(least, claim.priority)
+
+    def is_allowed(self, job: Job) -> bool:
+        """Whether so many requests of its tenant may run at once, those that have a limit."""
+        at_once = job.request.claim.at_once
+        if at_once is None or self._num_limited[job.request.claim.tenant] < at_once:
+            return True
+        return job.request.is_running
 
     def may_yield_to(self, job: Job) -> bool:
         """Whether the job may preempt any of them."""
         if self._is_any_paused or job.id in self._passed:
             return True
-        return self._least_priority is not None and self._least_priority < job.request.claim.priority
+        claim = job.request.claim
+        return self._least_priority.get(claim.tenant, claim.priority) < claim.priority
 
 
 class Preemption:
@@ -50,7 +63,7 @@ class Preemption:
         """Sequences that must give way so that a job that has no room can begin, None when it is no use.
 
         Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
-        priority. The lowest and youngest are first.
+        priority of the same tenant. The lowest and youngest are first.
         """
         if not crowd.may_yield_to(job):
             return None  # the usual case, and many jobs may wait
@@ -61,7 +74,7 @@ class Preemption:
             lacking -= self._parking.num_spare
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
-        for other in sorted(candidates, key=lambda other: other.rank_as_victim):
+        for other in as_victims(candidates):
             if lacking.fits(Blocks()) and places <= 0:
                 break
             chosen.append(other)

@@ -65,10 +65,10 @@ class Requests:
     def accounts(self) -> set[Account]:
         return {request.claim.account for request in self}
 
-    @property
-    def num_in_line(self) -> int:
-        """How many jobs wait for room."""
-        return sum(not request.is_paused and not request.is_running for request in self)
+    def in_line(self) -> Counter[str]:
+        """How many wait for room, by tenant."""
+        waiting = (request for request in self if not request.is_paused and not request.is_running)
+        return Counter(request.claim.tenant for request in waiting)
 
     @property
     def num_paused(self) -> int:

@@ -4,6 +4,7 @@ A request is admitted to a queue, begins in its turn when its blocks can be rese
 room; a higher priority may send it back to the queue.
 """
 
+from collections import Counter
 from functools import partial
 
 from coordinator.access.usage import Usage
@@ -122,10 +123,15 @@ class Scheduler(AcrossEpochs):
         return self._requests.deadlines.next
 
     def positions(self) -> dict[int, Admitted]:
-        """What the generations in the queue are told, by request: 1 is next."""
-        order = enumerate(self._queue.order(), start=1)
-        told = ((at, job) for at, job in order if isinstance(job, Sequence) and job.speaks_for_all)
-        return {job.request.id: job.admitted(at) for at, job in told}
+        """What the generations in the queue are told, by request: 1 is the next one of its tenant, which hears nothing
+        of others."""
+        told, places = dict[int, Admitted](), Counter[str]()
+        for job in self._queue.order():
+            tenant = job.request.claim.tenant
+            places[tenant] += 1
+            if isinstance(job, Sequence) and job.speaks_for_all:
+                told[job.request.id] = job.admitted(places[tenant])
+        return told
 
     # --- admit ---
 
@@ -163,7 +169,8 @@ class Scheduler(AcrossEpochs):
             self._healing.go_on()
         is_healing = not self._healing.is_over
         while self._lives.may_begin:
-            if (job := self._queue.take(partial(self._reserve, Crowd(self._running.values())), self._is_ready)) is None:
+            crowd = Crowd(self._running.values())
+            if (job := self._queue.take(partial(self._reserve, crowd), partial(self._is_ready, crowd))) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
@@ -177,17 +184,9 @@ class Scheduler(AcrossEpochs):
                     self._outcomes.append((job.request.id, job.admitted()))
                 self._answer(job)
 
-    def _is_ready(self, job: Job) -> bool:
+    def _is_ready(self, crowd: Crowd, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
-        at_once = job.request.claim.at_once
-        if at_once is not None and not job.request.is_running:
-            tenant = job.request.claim.tenant
-            others = (
-                other for other in self._requests if other.claim.tenant == tenant and other.claim.at_once is not None
-            )
-            if sum(other.is_running for other in others) >= at_once:
-                return False
-        return self._healing.is_over or self._healing.is_ready(job)
+        return crowd.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
 
     def _reserve(self, crowd: Crowd, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then it begins."""

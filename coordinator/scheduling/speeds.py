@@ -74,7 +74,7 @@ class Speeds:
         token, step = self.prefill_token.value or 0.0, self.decode_step.value or 0.0
         first = sum(1 for other in others if not other.is_running and _goes_first(other, job))
         running = (other for other in others if other.is_running)
-        rivals = [other for other in running if other.request.claim.priority >= job.request.claim.priority]
+        rivals = [other for other in running if not job.request.claim.outranks(other.request.claim)]
         # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
         own = max(0, job.reading.num_prefill - num_held)
         tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
@@ -83,7 +83,7 @@ class Speeds:
 
 def _goes_first(other: Job, job: Job) -> bool:
     one, two = other.request.claim, job.request.claim
-    is_before = one.priority > two.priority or (one.priority == two.priority and one.client == two.client)
+    is_before = one.outranks(two) or (one.account == two.account and one.priority == two.priority)
     return is_before and not other.request.is_paused
 
 

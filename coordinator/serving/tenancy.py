@@ -19,6 +19,7 @@ from longleaf.messages import (
     IngestHeader,
     IngestProgress,
     LeftOut,
+    Recovering,
     Reread,
     Resume,
     Started,
@@ -103,6 +104,8 @@ def shown(context: Context) -> Context:
 
 
 def shown_report(report: Reporting) -> Reporting:
+    if isinstance(report, IngestProgress) and report.recovering is not None:
+        report = replace(report, recovering=_shown_recovering(report.recovering))
     if report.context is None:
         return report
     _note_context(report.context.id)  # what is imported may have come with its name
@@ -110,7 +113,18 @@ def shown_report(report: Reporting) -> Reporting:
 
 
 def shown_event(event: Event) -> Event:
-    return replace(event, request_id=name_of(event.request_id)) if isinstance(event, Started) else event
+    match event:
+        case Started(request_id=request_id):
+            return replace(event, request_id=name_of(request_id))
+        case Recovering():
+            return _shown_recovering(event)
+        case _:
+            return event
+
+
+def _shown_recovering(recovering: Recovering) -> Recovering:
+    """To an admin also how far all is that is lost; to others what is still missing for them."""
+    return recovering if CALLER.get().is_admin else replace(recovering, recovered_tokens=0, total_tokens=0)
 
 
 def shown_reread(reread: Reread) -> Reread:

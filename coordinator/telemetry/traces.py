@@ -1,9 +1,11 @@
 """Spans of calls and generations, sent over OTLP. Needs the extra `otel`, so it is imported only when it is wanted."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import grpc
 from opentelemetry import context
@@ -35,8 +37,23 @@ UNNAMED = "unknown_service"
 """How the library calls a service that no variable names."""
 
 
+def _is_address(endpoint: str) -> bool:
+    """Whether the library can send to it; it would say nothing, and try for ever. What names no web address is left to
+    gRPC, as `unix:`."""
+    try:
+        parts = urlsplit(endpoint)
+        is_web = parts.scheme in ("http", "https")
+        is_one = bool(parts.hostname) and parts.port != 0 if is_web else ":" in endpoint
+    except ValueError:
+        return False
+    return not endpoint or (is_one and " " not in endpoint)
+
+
 def provider_of_environment() -> TracerProvider:
     """What sends spans as the variables OTEL_* say. Raises InvalidArgument for those that cannot be used."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if not _is_address(os.environ.get(name, "")):
+            raise InvalidArgument("traces", f"{name} must be http://HOST:PORT or https://HOST:PORT")
     try:
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith(UNNAMED):

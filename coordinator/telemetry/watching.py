@@ -90,5 +90,5 @@ def _traces(model: str) -> Watcher:
     try:
         from coordinator.telemetry.traces import Traces
     except ImportError:
-        raise InvalidArgument("traces", "needs what is not installed here: pip install longleaf[otel]") from None
+        raise InvalidArgument("traces", "needs what is not installed here: pip install 'longleaf[otel]'") from None
     return Traces(model)

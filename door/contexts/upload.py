@@ -15,7 +15,6 @@ from door.contexts.resources import context_problem, described, named
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event, gone
 from door.models import model_name
-from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.messages import ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
@@ -147,18 +146,13 @@ async def uploaded(request: Request) -> Response:
         raise Problem(400, "upload_id: name the upload", param="upload_id")
     steps = client.ingest_once(header, Body(request.receive, -1))
     try:
-        first = await _first(client, steps)
+        async with aclosing(steps):
+            first = await anext(steps)
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
     return Response(headers=headers)
-
-
-async def _first(client: AsyncClient, steps: AsyncGenerator[IngestProgress, None]) -> IngestProgress:
-    del client
-    async with aclosing(steps):
-        return await anext(steps)
 
 
 def _header(request: Request) -> IngestHeader:

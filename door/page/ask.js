@@ -4,6 +4,7 @@ import { conversationAbout, goingOn, MOST_TOKENS } from "./conversation.js";
 import { Refusal, sentence } from "./errors.js";
 import { count, duration, tokens } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { service } from "./service.js";
 import { useStore } from "./store.js";
 
 export function Ask({ id }) {
@@ -23,12 +24,28 @@ function Turn({ turn, conversation, isLast }) {
   return html`<li>
     <p class="question">${question}</p>
     ${answer && html`<div class="answer" aria-busy=${isBusy}>${answer}</div>`}
-    ${phase === "waiting" && html`<p class="quiet pulse">${turn.note ? `Waiting: ${turn.note}` : "Asking…"}</p>`}
+    ${phase === "waiting" && html`<p class="quiet pulse"><${Wait} note=${turn.note} /></p>`}
     ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? " here" : " before an answer came"}.</p>`}
     ${phase === "failed" && html`<${Trouble} ...${{ error, conversation, isLast }} />`}
     ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
   </li>`;
 }
+
+/** What it waits for, of what the service tells in comments, and of what the cluster says of itself. */
+function Wait({ note }) {
+  const recovery = useStore(service.store).cluster?.recovery;
+  if (recovery && !recovery.over) {
+    const { recovered_tokens: back, lost_tokens: lost } = recovery;
+    return `A part that was lost is read again first: ${count(back)} of ${tokens(lost)}.`;
+  }
+  const [, place] = note.match(/^queued (\d+)$/) ?? [];
+  if (place) return place === "1" ? "Next in line." : `Waiting: ${othersBefore(place)} before this one.`;
+  const [, read, all] = note.match(/^read (\d+) of (\d+) tokens$/) ?? [];
+  if (all) return `Reading: ${count(read)} of ${tokens(Number(all))}.`;
+  return "Asking…";
+}
+
+const othersBefore = (place) => (place === "2" ? "one is" : `${count(place - 1)} are`);
 
 function Trouble({ error, conversation, isLast }) {
   const [failed] = useState(() => Date.now() / 1000);

@@ -1,5 +1,6 @@
 // The contexts that the reader may see. On the page they are called documents, which is what readers put in.
 import { listContexts } from "./api.js";
+import { credential } from "./credential.js";
 import { service } from "./service.js";
 import { Store } from "./store.js";
 
@@ -9,12 +10,15 @@ class Contexts {
   /** `list` is null until the service told; newest first. */
   store = new Store({ list: null, error: null });
   #timer = null;
+  #last = -PAUSE;
   #running = false;
   #again = false;
 
   constructor() {
     // what the cluster holds has changed, or the service was found again
     service.store.follow(({ link }) => link === "live" && this.refresh());
+    // what one reader may see is not for another
+    credential.given.follow(() => this.store.set({ list: null, error: null }));
   }
 
   get ids() {
@@ -25,10 +29,10 @@ class Contexts {
     return this.store.value.list?.find((context) => context.id === id);
   }
 
-  /** Asks soon, and once for all that ask meanwhile. */
+  /** Asks at most once a second, for all that want it meanwhile. */
   refresh() {
     if (this.#running) this.#again = true;
-    else this.#timer ??= setTimeout(() => this.#load(), this.store.value.list ? PAUSE : 0);
+    else this.#timer ??= setTimeout(() => this.#load(), Math.max(0, this.#last + PAUSE - performance.now()));
   }
 
   /** What a call said of one context; null: it is gone. */
@@ -40,6 +44,7 @@ class Contexts {
 
   async #load() {
     this.#timer = null;
+    this.#last = performance.now();
     this.#running = true;
     try {
       this.#set(await listContexts());

@@ -7,18 +7,23 @@ class Credential {
   /** What the form shows: whether it is asked for, and whether the last one was refused. */
   store = new Store({ isAsked: false, isRefused: false, has: false });
   secret = "";
+  /** How often one was given. */
+  given = new Store(0);
 
   /** A call was refused with `used`. Whether there is another one by now: the reader may give one, or decline. */
   async another(used, signal) {
     if (this.secret !== used) return true;
+    const before = this.given.value;
     this.store.set({ isAsked: true, isRefused: used !== "", has: used !== "" });
     await this.store.until(({ isAsked }) => !isAsked, signal);
-    return this.secret !== used;
+    return this.given.value !== before;
   }
 
   give(secret) {
     this.secret = secret;
-    this.store.set({ isAsked: false, isRefused: false, has: secret !== "" });
+    this.given.value += 1; // before whoever waits for it looks
+    this.store.set({ isAsked: false, isRefused: false, has: true });
+    this.given.set(this.given.value);
   }
 
   ask() {
@@ -26,7 +31,9 @@ class Credential {
   }
 
   decline() {
-    this.store.patch({ isAsked: false });
+    // one that was refused is of no use any more
+    if (this.store.value.isRefused) this.secret = "";
+    this.store.set({ isAsked: false, isRefused: false, has: this.secret !== "" });
   }
 }
 

@@ -132,6 +132,8 @@ function DeleteForm({ context, close, attempt }) {
       });
       forget(context.id);
       open("");
+      // what had the focus is gone: whoever cannot see goes on in the place of the document
+      setTimeout(() => document.getElementById("main").focus());
       return null;
     }, `${titleOf(context)} is deleted.`);
   };

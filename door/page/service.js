@@ -9,6 +9,7 @@ import { Store } from "./store.js";
 const LONGEST_PAUSE = 8;
 // A stream that says nothing for so long is taken for dead: the door sends a comment every 10 s.
 const SILENCE = 35;
+const ANOTHER = new Error("another credential was given");
 
 class Service {
   /** `link`: "opening", "live", "lost" or "locked" (no credential); `retryAt` is the time of the next try, in ms. */
@@ -44,6 +45,8 @@ class Service {
 
   async #follow(found) {
     const silence = new AbortController();
+    // another reader sees another cluster
+    const unfollow = credential.given.follow(() => silence.abort(ANOTHER));
     let timer;
     const heard = () => {
       clearTimeout(timer);
@@ -62,8 +65,10 @@ class Service {
         this.store.set({ link: "live", cluster: JSON.parse(data), error: null, retryAt: null });
       }
     } catch (error) {
+      if (silence.signal.reason === ANOTHER) return;
       throw isAbort(error) ? new Unreachable("it fell silent") : error;
     } finally {
+      unfollow();
       clearTimeout(timer);
     }
     throw new Unreachable("the stream ended");
@@ -71,7 +76,7 @@ class Service {
 
   async #locked(error) {
     this.store.patch({ link: "locked", error, retryAt: null });
-    await credential.store.until(({ has, isAsked }) => has && !isAsked && credential.secret !== "");
+    await credential.store.until(({ has, isAsked }) => has && !isAsked);
   }
 
   async #lost(error, failures) {

@@ -1,7 +1,7 @@
 // All uploads of this tab, one sending at a time; what a reload must know of them is kept for the tab alone.
 import { contexts } from "./contexts.js";
 import { say } from "./live.js";
-import { open } from "./route.js";
+import { open, opened } from "./route.js";
 import { Store } from "./store.js";
 import { Upload } from "./upload.js";
 
@@ -61,7 +61,7 @@ class Uploads {
         unfollow();
         say(`${fileName} has been read.`);
         contexts.put(context.id, context);
-        if (!location.hash.replace(/^#\/?/, "")) open(context.id);
+        if (!opened.value) open(context.id);
         this.drop(upload);
       } else if (phase === "failed") this.#keep();
       else if (phase === "file") say(`${fileName} must be chosen again to go on.`);

@@ -16,7 +16,7 @@ from longleaf.client.contexts import ContextCalls
 from longleaf.client.documents import Document, Source
 from longleaf.client.reception import Reception, may_go_on
 from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
-from longleaf.client.upload import Pieces, Sending, header_of, ingest_of, ingest_piece, place_of, reach_of, upload
+from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
@@ -27,7 +27,6 @@ from longleaf.messages import (
     Draining,
     Event,
     GenerateOptions,
-    IngestHeader,
     IngestOptions,
     IngestProgress,
     Message,
@@ -87,12 +86,6 @@ class AsyncClient(ContextCalls):
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._receptions: set[Reception] = set()
         self._farewells: set[asyncio.Task[None]] = set()
-
-    def bearing(self, credential: str) -> "AsyncClient":
-        """A view of this client whose calls bear another credential, over the same connection. It is cheap, and to be
-        used as long as this client is open: closing the view closes nothing. Raises InvalidArgument for what is no
-        credential, and for one that would travel in plain text."""
-        return _View(self.server, self._calls.bearing(credential))
 
     async def __aenter__(self) -> Self:
         return self
@@ -232,15 +225,6 @@ class AsyncClient(ContextCalls):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 
-    async def ingest_once(self, header: IngestHeader, pieces: Pieces) -> AsyncGenerator[IngestProgress, None]:
-        """One stream of an ingest, made once: it sends what `pieces` gives from where the service wants it, and does
-        not go on when it breaks. For those that hand on what they do not keep."""
-        sending = Sending(codec.encode_ingest_piece(header), pieces, ingest_piece, place_of)
-        steps = upload(self._calls, self._contexts.IngestContext, sending, codec.decode_ingest_progress, None)
-        async with aclosing(steps):
-            async for progress in steps:
-                yield progress
-
     async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         """Tokens of `text` as a document, without the template's opening."""
         request = tokenizer_pb.CountTokensRequest(text=codec.as_text(text, "text"))
@@ -322,14 +306,3 @@ class AsyncClient(ContextCalls):
         request = health_pb2.HealthCheckRequest(service=service)
         status = await self._calls.read(self._health.Check, "Check", request, attrgetter("status"), timeout)
         return status == health_pb2.HealthCheckResponse.SERVING
-
-
-class _View(AsyncClient):
-    """A client over the connection of another one."""
-
-    def __init__(self, server: str, calls: Calls) -> None:
-        self.server = server
-        self._attach(calls)
-
-    async def close(self) -> None:
-        """The connection is the other one's."""

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import grpc
 
+from longleaf.client.addresses import speaks_tls
 from longleaf.client.callbacks import Callback
-from longleaf.client.channels import Access, BearerChannel, check_credential, open_channel
+from longleaf.client.channels import Access, BearerChannel, check_credential, is_encrypted, open_channel
 from longleaf.client.retries import Attempts, Retries, Retry
-from longleaf.codec.status import decode_error
-from longleaf.errors import Cancelled, LongleafError, Unavailable
+from longleaf.codec.status import decode_error, is_cut_off
+from longleaf.errors import Cancelled, InvalidArgument, LongleafError, Unavailable
 
 T = TypeVar("T")
+OWN = "--tls-cert and --tls-key, or LONGLEAF_TLS_CERT and LONGLEAF_TLS_KEY"
 
 
 class Calls:
@@ -25,6 +27,7 @@ class Calls:
         self.server = server
         self.channel: Any = open_channel(server, access)
         self._access = access
+        self._is_plain = not is_encrypted(access)
         self._retries = retries
         self._on_retry = on_retry
         self._is_closed = False
@@ -43,7 +46,18 @@ class Calls:
 
     def attempts(self, name: str, timeout: float | None) -> Attempts:
         """The attempts of one call, which may take `timeout` seconds in all."""
-        return Attempts(name, timeout, self._retries, self._on_retry)
+        return Attempts(name, timeout, self._retries, self._on_retry, self._explain)
+
+    async def _explain(self, error: LongleafError) -> LongleafError:
+        """What is certain of a connection that did not come about."""
+        if not is_cut_off(error):
+            return error
+        if not self._is_plain:
+            return Unavailable(f"{error}: it may ask for a client certificate, of an authority that it accepts: {OWN}")
+        if await speaks_tls(self.server):
+            told = f"{self.server} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
+            return InvalidArgument("tls_ca", told)
+        return error
 
     @contextmanager
     def typed(self, ending: "Ending | None" = None) -> Generator[None, None, None]:

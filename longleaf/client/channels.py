@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import grpc
 
+from longleaf.client.addresses import target_of
 from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from longleaf.errors import InvalidArgument
 from longleaf.operations import is_loopback
@@ -57,6 +58,11 @@ def open_channel(server: str, access: Access) -> Any:
     return BearerChannel(channel, credential) if credential else channel
 
 
+def is_encrypted(access: Access) -> bool:
+    """Whether a channel of these encrypts."""
+    return bool(_given(access, "tls_ca"))
+
+
 def _given(access: Access, name: str) -> str:
     value = access.get(name)
     return os.environ.get(f"LONGLEAF_{name.upper()}", "") if value is None else str(value)
@@ -75,7 +81,10 @@ def check_credential(credential: str, server: str, access: Access) -> None:
 
 
 def _plain(server: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(server, options=OPTIONS)
+    target, options = target_of(server), OPTIONS
+    if target != server:
+        options = (*OPTIONS, ("grpc.default_authority", server))
+    return grpc.aio.insecure_channel(target, options=options)
 
 
 def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.aio.Channel:
@@ -87,7 +96,10 @@ def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.ai
     if tls_cert:
         pair = parse_pair(read_pem("tls_cert", tls_cert), read_pem("tls_key", tls_key))
         own = (pair.key, pair.chain)
-    return grpc.aio.secure_channel(server, grpc.ssl_channel_credentials(roots, *own), options=OPTIONS)
+    target, options = target_of(server), OPTIONS
+    if target != server:  # the certificate is for what was asked for
+        options = (*OPTIONS, ("grpc.ssl_target_name_override", server.rpartition(":")[0]))
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots, *own), options=options)
 
 
 class BearerChannel:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -29,6 +29,7 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 OnRetry = Callable[[Retry], None]
+Explain = Callable[[LongleafError], Awaitable[LongleafError]]
 
 
 def log_retry(retry: Retry) -> None:
@@ -59,8 +60,12 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
 class Attempts:
     """The attempts of one call and the time they have together."""
 
-    def __init__(self, call: str, timeout: float | None, retries: Retries, on_retry: Callback[Retry]) -> None:
+    def __init__(
+        self, call: str, timeout: float | None, retries: Retries, on_retry: Callback[Retry], explain: Explain
+    ) -> None:
+        """`explain` may know more of an error than the library does."""
         self._call = call
+        self._explain = explain
         self._deadline = None if timeout is None or timeout > LONGEST_TIMEOUT else time.monotonic() + timeout
         self._retries = retries
         self._on_retry = on_retry
@@ -78,6 +83,7 @@ class Attempts:
     async def wait(self, error: LongleafError, *, is_repeatable: bool) -> None:
         """Waits before the next attempt. Raises `error` when there is none: it would not help, might do something
         twice (unless `is_repeatable`), or would come too late."""
+        error = await self._explain(error)
         self._number += 1
         delay = self._retries.delay(self._number, error, random.random())
         may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))

@@ -47,18 +47,20 @@ BROKEN_SEND = "Internal error from Core"
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
 """What the library says on either side of a request that is larger than a message may be."""
 NO_CONNECTION = "failed to connect to all addresses"
-ADVICES = (
-    (("WRONG_VERSION_NUMBER",), "it serves plain connections, and with --tls-ca or LONGLEAF_TLS_CA they are encrypted"),
+UNTRUSTED = "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches"
+MISTAKES = (
     (
-        ("SSL_ERROR_SSL", "Hostname Verification"),
-        "its certificate is not for that name, or of none of the authorities in --tls-ca or LONGLEAF_TLS_CA",
+        "WRONG_VERSION_NUMBER",
+        "serves plain connections; those with an authority, here or in LONGLEAF_TLS_CA, are not",
     ),
-    (
-        ("Socket closed", "Connection reset"),
-        "if it serves encrypted connections alone, name its authority with --tls-ca or LONGLEAF_TLS_CA",
-    ),
+    ("Hostname Verification", "has a certificate that is not for that name"),
+    ("CERTIFICATE_VERIFY_FAILED", UNTRUSTED),
+    ("certificate signature failure", UNTRUSTED),
 )
-"""Signs in what the library says of a connection that did not come about, and what may help, the surest first."""
+"""Signs in what the library says of an encrypted connection that did not come about, and what is wrong, in the order in
+which they are looked for. It is wrong whenever it is tried again."""
+CUT_OFF = ("Socket closed", "Connection reset")
+"""Signs of one that the service ended before anything was said on it."""
 RANK = re.compile(r"[0-9]{1,9}")
 MAX_TEXT_BYTES = 800
 """Of a message, name or description in UTF-8. Statuses travel in headers, of which a client takes 8 KiB by default: the
@@ -126,7 +128,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             told = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
             return InvalidArgument("request", told)
         case StatusCode.UNAVAILABLE if not is_told:
-            return Unavailable(f"the server at {server} does not answer ({status.message}){_advice(status.message)}")
+            return _of_connection(status.message, server)
         case StatusCode.DEADLINE_EXCEEDED if not is_told:
             return DeadlineExceeded(f"{server} did not answer in time")
         case StatusCode.CANCELLED:  # not by us: that would be a CancelledError
@@ -139,11 +141,19 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             return None
 
 
-def _advice(message: str) -> str:
-    """What may help where no connection came about, and the library's own words tell only those who know it."""
-    if not message.startswith(NO_CONNECTION):
-        return ""
-    return next((f": {advice}" for signs, advice in ADVICES if any(sign in message for sign in signs)), "")
+def _of_connection(message: str, server: str) -> LongleafError:
+    """What became of a connection; the library's own words tell only those who know it."""
+    if message.startswith(NO_CONNECTION):
+        for sign, told in MISTAKES:
+            if sign in message:
+                return InvalidArgument("tls_ca", f"{server} {told} ({message})")
+    return Unavailable(f"the server at {server} does not answer ({message})")
+
+
+def is_cut_off(error: LongleafError) -> bool:
+    """Whether the service ended a connection before anything was said on it."""
+    told = str(error)
+    return isinstance(error, Unavailable) and NO_CONNECTION in told and any(sign in told for sign in CUT_OFF)
 
 
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:

@@ -13,7 +13,7 @@ from longleaf.commands.refill import refill
 from longleaf.commands.verify import verify
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
 
 app = typer.Typer(
     name="longleaf",
@@ -97,18 +97,24 @@ OPTIONS = {
 """What fields of requests and settings are called on the command line, where that is not their own name."""
 
 
+ACCESS = frozenset({"tls_ca", *SecurityConfig.__struct_fields__, *TelemetryConfig.__struct_fields__})
+"""Settings of who comes in and of what is told, which errors about another one name."""
+
+
 def describe(error: LongleafError) -> str:
     """The error in the words of the command line."""
     if not isinstance(error, InvalidArgument):
         return str(error)
     structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
-    names = (name for struct in structs for name in struct.__struct_fields__)
-    settings = {name: f"--{name.replace('_', '-')}" for name in names}
-    return f"{(settings | OPTIONS).get(error.field, error.field)}: {error.description}"
+    settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
+    field = (settings | OPTIONS).get(error.field, error.field)
+    return f"{field}: {in_flags(error.description, ACCESS)}"
 
 
 def exit_code(error: LongleafError) -> int:
     """1 when trying again later may help, 2 when the input must change."""
+    if isinstance(error, ResourceExhausted) and error.subject.startswith("quotas/"):
+        return 2 if error.retry_seconds is None else 1
     may_help = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or type(error) is LongleafError
     return 1 if may_help else 2
 

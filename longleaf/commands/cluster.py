@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from msgspec.structs import replace
 from rich.console import Console, Group
@@ -38,7 +39,7 @@ def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_j
     with connect(server) as client:
         found = client.cluster()
     if as_json:
-        print_json(found)
+        print_json(shown(found))
         return
     for line in lines_of(found, time.time()):
         print(line)
@@ -50,12 +51,30 @@ def _watch(server: Server, interval: float, as_json: bool) -> None:
         changes = client.watch_cluster(min_interval=interval)
         if as_json:
             for found in changes:
-                print_json(found)
+                print_json(shown(found))
             return
         with Live(console=Console(highlight=False), auto_refresh=False) as live:
             for found in changes:
                 head = Text("\n".join(lines_of(found, time.time())))
                 live.update(Group(head, workers_table(found)), refresh=True)
+
+
+def is_hidden(found: Cluster) -> bool:
+    """Whether a service with tenants told a user nothing by which others could be seen: no process has the number 0."""
+    return any(worker.pid == 0 for worker in found.workers)
+
+
+def shown(found: Cluster) -> object:
+    """For programs: null where the service hides it."""
+    if not is_hidden(found):
+        return found
+    told: dict[str, Any] = msgspec.to_builtins(found)
+    told |= dict.fromkeys(("running", "waiting", "window_tokens"))
+    told["workers"] = [worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in told["workers"]]
+    for part, names in (("storage", ("url", "trouble")), ("recovery", ("lost_tokens", "recovered_tokens"))):
+        if told[part] is not None:
+            told[part] |= dict.fromkeys(names)
+    return told
 
 
 def lines_of(found: Cluster, now: float) -> list[str]:
@@ -80,7 +99,7 @@ def headlines(found: Cluster) -> list[str]:
         *merge_lines(found),
         *window_lines(found),
         "answers are exact" if found.is_exact else "answers are not exact",
-        f"{found.running} running, {found.waiting} waiting",
+        *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
     ]
 
 
@@ -125,8 +144,8 @@ def window_lines(found: Cluster) -> list[str]:
     """What lies on every rank."""
     if not found.max_window_tokens:
         return []
-    held = f"{found.window_tokens:,} of {found.max_window_tokens:,} tokens"
-    return [f"keys of windowed layers on every rank, {held}"]
+    held = "" if is_hidden(found) else f"{found.window_tokens:,} of "
+    return [f"keys of windowed layers on every rank, {held}{found.max_window_tokens:,} tokens"]
 
 
 def storage_lines(storage: Storage | None) -> list[str]:
@@ -134,16 +153,17 @@ def storage_lines(storage: Storage | None) -> list[str]:
     if storage is None:
         return ["contexts end with the service: it has no --data-dir"]
     trouble = [f"  nothing can be written there now: {storage.trouble}"] if storage.trouble else []
-    return [f"snapshots {storage.snapshots}, storage {storage.url}", *trouble]
+    return [f"snapshots {storage.snapshots}" + (f", storage {storage.url}" if storage.url else ""), *trouble]
 
 
 def recovery_lines(recovery: Recovery | None) -> list[str]:
     """How far the recovery is, or how the last one ended."""
     if recovery is None:
         return []
-    tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}"
+    tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}" if recovery.lost_tokens else "all"
     taken = human_seconds(recovery.seconds)
-    told = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else f"recovering: {tokens} tokens, {taken}"
+    under_way = f"recovering: {tokens} tokens, {taken}" if recovery.lost_tokens else f"recovering: {taken}"
+    told = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else under_way
     return [told, *([f"  given up for want of room: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
 
 
@@ -188,9 +208,12 @@ def workers_table(found: Cluster) -> Table:
     table = Table(*place, "tokens held", "of", "keys and values")
     for worker in found.workers:
         address = (worker.address,) if has_several else ()
+        pid, *held = map(str, (worker.pid, f"{worker.tokens:,}", human_bytes(worker.kv_bytes)))
+        if not worker.pid:
+            pid = held[0] = held[1] = "hidden"
         most = "no limit" if worker.max_tokens >= UNLIMITED_TOKENS else f"{worker.max_tokens:,}"
         table.add_row(
-            *(str(worker.rank), worker.node, *address, str(worker.pid), worker.device, worker.kernels),
-            *(f"{worker.tokens:,}", most, human_bytes(worker.kv_bytes)),
+            *(str(worker.rank), worker.node, *address, pid, worker.device, worker.kernels),
+            *(held[0], most, held[1]),
         )
     return table

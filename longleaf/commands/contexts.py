@@ -63,7 +63,8 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
     print(lifetime(context))
     print(use(context))
     print(positions(context.positions))
-    Console().print(shares_table(context))
+    if context.shares:
+        Console().print(shares_table(context))
 
 
 @app.command("fork")

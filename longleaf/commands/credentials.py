@@ -19,6 +19,7 @@ from longleaf.credentials import (
     parse_credentials,
 )
 from longleaf.errors import InvalidArgument
+from longleaf.small_files import read_small
 
 app = typer.Typer(no_args_is_help=True, help="Make credentials for a service, and check their file.")
 
@@ -55,7 +56,11 @@ def check(
 
     Example: longleaf credentials check credentials.txt
     """
-    entries = parse_credentials(_read(file))
+    data = read_small("FILE", file)
+    try:
+        entries = parse_credentials(data)
+    except InvalidArgument as error:
+        raise InvalidArgument(str(file), error.description) from None
     if as_json:
         print_json([_told(entry) for entry in entries])
         return
@@ -64,14 +69,6 @@ def check(
         quotas = ", ".join(f"{name} {value:,}" for name, value in _quotas(entry).items())
         table.add_row(entry.tenant, entry.role, f"{len(entry.digests)}", "\n".join(entry.names), quotas or "none")
     Console().print(table)
-
-
-def _read(file: Path) -> bytes:
-    """Raises InvalidArgument."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise InvalidArgument("credentials", f"{file}: {error.strerror}") from None
 
 
 def _quotas(entry: Entry) -> dict[str, int]:

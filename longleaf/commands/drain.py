@@ -17,8 +17,8 @@ def drain(server: Server, wait: Wait = False, as_json: AsJson = False) -> None:
     """End a running service without breaking off its answers.
 
     From now on it is not healthy and takes no new calls; what runs may end within the --drain-seconds of its start, and
-    then it leaves with exit code 0. It listens to this on its own machine only, or in its pod; with --wait this is the
-    hook to run before a container is stopped.
+    then it leaves with exit code 0. It listens to this on its own machine only, or in its pod; one with credentials
+    listens to those of an admin, from any machine. With --wait this is the hook to run before a container is stopped.
 
     Example: longleaf drain --wait
     """

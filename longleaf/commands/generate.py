@@ -101,9 +101,12 @@ class RecoveryLine:
         self._has_shown = self._is_shown = False
 
     def show(self, recovering: Recovering) -> None:
-        told = f"recovering: {recovering.recovered_tokens:,} of {recovering.total_tokens:,} tokens"
+        counts = list[str]()
+        if recovering.total_tokens:  # users of a service with credentials are not told
+            counts.append(f"{recovering.recovered_tokens:,} of {recovering.total_tokens:,} tokens")
         if recovering.lost_tokens:
-            told += f", {recovering.lost_tokens:,} to go for this answer"
+            counts.append(f"{recovering.lost_tokens:,} to go for this answer")
+        told = f"recovering: {', '.join(counts)}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{told[:width]}{RESTORE}")

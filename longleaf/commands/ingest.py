@@ -108,9 +108,9 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 def summary(context: Context) -> str:
     held = human_bytes(context.kv_bytes)
-    ranks = count_ranks(sum(share.tokens > 0 for share in context.shares))
+    ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
-    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values on {ranks}"
+    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values{ranks}"
 
 
 @contextmanager
@@ -154,7 +154,8 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
             progress.update(task, description="working", note=received)
         case "recovering" if report.recovering is not None:
             recovered, total = report.recovering.recovered_tokens, report.recovering.total_tokens
-            progress.update(task, description="recovering", note=f"{recovered:,} of {total:,} tokens")
+            note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens to go"
+            progress.update(task, description="recovering", note=note)
         case "prefilling" if report.processed == 0:
             # A new measure: the estimate of the time left must forget the bytes.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")

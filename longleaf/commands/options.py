@@ -10,6 +10,7 @@ import typer
 
 from longleaf.client import Client, Retry
 from longleaf.client.channels import Access
+from longleaf.credentials import looks_secret
 from longleaf.errors import InvalidArgument
 from longleaf.messages import ModelInfo
 from longleaf.model_report import AttentionReport
@@ -63,9 +64,14 @@ class Server:
             text = self.credential_file.read_text("utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             told = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+            if looks_secret(str(self.credential_file)):
+                told = "that looks like a credential itself: put it in a file, and name the file"
+                raise InvalidArgument("credential", told) from None
             raise InvalidArgument("credential", f"{self.credential_file}: {told}") from None
         if not text:
             raise InvalidArgument("credential", f"{self.credential_file} is empty")
+        if text.startswith("{") or len(text.split()) > 1:
+            raise InvalidArgument("credential", f"{self.credential_file} must have the credential alone")
         return text
 
 

@@ -10,7 +10,8 @@ def refill(server: Server, as_json: AsJson = False) -> None:
 
     A lost rank is replaced without being asked. When three replacements in a row were lost before they had loaded the
     model, its place stays empty, and the others do its work: see `longleaf cluster`. Ask for it here once the reason is
-    mended. The service listens to this on its own machine only, or in its pod.
+    mended. The service listens to this on its own machine only, or in its pod; one with credentials listens to those of
+    an admin, from any machine.
 
     Example: longleaf refill
     """

@@ -253,7 +253,7 @@ class ServeFlags:
     ] = _TELEMETRY.log_level
     traces: Annotated[
         bool,
-        option(TELEMETRY, "Send traces over OTLP, as the variables OTEL_* say; needs longleaf[otel].", "--traces"),
+        option(TELEMETRY, "Send traces over OTLP, as the variables OTEL_* say; needs 'longleaf\\[otel]'.", "--traces"),
     ] = _TELEMETRY.traces
 
     def config(self) -> EngineConfig:

@@ -43,7 +43,8 @@ def verify(
     in coarse types only gross errors show; serve with --dtype float32 --kv-dtype auto to see small ones.
 
     Other streams go on meanwhile, but for the moment that rank 0 computes alone. Exit code 3: the check has failed; 4:
-    it is not conclusive, for rounding explains so much that wrong ranks might pass.
+    it is not conclusive, for rounding explains so much that wrong ranks might pass. A service with credentials does
+    this for those of an admin alone.
 
     Example: longleaf verify --prompt-tokens 600
     """

@@ -123,7 +123,7 @@ class Recovering(msgspec.Struct, frozen=True):
     recovered_tokens: int
     """Tokens that are done, of all that the service computes again now, for whomever."""
     total_tokens: int
-    """All of these."""
+    """All of these. Both are 0 where tenants are not told of others."""
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from longleaf.storage.remote import RemoteFiles
 FIELD = "snapshot_url"
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(:(?://)?)")
 _LOCAL = ("file", "local")
-_EXTRAS = {"s3": "longleaf[s3]", "s3a": "longleaf[s3]"}
+_EXTRAS = {"s3": "'longleaf[s3]'", "s3a": "'longleaf[s3]'"}
 """What brings the drivers that the project is tested with."""
 
 

@@ -119,7 +119,7 @@ def test_a_ray_that_does_not_answer_is_said_at_once(checkpoint: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     errors = serve_fails("--model", str(checkpoint), "--ray-address", f"127.0.0.1:{port}")
-    assert f"error: ray_address: no Ray cluster answers at 127.0.0.1:{port}" in errors
+    assert f"error: --ray-address: no Ray cluster answers at 127.0.0.1:{port}" in errors
     assert "does not use Ray" in serve_fails("--launcher", "local", "--ray-address", "auto")
 
 

@@ -95,7 +95,7 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
     assert (found.returncode, found.stdout) == (2, "")
     *others, told = found.stderr.splitlines()
     assert others == ["starting 1 rank (ray) …"], "neither a traceback nor what Ray says"
-    prefix = f"error: ray_address: the Ray cluster at {cluster.address} cannot be joined: "
+    prefix = f"error: --ray-address: the Ray cluster at {cluster.address} cannot be joined: "
     assert told.startswith(prefix)
     return told.removeprefix(prefix)
 

@@ -18,25 +18,27 @@ WRONG = st.sampled_from(["contexts/acme/book", "contexts/bolt/play", "acme/book"
 """Names that nobody has, and that might lead to another's."""
 SAMPLING = {"max_token_count": 5, "seed": 1}
 TEXT = st.sampled_from(TEXTS)
+PRIORITY = st.sampled_from([-100, 0, 100])
 REQUEST = st.sampled_from(["one", "two"])
-HIDDEN = ("Time", "time", "Timings", "Duration", "duration", "seed", "queue", "decode", "tokensPerSecond", "positions")
+HIDDEN = ("Time", "time", "Timings", "Duration", "duration", "seed", "decode", "tokensPerSecond", "positions")
 """What differs from run to run."""
 
 
-def generate(name: str | None, text: str, request_id: str) -> Step:
-    fields: dict[str, Any] = {"text": text, "sampling": SAMPLING, "request_id": request_id}
+def generate(name: str | None, text: str, request_id: str, priority: int = 0) -> Step:
+    fields: dict[str, Any] = {"text": text, "sampling": SAMPLING, "request_id": request_id, "priority": priority}
     if name is not None:
         fields["context"] = name
     return "Generate", [fields | {"resume_duration": {"seconds": 60}}]
 
 
-def ingest(name: str, text: str, append: bool = False) -> Step:
-    return "IngestContext", [{"config": {"name": name, "append": append}}, {"text": text.encode()}]
+def ingest(name: str, text: str, append: bool = False, priority: int = 0) -> Step:
+    config = {"name": name, "append": append, "priority": priority}
+    return "IngestContext", [{"config": config}, {"text": text.encode()}]
 
 
 STEPS = st.one_of(
-    st.builds(ingest, NAME, TEXT, st.booleans()),
-    st.builds(generate, st.none() | NAME, TEXT, REQUEST),
+    st.builds(ingest, NAME, TEXT, st.booleans(), PRIORITY),
+    st.builds(generate, st.none() | NAME, TEXT, REQUEST, PRIORITY),
     st.builds(lambda r: ("CancelGeneration", [{"request_id": r}]), REQUEST),
     st.builds(lambda r: ("Generate", [{"request_id": r, "resume_token_index": 0}]), REQUEST),
     st.builds(lambda n: ("GetContext", [{"name": n}]), NAME),
@@ -69,11 +71,25 @@ async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
         for name, requests in script:
             code, responses, told = await caller.call(name, [request_of(name, **fields) for fields in requests])
             found = [_plain(MessageToDict(response)) for response in responses]
-            if name in ("Generate", "IngestContext"):  # how its progress is cut depends on steps
-                found = [each for each in found if not {"progress", "phase"} & set(each) or "context" in each]
-                found = _joined([each for each in found if each])
+            if name in ("Generate", "IngestContext"):
+                found = [*_joined(_steady(found)), {"totals": _totals(found)}]
             said.append((name, code, found, told))
     return said
+
+
+def _steady(found: list[Any]) -> list[Any]:
+    """Without progress, since how it is cut depends on steps, and whether the tenant, which asks one thing at a time,
+    had to wait: then it was the next one, however many others waited."""
+    told = [each for each in found if each and (not {"progress", "phase"} & set(each) or "context" in each)]
+    places = [each["started"].pop("queuePosition", 0) for each in told if "started" in each]
+    assert set(places) <= {0, 1}, places
+    return [each for i, each in enumerate(told) if each not in told[:i] or "started" not in each]
+
+
+def _totals(found: list[Any]) -> list[int]:
+    """All that progress was told to be of."""
+    told = [each.get("progress", each) for each in found]
+    return sorted({int(each["totalTokenCount"]) for each in told if "totalTokenCount" in each})
 
 
 def _joined(found: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from longleaf.client.channels import Access
 
 DAY = timedelta(days=1)
-Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
+Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
 
 
 class Authority:
@@ -37,7 +37,7 @@ class Authority:
         self.file = folder / "ca.pem"
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def _builder(self, name: x509.Name, key: Key, life: timedelta) -> x509.CertificateBuilder:
+    def _builder(self, name: x509.Name, key: Key, life: timedelta, age: timedelta = 2 * DAY) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (
             x509.CertificateBuilder()
@@ -45,23 +45,28 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 2 * DAY)
+            .not_valid_before(now - age)
             .not_valid_after(now + life)
         )
 
     def make(
-        self, *uris: str, key: Key | None = None, life: timedelta = DAY, names: Sequence[str] = ()
+        self,
+        *uris: str,
+        key: Key | None = None,
+        life: timedelta = DAY,
+        age: timedelta = 2 * DAY,
+        others: Sequence[x509.GeneralName] = (),
     ) -> tuple[bytes, bytes]:
-        """A certificate for this machine, `names` of others and `uris`, and its key."""
+        """A certificate for this machine, `uris` and `others`, and its key."""
         key = key or ec.generate_private_key(ec.SECP256R1())
-        whose: Sequence[x509.GeneralName] = [
+        names: Sequence[x509.GeneralName] = [
             x509.DNSName("localhost"),
             x509.IPAddress(ip_address("127.0.0.1")),
-            *map(x509.DNSName, names),
             *map(x509.UniformResourceIdentifier, uris),
+            *others,
         ]
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "someone")])
-        builder = self._builder(name, key, life).add_extension(x509.SubjectAlternativeName(whose), False)
+        builder = self._builder(name, key, life, age).add_extension(x509.SubjectAlternativeName(names), False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM), pem_of(key)
 
     def write(self, name: str, pair: tuple[bytes, bytes] | None = None) -> tuple[Path, Path]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from tests.support.tools import lacks, tool
 
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 # Chromium says this of each answer with an error status, whatever the page makes of it
 OF_A_STATUS = r"Failed to load resource: the server responded with a status of {}"
 GONE = r"Failed to load resource: net::ERR_|WebSocket|net::ERR_"

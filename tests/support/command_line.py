@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,3 +123,12 @@ def end(process: subprocess.Popen) -> None:
 def _session(pid: int) -> int | None:
     with suppress(ProcessLookupError):
         return os.getsid(pid)
+
+
+def url_of(served: Served) -> str:
+    """What it prints after its address."""
+    assert served.process.stdout is not None
+    for line in served.process.stdout:
+        if found := re.search(r"https?://\S+", line):
+            return found[0].rstrip('"}')
+    raise AssertionError(served.output)

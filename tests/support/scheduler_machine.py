@@ -42,6 +42,7 @@ SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
 CLAIMS = st.builds(
     Claim,
     priority=st.integers(0, 3),
+    tenant=st.sampled_from(["default", "default", "acme"]),
     client=st.sampled_from(["", "x", "y"]),
     deadline=st.none() | st.none() | st.none() | st.floats(0, 2),
 )

@@ -1,6 +1,7 @@
 """A scheduler without ranks: plans are executed by arithmetic."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -56,16 +57,16 @@ class Bench:
         max_tokens: int = 4,
         context: str | None = None,
         ends: tuple[int, ...] = (),
-        priority: int = 0,
         num_samples: int = 1,
         sampling: Sampling | None = None,
+        **claim: Any,
     ) -> int:
         prompt = Prompt(
             context=context,
             token_ids=tuple(range(count)),
             sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            claim=Claim(priority=priority),
+            claim=Claim(**claim),
             num_samples=num_samples,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.access.usage import Usage
+from coordinator.access.usage import Room, Usage
 from coordinator.calls.house.ports import House
 from coordinator.calls.use_cases import UseCases
 from coordinator.changes import Changes
@@ -241,21 +241,23 @@ class FakeEngine:
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
 
-    async def reread_context(self, context_id: str, vocabulary_size: int) -> Context:
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
         assert vocabulary_size == BYTES.get_vocab_size()
         if context_id in self.contexts:
             raise AlreadyExists(f"contexts/{context_id}")
         found = self.earlier.get(context_id, NotFound(f"contexts/{context_id}"))
         if isinstance(found, LongleafError):
             raise found
-        self.contexts[context_id] = found
+        with room(len(found)):
+            await asyncio.sleep(0)  # it is kept
+            self.contexts[context_id] = found
         return self.get_context(context_id)
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str) -> Reread:
+    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread:
         contexts, left_out = list[Context](), list[LeftOut]()
         for name in sorted(name for name in self.earlier if tenant_of(name) == tenant):
             try:
-                contexts.append(await self.reread_context(name, vocabulary_size))
+                contexts.append(await self.reread_context(name, vocabulary_size, room))
             except LongleafError as error:
                 left_out.append(LeftOut(name, str(error)))
         return Reread(contexts=tuple(contexts), left_out=tuple(left_out))

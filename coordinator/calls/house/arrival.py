@@ -100,7 +100,8 @@ class Arrival:
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
-        context = await self._arriving.adopt(record, self._segments, snapshots)
+        with self._ledger.begin_document(1, record.num_tokens):
+            context = await self._arriving.adopt(record, self._segments, snapshots)
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
@@ -129,6 +130,7 @@ class Arrival:
             return
         _check_fingerprint(name, head, await self._house.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())
+        self._ledger.check_rate_in()
         self._ledger.check_context(1, self._context.num_tokens)
         self._arriving = await self._house.begin_import(self._context)
 

@@ -1,5 +1,6 @@
 """Exports: contexts as parcels, sent from any byte on."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 
@@ -11,7 +12,7 @@ from longleaf.messages import Cluster, ExportContext, Parcel
 from longleaf.parcel.packing import Packing
 from longleaf.parcel.records import MAX_NAME, Head
 from longleaf.storage.manifest import Piece
-from longleaf.tenants import name_of
+from longleaf.tenants import name_of, tenant_of
 
 MAX_EXPORTS = 8
 """Those that are under way: each holds a piece of some ten megabytes."""
@@ -23,13 +24,20 @@ class Exports:
     """Sends the contexts of a house. `cluster` describes who serves them."""
 
     def __init__(
-        self, house: House, threads: TextThreads, cluster: Callable[[], Cluster], max_exports: int = MAX_EXPORTS
+        self,
+        house: House,
+        threads: TextThreads,
+        cluster: Callable[[], Cluster],
+        max_exports: int = MAX_EXPORTS,
+        tenant_share: float = 1.0,
     ) -> None:
         self._house = house
         self._threads = threads
         self._cluster = cluster
         self._max_exports = max_exports
-        self._num_open = 0
+        self._tenant_share = tenant_share
+        self._num_open = Counter[str]()
+        """By tenant."""
 
     async def run(self, wanted: ExportContext) -> AsyncGenerator[Parcel | bytes, None]:
         """What comes, and then its bytes from the offset on. Closing the iterator lets go of the context.
@@ -37,7 +45,7 @@ class Exports:
         Raises NotFound, ContextLost, CheckpointChanged, FailedPrecondition when the parcel is not that of the digest
         any more, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
         """
-        with self._counted():
+        with self._counted(tenant_of(wanted.context)):
             leaving = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
             try:
                 packing = await self._pack(leaving)
@@ -50,15 +58,17 @@ class Exports:
                 await leaving.close()
 
     @contextmanager
-    def _counted(self) -> Generator[None, None, None]:
-        if self._num_open >= self._max_exports:
-            told = f"{self._num_open} are under way, and there may be no more"
-            raise ResourceExhausted("exports", told, RETRY_SECONDS)
-        self._num_open += 1
+    def _counted(self, tenant: str) -> Generator[None, None, None]:
+        own, count = self._num_open[tenant], self._num_open.total()
+        if count >= self._max_exports or own >= self._max_exports * self._tenant_share:
+            told = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
+            raise ResourceExhausted("exports", f"{told} are under way, and there may be no more", RETRY_SECONDS)
+        self._num_open[tenant] += 1
         try:
             yield
         finally:
-            self._num_open -= 1
+            self._num_open[tenant] -= 1
+            self._num_open += Counter()  # forgets those that have none
 
     async def _pack(self, leaving: Leaving) -> Packing:
         head = _head(leaving, await self._house.fingerprint(), self._cluster().model.name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.calls.house.arrival import Arrival
 from coordinator.calls.house.ports import House
 from coordinator.calls.replay import CallLater, Timer, call_later
+from coordinator.calls.shares import loser_of
 from longleaf.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -89,7 +91,8 @@ class Imports:
     """Takes contexts into a house. `clock` counts seconds, `later` calls after so many, `wall_clock` counts them since
     the epoch.
 
-    What nobody listens to is kept for `keep_seconds`, and gives way to others before, the oldest first.
+    What nobody listens to is kept for `keep_seconds`, and gives way to others before: to those of its tenant where that
+    has its share, else to all, the oldest first of the tenant that has most.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class Imports:
         keep_seconds: float = KEEP_SECONDS,
         max_imports: int = MAX_IMPORTS,
         max_bytes: int = MAX_BYTES,
+        tenant_share: float = 1.0,
     ) -> None:
+        self._tenant_share = tenant_share
         self._house = house
         self._vocabulary_size = vocabulary_size
         self._ledger = ledger
@@ -141,7 +146,7 @@ class Imports:
             yield ImportProgress(received_bytes=told)
         while arrival.made is None and (piece := await self._next(pieces)) is not None:
             await found.work(owner, partial(_take, found, piece))
-            self._check_room()
+            self._check_room(found.header.tenant)
             if arrival.num_bytes - told >= REPORT_BYTES:
                 told = arrival.num_bytes
                 yield ImportProgress(received_bytes=told)
@@ -176,6 +181,11 @@ class Imports:
         self._forget(found)  # it was deleted since: the name is free, or another's
         return None
 
+    def num_of(self, tenant: str) -> int:
+        """Imports of a tenant that are open, or kept to be resumed."""
+        self._trim()
+        return sum(found.header.tenant == tenant for found in self._all)
+
     def _is_there(self, context: str, upload_id: str) -> bool:
         try:
             return self._house.made_by(context) == upload_id
@@ -184,26 +194,50 @@ class Imports:
 
     def _add(self, header: ImportHeader) -> Import:
         """Raises ResourceExhausted when there are too many."""
-        while len(self._all) >= self._max_imports and not self._forget_oldest():
+        self._ledger.check_upload()
+        tenant, most = header.tenant, self._max_imports * self._tenant_share
+        count = self.num_of(tenant)
+        if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
+            told = f"{count} of the tenant {tenant} are under way, at most {int(most)} may be"
+            raise ResourceExhausted("imports", told, RETRY_SECONDS)
+        held = Counter(other.header.tenant for other in self._all)
+        if len(self._all) >= self._max_imports and not self._make_room(held, tenant):
             told = f"{len(self._all)} are under way, and there may be no more"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        self._ledger.check_upload(sum(other.header.tenant == header.tenant for other in self._all))
         found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger))
         self._all.append(found)
         if header.upload_id:
             self._by_key[found.key] = found
         return found
 
-    def _check_room(self) -> None:
-        """Raises ResourceExhausted when all of them hold too much."""
-        while sum(found.arrival.num_held_bytes for found in self._all) > self._max_bytes:
-            if not self._forget_oldest():
+    def _check_room(self, tenant: str) -> None:
+        """Raises ResourceExhausted when those of the tenant hold too much, or all of them."""
+        most = self._max_bytes * self._tenant_share
+        while self._bytes_by_tenant()[tenant] > most:
+            if not self._forget_oldest(tenant):
+                whose = "all together" if most == self._max_bytes else f"those of the tenant {tenant}"
+                told = f"{whose} hold too much, at most {int(most):,} bytes may be held"
+                raise ResourceExhausted("imports", told, RETRY_SECONDS)
+        while (held := self._bytes_by_tenant()).total() > self._max_bytes:
+            if not self._make_room(held, tenant):
                 told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
                 raise ResourceExhausted("imports", told, RETRY_SECONDS)
 
-    def _forget_oldest(self) -> bool:
-        """Makes room, where something is kept that nobody listens to; says whether it was."""
-        idle = [found for found in self._all if found.idle_since is not None]
+    def _bytes_by_tenant(self) -> Counter[str]:
+        held = Counter[str]()
+        for found in self._all:
+            held[found.header.tenant] += found.arrival.num_held_bytes
+        return held
+
+    def _make_room(self, held: Counter[str], tenant: str) -> bool:
+        """Drops what nobody listens to, of the tenant that has most by `held`; of others than `tenant` only where they
+        have more. Says whether there was something."""
+        idle = {found.header.tenant for found in self._all if found.idle_since is not None}
+        loser = loser_of(held, idle, tenant)
+        return loser is not None and self._forget_oldest(loser)
+
+    def _forget_oldest(self, tenant: str) -> bool:
+        idle = [each for each in self._all if each.idle_since is not None and each.header.tenant == tenant]
         if idle:
             self._forget(min(idle, key=_idle_since))
         return bool(idle)

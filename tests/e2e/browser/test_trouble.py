@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.behind_door import Behind
 from tests.support.browser import GONE, OF_A_STATUS, Reader
-from tests.support.tenants import ACME, credential_of, write_credentials
+from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
 QUESTION, ANSWER = "What is the value of amber-12?", "amber-12 is 4711"
@@ -50,10 +50,13 @@ def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom:
 
 def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reader, Behind]):
     reader, behind = own
+    behind.ingest("long", TEXT * 40)
     behind.kill_rank(1)
     places = reader.page.get_by_role("complementary", name="Where it lies")
+    places.get_by_text("What it held is being read again").wait_for()
+    places.get_by_text(re.compile(r"[\d,]+ of [\d,]+ tokens are back")).wait_for()
     places.get_by_text("One rank was lost").click()
-    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for(timeout=60_000)
+    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for()
     assert reader.ask(QUESTION) == ANSWER
     assert places.get_by_role("listitem").filter(has_text=re.compile(r"^Rank [01]")).count() == 2
     reader.audit()
@@ -80,8 +83,12 @@ def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behi
         reader.add(("notes.txt", TEXT))
         page.locator("#question").wait_for()
         assert reader.ask(QUESTION) == ANSWER
+        page.get_by_role("button", name="Change credential").click()
+        page.get_by_label("Credential").fill(credential_of(BOLT))
+        page.keyboard.press("Enter")
+        page.get_by_role("heading", name="notes is not on the shelf").wait_for()
         kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
-        assert credential_of(ACME) not in kept + page.content()
+        assert "secret-of" not in kept + page.content()
         page.reload()
         page.get_by_role("dialog", name="Who is reading?").wait_for()
         reader.audit(OF_A_STATUS.format(401))
@@ -94,8 +101,37 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         page.keyboard.press("Escape")
         page.get_by_text("The service asks for a credential.").wait_for()
         page.get_by_role("button", name="Give a credential").click()
+        page.get_by_label("Credential").fill("secret-of-nobody")
+        page.get_by_role("button", name="Go on").click()
+        page.get_by_text("The service refused this credential.").wait_for()
+        page.get_by_role("button", name="Not now").click()
+        page.get_by_role("button", name="Give a credential").click()
         page.get_by_label("Credential").fill(credential_of(ACME))
         page.get_by_role("button", name="Go on").click()
         page.get_by_text("connected", exact=True).wait_for()
         page.get_by_role("heading", name=re.compile("Put a book|Choose a document")).wait_for()
         reader.audit(OF_A_STATUS.format(401))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "wait", "told"),
+    [
+        (400, "", None, "The service does not take this: why."),
+        (404, "context_not_found", None, "add its file again"),
+        (409, "already_exists", None, "Choose another one, or add the file to the end"),
+        (410, "", None, "Add the file again."),
+        (415, "", None, "Save the document as text"),
+        (429, "", "7", "It can be tried again in 7 s."),
+        (429, "insufficient_quota", None, "Delete what you no longer need"),
+        (503, "", "1", "The page tries again by itself."),
+        (504, "", None, "Try again when less is going on."),
+        (500, "", None, "The service says: why."),
+    ],
+)
+def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code: str, wait: str | None, told: str):
+    headers = {} if wait is None else {"retry-after": wait}
+    script = """async ([status, code, headers]) => {
+      const { Refusal, sentence } = await import('/page/errors.js');
+      return sentence(new Refusal(status, { message: 'why', code }, new Headers(headers)));
+    }"""
+    assert told in reader.page.evaluate(script, [status, code, headers])

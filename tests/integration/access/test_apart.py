@@ -19,9 +19,9 @@ from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 
 async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Said]:
-    """What each tenant hears while all play their scripts at the same time."""
+    """What each tenant hears while all play their scripts at the same time, and one answer runs at a time."""
     ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
-    options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2}
+    options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2, "max_sequences": 1}
     async with gated.serving(ranks, folder / "model", authenticator=credentials(folder, **quotas), **options) as (
         _,
         at,

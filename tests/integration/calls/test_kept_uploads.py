@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.access.caller import CALLER, Caller
+from coordinator.access.ledger import UNLIMITED, Ledger
+from coordinator.access.usage import Usage
 from coordinator.calls.ingest import Ingest
 from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
@@ -17,6 +20,7 @@ from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
@@ -35,11 +39,12 @@ class Desk:
         self.catalog = catalog
         self.kept = KeptUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), render_shapes)
+        self.ledger = UNLIMITED
         self.ingest = self.ingest_with(self.kept)
 
     def ingest_with(self, kept: KeptUploads) -> Ingest:
         """That of a service that has no document in memory."""
-        return Ingest(self.engine, self._tokenizer, self.threads, Uploads(kept=kept))
+        return Ingest(self.engine, self._tokenizer, self.threads, Uploads(kept=kept), ledger=self.ledger)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -191,3 +196,16 @@ async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkey
             assert report.phase == "ready"
             assert report.context == one.engine.get_context("moby")
         assert one.engine.contexts["moby"] == [1, 2, 3]
+
+
+async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
+    headers = [IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine") for number in range(6)]
+    async with desk(tmp_path) as one:
+        for each in headers:
+            await one.run(each, array("I", range(5)), ends=False)
+    async with desk(tmp_path) as one:  # where each has to be looked for first
+        one.ledger = Ledger(lambda _: Usage())
+        one.ingest = one.ingest_with(one.kept)
+        told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
+        assert [bool(reports) for reports in told].count(True) == 2

@@ -9,7 +9,7 @@ from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import UNLIMITED
-from coordinator.scheduling.jobs import IngestJob, Job, Request
+from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import Crowd
 from coordinator.scheduling.reading import Reading
 from coordinator.scheduling.sequences import Sequence
@@ -20,7 +20,7 @@ from longleaf.sampling import Sampling
 @st.composite
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
-    claim = Claim(priority=draw(st.integers(-1, 2)))
+    claim = Claim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
     request = Request(job_id, claim, Path(), OWN_ROPE, UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
     reading = Reading(Path(), array("I", [1]), 0)
@@ -42,3 +42,14 @@ def test_a_crowd_yields_where_one_of_it_does(running: tuple[Job, ...], data: st.
     for job_id in range(10):
         job = data.draw(jobs(job_id))
         assert crowd.may_yield_to(job) == any(job.may_preempt(other) for other in crowd.sequences)
+
+
+@given(st.integers(0, 6).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))))
+def test_no_priority_moves_the_turn_to_give_way_to_another_tenant(running: tuple[Job, ...]) -> None:
+    order = as_victims(running)
+    assert sorted(order, key=lambda job: job.id) == [*running]
+    by_age = sorted(running, key=lambda job: (not job.request.is_paused, -job.id))
+    assert [job.request.claim.tenant for job in order] == [job.request.claim.tenant for job in by_age]
+    for tenant in ("acme", "bolt"):
+        own = [job for job in order if job.request.claim.tenant == tenant]
+        assert own == sorted(own, key=lambda job: job.rank_as_victim)

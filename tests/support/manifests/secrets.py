@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from cryptography import x509
+
 from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
 from tests.support.authority import Authority
 from tests.support.manifests.kubelet import Secrets
@@ -24,5 +26,5 @@ def closed(folder: Path) -> tuple[Secrets, dict[Role, str]]:
 
 
 def _certificate(authority: Authority, name: str) -> dict[str, bytes]:
-    certificate, key = authority.make(names=[name])
+    certificate, key = authority.make(others=[x509.DNSName(name)])
     return {"tls.crt": certificate, "tls.key": key, "ca.crt": authority.file.read_bytes()}

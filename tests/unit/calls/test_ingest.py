@@ -13,7 +13,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator import events
-from coordinator.access.caller import CALLER, OWNER
+from coordinator.access.caller import CALLER, OWNER, Caller
+from coordinator.access.ledger import UNLIMITED, Ledger
+from coordinator.access.usage import Usage
 from coordinator.calls.ingest import Ingest
 from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
@@ -21,6 +23,7 @@ from coordinator.serving.servicers import _pieces
 from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.credentials import Quotas
 from longleaf.errors import (
     CheckpointChanged,
     ContextLost,
@@ -41,13 +44,15 @@ SILENCE = 0.05
 class Made:
     """Ingests of an engine, and what they hold."""
 
-    def __init__(self, folder: Path, idle_seconds: float, **limits: int) -> None:
+    def __init__(self, folder: Path, idle_seconds: float, ledger: Ledger = UNLIMITED, **limits: int) -> None:
         self.engine, self.threads = FakeEngine(), TextThreads()
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
         tokenizer = Tokenizer.load(write_model(folder), render_shapes)
-        self.ingest = Ingest(self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds)
+        self.ingest = Ingest(
+            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, ledger
+        )
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         """What is said of these pieces, after which the stream ends or is silent."""
@@ -169,7 +174,7 @@ async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest
     monkeypatch.setattr(Intake, "add_ids", take)
     monkeypatch.setattr(Intake, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
-        with pytest.raises(ResourceExhausted, match="at most 40,000 are for a client"):
+        with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
             await made.run(header(), piece)
     assert made.uploads.num_bytes == 0
 
@@ -190,6 +195,20 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
     assert reports[0].received_tokens == 1000
     assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
     made.uploads.audit()
+    await made.threads.close()
+
+
+async def test_tokens_of_a_document_that_waits_for_room_are_taken_once(tmp_path: Path) -> None:
+    CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
+    made = Made(tmp_path, 60.0, ledger=Ledger(lambda _: Usage(), lambda: 0.0))
+    made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
+    for ids in ([(1,) * 10], [], []):
+        with pytest.raises(ResourceExhausted, match="queue"):
+            await made.run(header("mine"), *ids)
+    made.engine.error = None
+    assert (await made.run(header("mine")))[-1].context
+    with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+        await made.run(header("next", context="next"), (1,))
     await made.threads.close()
 
 

@@ -9,10 +9,14 @@ import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 
+from coordinator.access.caller import CALLER, Caller
+from coordinator.access.ledger import Ledger
+from coordinator.access.usage import Usage
 from coordinator.calls.house.exports import Exports
 from coordinator.calls.house.fakes import FakeHouse
 from coordinator.calls.house.imports import KEEP_SECONDS, TRIM_SECONDS, Imports
 from coordinator.text.threads import TextThreads
+from longleaf.credentials import Quotas
 from longleaf.errors import (
     AlreadyExists,
     CheckpointChanged,
@@ -502,6 +506,52 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
+
+
+async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
+    house = empty_house()
+    imports = into(house, ledger=Ledger(lambda _: Usage(contexts=len(house.contexts))))
+    house.is_answering.clear()
+    coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    house.is_answering.set()
+    told = await asyncio.gather(*coming, return_exceptions=True)
+    assert sorted(isinstance(each, ResourceExhausted) for each in told) == [False, True]
+    assert len(house.contexts) == 1
+
+
+async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> None:
+    imports = into(empty_house(), max_imports=4, tenant_share=1 / 2)
+    acme, bolt = (
+        [ImportHeader(context=f"{tenant}/{number}", upload_id="one", tenant=tenant) for number in range(3)]
+        for tenant in ("acme", "bolt")
+    )
+    for header in (*bolt[:1], *acme):
+        await breaking(imports, WHOLE, header, 1000)
+    assert await breaking(imports, WHOLE, bolt[0], 1000) == 1000, "acme's own gave way"
+    assert await breaking(imports, WHOLE, acme[0], 1000) == 0
+    open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
+    for stream in open_streams[:2]:
+        await anext(stream)
+    with pytest.raises(ResourceExhausted, match="2 of the tenant acme are under way, at most 2"):
+        await anext(open_streams[2])
+    for stream in open_streams:
+        await stream.aclose()
+
+
+async def test_a_tenant_leaves_room_for_exports_of_others(threads: TextThreads) -> None:
+    old = house_of(*(packable(name=name) for name in ("acme/a", "acme/b", "bolt/a")))
+    exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
+    async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:
+        await anext(first)
+        with pytest.raises(ResourceExhausted, match="1 of the tenant acme are under way"):
+            await anext(exports.run(ExportContext(context="acme/b")))
+        async with aclosing(exports.run(ExportContext(context="bolt/a"))) as other:
+            await anext(other)
+    async with aclosing(exports.run(ExportContext(context="acme/b"))) as last:
+        await anext(last)
 
 
 async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:

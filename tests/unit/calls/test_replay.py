@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator.calls import replay as replays
 from coordinator.calls.generation import Generation
@@ -380,10 +381,8 @@ async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPa
             await anext(slow)
 
 
-async def test_a_client_holds_only_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "MAX_HELD", 3)
-    monkeypatch.setattr(replays, "MAX_HELD_PER_CLIENT", 2)
-    held = Replays(Timers())
+async def test_a_client_holds_only_its_share() -> None:
+    held = Replays(Timers(), max_held=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
         held.hold(f"greedy {number}", greedy, Source([]).events())
@@ -397,9 +396,19 @@ async def test_a_client_holds_only_its_share(monkeypatch: pytest.MonkeyPatch) ->
     held.hold("greedy 2", greedy, Source([]).events())
 
 
-async def test_how_many_are_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "MAX_HELD", 1)
-    held, _ = hold(Source([]), Timers())
+async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> None:
+    held = Replays(Timers(), max_held=4, tenant_share=1 / 2)
+    asked = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
+    for client in ("a", "b"):
+        held.hold(client, replace(asked, client=client), Source([]).events())
+    with pytest.raises(ResourceExhausted, match="the tenant acme holds 2 .* of all 4"):
+        held.hold("c", replace(asked, client="c"), Source([]).events())
+    held.hold("d", replace(asked, tenant="bolt"), Source([]).events())
+
+
+async def test_how_many_are_held_is_bounded() -> None:
+    held = Replays(Timers(), max_held=1)
+    held.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
         held.hold("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

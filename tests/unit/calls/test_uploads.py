@@ -61,11 +61,12 @@ def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
     tokenizer = Tokenizer.load(write_model(tmp_path / "model"), render_shapes)
     limit = TextLimit(FakeEngine(), None)
 
-    def upload(upload_id: str, num_tokens: int = 0, client: str = "") -> Upload:
+    def upload(upload_id: str, num_tokens: int = 0, client: str = "", tenant: str = "default") -> Upload:
         document = Intake(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
         if num_tokens:
             document.add_ids([1] * num_tokens)
-        return Upload(IngestHeader("moby", upload_id=upload_id, client=client), document, threads)
+        header = IngestHeader("moby", upload_id=upload_id, client=client, tenant=tenant)
+        return Upload(header, document, threads)
 
     return upload
 
@@ -224,6 +225,46 @@ def test_the_number_of_uploads_is_bounded_with_a_share_for_each_client(make: Cal
     uploads.add(make("c", client="c"))
     assert kept(uploads, "a0", "a1") == [False, True], "what nobody listens to gave way"
     uploads.audit()
+
+
+def test_a_tenant_has_only_its_share_whatever_it_calls_its_clients(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = uploads_on(clock, max_uploads=8, tenant_share=1 / 2)
+    leave(uploads, make("bolt's", tenant="bolt"))
+    for clock.now, client in enumerate("abcde", 1):
+        assert leave(uploads, make(client, client=client, tenant="acme"))
+    assert kept(uploads, "bolt's", "a", "b") == [True, False, True], "its own gave way"
+    for client in "fghi":
+        upload = make(client, client=client, tenant="acme")
+        uploads.add(upload)
+        upload.own()
+    with pytest.raises(ResourceExhausted, match="4 of the tenant acme are open or kept to be resumed, at most 4 may"):
+        uploads.add(make("j", client="j", tenant="acme"))
+    assert kept(uploads, "bolt's") == [True]
+    uploads.audit()
+
+
+def test_the_tenant_that_has_most_makes_room(make: Callable[..., Upload]) -> None:
+    clock = Clock()
+    uploads = uploads_on(clock, max_uploads=4, tenant_share=3 / 4)
+    for clock.now, (name, tenant) in enumerate((("b", "bolt"), ("a", "acme"), ("a2", "acme"), ("a3", "acme"))):
+        leave(uploads, make(name, client=name, tenant=tenant))
+    leave(uploads, make("b2", client="2", tenant="bolt"))
+    assert kept(uploads, "b", "a", "a2", "a3", "b2") == [True, False, True, True, True]
+    uploads.audit()
+
+
+def test_the_bytes_of_a_tenant_are_bounded(make: Callable[..., Upload]) -> None:
+    uploads = uploads_on(Clock(), max_bytes=16_000, tenant_share=1 / 2)
+    leave(uploads, make("bolt's", 1000, tenant="bolt"))
+    for client in "ab":
+        upload = make(client, 1000, client, "acme")
+        uploads.add(upload)
+        uploads.count(upload)
+    uploads.add(third := make("c", 1, "c", "acme"))
+    with pytest.raises(ResourceExhausted, match="those of the tenant acme hold 8,004 bytes, at most 8,000"):
+        uploads.count(third)
+    assert kept(uploads, "bolt's") == [True]
 
 
 def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make: Callable[..., Upload]) -> None:

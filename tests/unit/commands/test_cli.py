@@ -10,13 +10,15 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from longleaf.channel.epochs import MergeTiming, TierMerge
 from longleaf.client import Client
 from longleaf.commands import app
-from longleaf.commands.cluster import headlines, merge_lines, storage_lines, workers_table
+from longleaf.commands.cluster import headlines, lines_of, merge_lines, shown, storage_lines, workers_table
+from longleaf.commands.ingest import summary
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
 from longleaf.errors import (
@@ -31,7 +33,7 @@ from longleaf.errors import (
 )
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
-from longleaf.messages import Cluster, ModelInfo, Storage, Worker
+from longleaf.messages import Cluster, Context, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 
 
@@ -86,6 +88,31 @@ def test_where_only_windows_take_room_no_number_is_told() -> None:
     shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
     cells = [list(column.cells) for column in workers_table(Cluster(**shape, workers=(worker,))).columns]
     assert cells[5:7] == [["1,536"], ["no limit"]]
+
+
+def test_what_is_hidden_from_users_is_told_as_no_number() -> None:
+    worker = Worker(rank=0, node="n", pid=0, device="cpu", tokens=0, max_tokens=4096, kv_bytes=0)
+    shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
+    recovery = Recovery(epoch=2, lost_tokens=0, recovered_tokens=0, seconds=9.0, is_over=False)
+    storage = Storage(snapshots="seal", url="")
+    found = Cluster(**shape, workers=(worker,), recovery=recovery, storage=storage)
+    lines = lines_of(found, 0.0)
+    assert "snapshots seal" in lines and "recovering: 9 s" in lines
+    assert not any("running" in line for line in lines)
+    cells = [list(column.cells) for column in workers_table(found).columns]
+    assert cells[2] == cells[5] == cells[7] == ["hidden"]
+    told = json.loads(msgspec.json.encode(shown(found)))
+    assert told["running"] is told["waiting"] is told["storage"]["url"] is told["recovery"]["lost_tokens"] is None
+    [rank] = told["workers"]
+    assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
+    assert shown(replace(found, workers=(replace(worker, pid=1),))) != told
+
+
+def test_on_how_many_ranks_a_context_lies_is_told_to_those_who_may_know() -> None:
+    context = Context(id="book", tokens=7, kv_bytes=64, created=0.0, updated=0.0)
+    assert summary(context) == "book: 7 tokens, 64 B of keys and values"
+    shares = (RankShare(rank=0, tokens=7, kv_bytes=64),)
+    assert summary(replace(context, shares=shares)) == "book: 7 tokens, 64 B of keys and values on 1 rank"
 
 
 async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,6 +308,8 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
         (Unavailable("a"), 1),
         (WorkerLost(1, "a"), 1),
         (ResourceExhausted("a", "b"), 1),
+        (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
+        (ResourceExhausted("quotas/generations", "none may run"), 2),
         (LongleafError("a"), 1),
     ],
 )
@@ -363,9 +392,15 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
         (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
         (["--world-size", "2"], "required: --model"),
         (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
-        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: world_size: 0 is not between 1 and"),
+        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: --wait-for-ranks: nan is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: --drain-seconds: -1 is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: needs --tls-cert: a certificate is nothing"),
+        (
+            ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
+            "error: --metrics-host: needs --metrics-port: with",
+        ),
+        (["--model", "m", *NOWHERE, "--share-prefixes", "true"], "error: --share-prefixes: needs credentials: without"),
+        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
     ],
 )
 def test_the_coordinator_names_the_option_that_does_not_fit(
@@ -404,6 +439,12 @@ def test_help_teaches_with_an_example(command: list[str], capsys: pytest.Capture
         app.main([*command, "--help"])
     assert end.value.code == 0
     assert f"longleaf {command[0] if command else 'demo'}" in capsys.readouterr().out
+
+
+def test_help_names_extras_as_a_shell_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.main(["serve", "--help"])
+    assert "'longleaf[otel]'" in capsys.readouterr().out
 
 
 def test_the_command_starts_without_torch() -> None:

@@ -105,6 +105,13 @@ class Screen(io.StringIO):
         return True
 
 
+async def test_who_is_told_of_its_own_tokens_alone_sees_these(terminal: Terminal) -> None:
+    terminal.engine.answer = ()
+    terminal.engine.script = (Recovering(8, 0, 0), events.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
+    _, _, err = await terminal.run("generate", "--prompt", "x")
+    assert "recovering: 8 to go for this answer" in err.splitlines()
+
+
 def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
     screen = Screen()
     line = RecoveryLine(screen)

@@ -1,6 +1,7 @@
 """Contexts that an earlier checkpoint has read, made anew for the one that is served."""
 
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from msgspec.structs import replace
@@ -9,7 +10,7 @@ from coordinator.catalog.earlier import EarlierContext
 from coordinator.catalog.records import Kept, SegmentRecord
 from coordinator.engine.earlier import anew
 from coordinator.placement.positions import Positions
-from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound
+from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
 from longleaf.geometry import Rope, Rotary
 from tests.support.catalog import context
 from tests.support.lasting import MemoryLasting
@@ -71,6 +72,26 @@ async def test_all_are_made_anew_but_those_that_cannot_be() -> None:
         engine.audit()
     async with running(lasting) as engine:
         assert [each.id for each in engine.list_contexts()] == ["book", "taken", "twig"]
+
+
+async def test_none_is_made_anew_for_which_its_tenant_has_no_room() -> None:
+    asked = list[int]()
+
+    def room(num_tokens: int) -> AbstractContextManager[None]:
+        asked.append(num_tokens)
+        if num_tokens > 20:
+            raise ResourceExhausted("quotas/tokens", "no more")
+        return nullcontext()
+
+    async with running(of(earlier(), earlier(TWIG))) as engine:
+        with pytest.raises(ResourceExhausted):
+            await engine.reread_context("book", VOCABULARY, room)
+        found = await engine.reread_contexts(VOCABULARY, room=room)
+        assert [each.id for each in found.contexts] == ["twig"]
+        assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("book", True)]
+        assert [each.id for each in engine.list_contexts()] == ["twig"]
+        engine.audit()
+    assert asked == [40, 40, 12]
 
 
 async def test_what_is_not_there_or_has_expired_is_not_found() -> None:

@@ -1,15 +1,16 @@
 """Files of certificates and keys that cannot be used are named, with the reason."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from longleaf.errors import InvalidArgument
 from longleaf.pem import MAX_PEM_BYTES, parse_pair, read_pem
-from tests.support.authority import Authority, pem_of
+from tests.support.authority import DAY, Authority, pem_of
 
 
 @pytest.fixture
@@ -27,6 +28,23 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
     "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no certificate in PEM"),
     "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no certificate in PEM"),
     "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
+    "one that is not valid yet": (lambda a: a.make(age=-DAY, life=2 * DAY), "tls_cert", "is not valid before 2"),
+    "a weak key": (lambda a: a.make(key=rsa.generate_private_key(65537, 1024)), "tls_cert", "RSA key of 1,024 bits"),
+    "a key of a curve that TLS has not": (
+        lambda a: a.make(key=ec.generate_private_key(ec.SECP256K1())),
+        "tls_cert",
+        "over secp256k1; TLS here takes RSA",
+    ),
+    "a key of a curve that clients do not take": (
+        lambda a: a.make(key=ec.generate_private_key(ec.SECP521R1())),
+        "tls_cert",
+        "over secp521r1",
+    ),
+    "a certificate of such a key": (
+        lambda a: (a.make(key=ec.generate_private_key(ec.BrainpoolP256R1()))[0], a.make()[1]),
+        "tls_cert",
+        "over brainpoolP256r1",
+    ),
     "an empty key": (lambda a: (a.make()[0], b""), "tls_key", "is empty"),
     "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no private key in PEM"),
     "the key of another": (lambda a: (a.make()[0], a.make()[1]), "tls_key", "not the key of the certificate"),
@@ -57,3 +75,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
     with pytest.raises(InvalidArgument, match="more than 1,048,576 bytes"):
         read_pem("tls_ca", tmp_path / "large")
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(InvalidArgument, match="tls_ca: .*no regular file|tls_ca: .*directory"):
+            read_pem("tls_ca", path)

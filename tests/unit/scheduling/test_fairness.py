@@ -213,6 +213,59 @@ def test_the_youngest_of_the_lowest_gives_way() -> None:
     assert list(bench.scheduler.positions()) == [1]
 
 
+def test_one_of_several_tenants_fills_half_of_the_queue() -> None:
+    bench = Bench(max_sequences=1, max_waiting=5)
+    for number in range(4):  # one of them begins
+        bench.ask(4, first=10 * number, tenant="acme", is_alone=False)
+    with pytest.raises(ResourceExhausted, match="of the tenant acme wait as may, 3 of 5") as caught:
+        bench.ask(4, tenant="acme", is_alone=False)
+    assert caught.value.retry_seconds
+    for number in range(2):
+        bench.ask(4, first=100 * number, tenant="bolt", is_alone=False)
+    for tenant in ("acme", "bolt"):
+        with pytest.raises(ResourceExhausted, match="wait as may, 5"):
+            bench.ask(4, tenant=tenant, is_alone=False)
+    bench.run()
+    for number in range(6):
+        bench.ask(4, first=10 * number, tenant="acme")
+
+
+def test_who_waits_is_told_its_place_among_those_of_its_tenant() -> None:
+    bench = Bench(max_sequences=1)
+    bench.ask(4, max_tokens=20)
+    bench.step()
+    acme = [bench.ask(4, tenant="acme") for _ in range(3)]
+    bolt = [bench.ask(4, tenant="bolt") for _ in range(2)]
+    places = {job: admitted.queue_position for job, admitted in bench.scheduler.positions().items()}
+    assert places == dict(zip((*acme, *bolt), (1, 2, 3, 1, 2), strict=True))
+
+
+def test_a_priority_takes_nothing_from_another_tenant() -> None:
+    bench = Bench(max_sequences=2)
+    low = bench.ask(4, max_tokens=20, tenant="acme", priority=-1)
+    bench.ask(4, max_tokens=20, tenant="bolt", priority=-2)
+    bench.step()
+    high = bench.ask(4, max_tokens=20, tenant="bolt", priority=100)
+    urgent = bench.ask(4, max_tokens=20, tenant="core", priority=100)
+    bench.step()
+    assert set(bench.scheduler.positions()) == {1, urgent}, "only who is of the same tenant gives way"
+    bench.run()
+    assert bench.scheduler.num_preempted == 1
+    assert [len(bench.tokens(job)) for job in (low, 1, high, urgent)] == [20] * 4
+
+
+def test_a_deadline_that_another_tenants_priority_does_not_threaten_is_taken() -> None:
+    bench = Bench(max_sequences=1)
+    for number in range(3):
+        bench.ask(4, max_tokens=100, first=10 * number)
+    bench.run()  # a request takes a tenth of a second
+    for number in range(4):
+        bench.ask(4, max_tokens=100, first=10 * number, tenant="acme", priority=9)
+    bench.ask(4, tenant="bolt", max_tokens=1, deadline=bench.now + 0.2)
+    with pytest.raises(DeadlineExceeded):
+        bench.ask(4, tenant="acme", max_tokens=1, deadline=bench.now + 0.2)
+
+
 def test_equals_do_not_preempt_unless_the_reader_is_behind() -> None:
     bench = Bench(max_sequences=1)
     slow = bench.ask(4, max_tokens=10)

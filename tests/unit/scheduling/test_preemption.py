@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import Acknowledged, Ended
-from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.jobs import Job, Request
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from tests.support.scheduling import Bench
 
@@ -144,7 +144,7 @@ def test_queue_is_bounded() -> None:
     bench = Bench(max_waiting=2, max_sequences=3)
     for _ in range(5):
         bench.ask(4)  # three of them need not wait
-    with pytest.raises(ResourceExhausted, match="2 requests wait already") as caught:
+    with pytest.raises(ResourceExhausted, match="as many requests wait as may, 2") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
 
@@ -188,6 +188,25 @@ def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest
         bench.scheduler._may_begin = True
         bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting, asked) == (8, 22, [])
+
+
+def test_those_who_wait_for_a_quota_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one tenant's quota slows the steps of all."""
+    bench = Bench(max_sequences=8)
+    for number in range(30):
+        bench.ask(3, max_tokens=20, at_once=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")
+    bench.step()
+    assert (bench.scheduler.num_running, bench.scheduler.usage("acme").running) == (8, 3)
+    asked: list[Request] = []
+    is_running = Request.is_running.fget
+    assert is_running is not None
+    monkeypatch.setattr(
+        Request, "is_running", property(lambda request: (asked.append(request), is_running(request))[1])
+    )
+    bench.ask(3, at_once=3, tenant="acme")
+    asked.clear()
+    bench.scheduler.schedule()
+    assert len(asked) <= 2 * bench.scheduler.num_waiting
 
 
 def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:

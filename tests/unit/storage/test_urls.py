@@ -65,7 +65,7 @@ except Exception as error:
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.startswith("snapshot_url: s3://bucket needs a package")
-    assert "pip install longleaf[s3]" in told
+    assert "pip install 'longleaf[s3]'" in told
 
 
 def test_folders_need_no_drivers(tmp_path):

@@ -149,7 +149,7 @@ async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     watching = Watching(TelemetryConfig(traces=True), "lookup", "local", True)
     try:
-        with pytest.raises(InvalidArgument, match=r"traces: .*pip install longleaf\[otel\]"):
+        with pytest.raises(InvalidArgument, match=r"traces: .*pip install 'longleaf\[otel\]'"):
             await watching.start()
     finally:
         await watching.stop()
@@ -248,3 +248,16 @@ async def test_headers_that_cannot_be_read_are_not_quoted(
     finally:
         await traces.stop()
     assert [record.getMessage() for record in caplog.records] == ["traces: opentelemetry.util.re"]
+
+
+@pytest.mark.parametrize("endpoint", ["garbage", "http://", "http://a b:1", "https://collector:port", "http://x:99999"])
+def test_an_address_of_no_collector_is_refused(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    with pytest.raises(InvalidArgument, match="OTEL_EXPORTER_OTLP_ENDPOINT must be http://HOST:PORT"):
+        provider_of_environment()
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://[::1]:4317", "https://collector", "collector:4317", "unix:/run/otel"])
+def test_addresses_of_collectors_are_taken(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    provider_of_environment().shutdown()

@@ -1,0 +1,157 @@
+"""What the door costs beside the gRPC client, and how soon its page can be used.
+
+    python -m bench.door --json                              # all parts
+    python -m bench.door --only paced --repeats 2            # some, smaller
+    python -m bench.door --only page --into door.json        # puts one part into a file with others
+
+real       64 streams of the embedded model, ranks on the same processors: deltas per second through the door
+           (door_per_s) and over gRPC (grpc_per_s), turn by turn; ratio is of the medians. door_cpu_s_per_1000: what the
+           door computes of 1,000 deltas; client_us: what the clients do of each, both being on this machine as well.
+           first_ms: the first token of a short prompt when nothing else goes on; the door's has a new connection each
+           time
+paced      the same with a service whose answers cost nothing and bring a token each 50 ms to every stream: whether the
+           door keeps up
+page       milliseconds from the first byte until the page takes input (interactive_ms), in Chromium without a window
+           and with an empty cache, and its bytes over the wire; needs the extra `browser` and chromium
+others     cores that work took which is no part of this
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from bench.door.page import measure_page
+from bench.door.reading import (
+    Pace,
+    first_over_grpc,
+    first_through_door,
+    over_grpc,
+    pace,
+    through_door,
+)
+from bench.door.services import STREAMS, Doored, paced, real
+from bench.durable.options import Goal, Row, spread
+from bench.durable.table import table
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.production.options import Options, result
+from bench.production.others import Others
+from longleaf.client import AsyncClient
+
+WARM_UP_SECONDS = 2.0
+FIRST_TOKENS = 20
+GRPC, DOOR = 0, 1
+Open = Callable[[Options], AbstractContextManager[Doored]]
+
+
+def measure_streams(open_service: Open, wanted: float, options: Options) -> Row:
+    """Turns of both, each side first in every other one."""
+    with open_service(options) as doored:
+        paces, firsts = asyncio.run(_turns(doored, options))
+    rates = [[turn.per_s for turn in side] for side in paces]
+    ratio = median(rates[DOOR]) / median(rates[GRPC])
+    each = [door / grpc for grpc, door in zip(*rates, strict=True)]
+    cpu = [turn.door_cpu / turn.deltas * 1000 for turn in paces[DOOR]]
+    clients = [median(turn.client_cpu / turn.deltas * 1e6 for turn in side) for side in paces]
+    delays = [median(side) * 1e3 for side in firsts]
+    figures = {
+        "streams": STREAMS,
+        "grpc_per_s": round(median(rates[GRPC]), 1),
+        "door_per_s": round(median(rates[DOOR]), 1),
+        "ratio": round(ratio, 4),
+        **spread("ratio", each),
+        "door_cpu_s_per_1000": round(median(cpu), 4),
+        "client_us_grpc": round(clients[GRPC], 1),
+        "client_us_door": round(clients[DOOR], 1),
+        "first_ms_grpc": round(delays[GRPC], 2),
+        "first_ms_door": round(delays[DOOR], 2),
+    }
+    goals = [
+        Goal("ratio", ratio, wanted, is_least=True),
+        Goal("first_token_more_ms", delays[DOOR] - delays[GRPC], 5.0),
+    ]
+    return result(options, figures, goals)
+
+
+async def _turns(doored: Doored, options: Options) -> tuple[list[list[Pace]], list[list[float]]]:
+    """Of both sides: the pace of each turn, and seconds to first tokens."""
+    paces, firsts = [list[Pace](), list[Pace]()], [list[float](), list[float]()]
+    async with AsyncClient(doored.address, retries=0) as client:
+        reads = over_grpc(client, doored.prompt), through_door(doored.url, doored.prompt)
+        for _ in range(FIRST_TOKENS):
+            firsts[GRPC].append(await first_over_grpc(client, doored.prompt))
+            firsts[DOOR].append(await first_through_door(doored.url, doored.prompt))
+        for read in reads:
+            await pace(read, STREAMS, WARM_UP_SECONDS, doored.door)
+        for turn in range(options.repeats):
+            for side in (GRPC, DOOR) if turn % 2 else (DOOR, GRPC):
+                paces[side].append(await pace(reads[side], STREAMS, options.seconds, doored.door))
+            tell(
+                f"turn {turn + 1}: {paces[GRPC][-1].per_s:.0f} deltas/s over gRPC, {paces[DOOR][-1].per_s:.0f} by HTTP"
+            )
+    return paces, firsts
+
+
+def measure_reader(options: Options) -> Row:
+    """The page of a door in front of a service that answers nothing yet."""
+    with paced() as doored:
+        found = measure_page(doored.url + "/", options.repeats)
+    figures = {
+        "interactive_ms": found.interactive_ms,
+        **spread("interactive_ms", found.each_ms),
+        "wire_bytes": found.wire_bytes,
+        "requests": found.requests,
+        "browser": found.browser,
+    }
+    goals = [Goal("interactive_ms", found.interactive_ms, 1000.0), Goal("wire_bytes", found.wire_bytes, 60_000.0)]
+    return result(options, figures, goals)
+
+
+PARTS: dict[str, tuple[Callable[[Options], Row], int, float]] = {
+    "real": (partial(measure_streams, lambda options: real(options.world_size), 0.85), 5, 4.0),
+    "paced": (partial(measure_streams, lambda _: paced(), 0.99), 5, 4.0),
+    "page": (measure_reader, 10, 0.0),
+}
+"""What measures a part, and by default how many turns of how many seconds."""
+
+
+def main() -> None:
+    unwind_on_terminate()
+    given = parse()
+    rows: list[Row] = json.loads(given.into.read_text())["rows"] if given.into and given.into.is_file() else []
+    for name in given.only:
+        measure, repeats, seconds = PARTS[name]
+        tell(f"{name}: {given.repeats or repeats} repeats")
+        others = Others()
+        found = measure(Options(repeats=given.repeats or repeats, seconds=seconds, world_size=given.world_size))
+        row = {"part": name, "others": round(others.cores, 2), **found, "machine": describe()}
+        rows = [each for each in rows if each["part"] != name] + [row]
+    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
+    told = json.dumps({"bench": "door", "rows": rows}, indent=2)
+    if given.into:
+        given.into.write_text(told + "\n")
+    print(told if given.json else table(rows))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.door", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser.add_argument("--repeats", type=int, help="turns; by default each part's own number")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the service with the embedded model")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
+    given = parser.parse_args(arguments)
+    if given.world_size < 1 or (given.repeats is not None and given.repeats < 1):
+        parser.error("--repeats, --world-size: too few to measure")
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A service with a door for HTTP beside it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx2
+import psutil
+import pytest
+from openai import OpenAI
+
+from longleaf.client import Client
+from longleaf.messages import Delta
+from tests.support.command_line import CLI, Served, url_of
+
+LAUNCHERS = ("local", "ray")
+BOOK = "The door of the house is green. " * 40
+QUESTION = "What colour is the door?"
+
+
+def doors_of(served: Served) -> list[psutil.Process]:
+    everybody = psutil.Process(served.process.pid).children(recursive=True)
+    return [each for each in everybody if "--with-parent=True" in each.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served("--launcher", "local", "--http", "0", "--kv-bytes", "60000000") as service:
+        yield service
+        assert service.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def url(served: Served) -> str:
+    url = url_of(served)
+    path = f"{url}/v1/contexts/book"
+    answer = httpx2.post(path, content=BOOK.encode(), headers={"content-type": "text/plain"}, timeout=60)
+    assert answer.status_code == 200 and '"ready"' in answer.text
+    return url
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=str)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_answers_are_those_of_ask(served: Served, url: str, options: dict[str, Any], is_streamed: bool) -> None:
+    with Client(served.address) as client:
+        told = client.ask("book", QUESTION, max_tokens=24, **options)
+        asked = "".join(event.text for event in told if isinstance(event, Delta))
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        create: Any = client.chat.completions.create
+        model = client.models.list().data[1].id
+        answer = create(model=model, messages=messages, max_tokens=24, stream=is_streamed, **options)
+        if is_streamed:
+            text = "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
+        else:
+            text = answer.choices[0].message.content
+            assert answer.usage.prompt_tokens_details.cached_tokens > 0
+    assert text == asked
+
+
+def test_a_door_that_dies_is_started_again(served: Served, url: str) -> None:
+    (door,) = doors_of(served)
+    door.kill()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        try:
+            assert httpx2.get(f"{url}/readyz").status_code == 200
+            break
+        except httpx2.TransportError:
+            continue
+    (other,) = doors_of(served)
+    assert other.pid != door.pid
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS[:1], pytest.param("ray", marks=pytest.mark.ray)])
+def test_the_door_ends_with_its_service(launcher: Literal["local", "ray"]) -> None:
+    with Served("--launcher", launcher, "--http", "0", "--kv-bytes", "8000000") as service:
+        url = url_of(service)
+        assert httpx2.get(f"{url}/readyz").status_code == 200
+        here = [p for p in psutil.process_iter(["cmdline"]) if "--with-parent=True" in (p.info["cmdline"] or ())]
+        mine = [p for p in here if f"--port={0}" in p.info["cmdline"] and _listens(p, url)]
+        assert len(mine) == 1
+        parent = mine[0].parent()
+        assert parent is not None
+        os.kill(parent.pid, signal.SIGKILL)
+        assert not psutil.wait_procs(mine, timeout=30)[1]
+
+
+def _listens(process: psutil.Process, url: str) -> bool:
+    port = int(url.rpartition(":")[2])
+    return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+
+
+def test_a_taken_port_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = subprocess.run(
+            [*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port], capture_output=True, text=True
+        )
+    assert told.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in told.stderr
+
+
+def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
+    process = subprocess.Popen([*CLI, "door", "--port", "0", "--json"], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["http"]
+        assert httpx2.get(f"{url}/healthz").status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    refused = subprocess.run([*CLI, "door", "--host", "0.0.0.0"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "--insecure" in refused.stderr

@@ -1,0 +1,34 @@
+"""docs/http.md: its examples run, in their order, against a service."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Served, url_of
+from tests.support.tools import tool
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+EXAMPLES = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_of_the_page_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Served("--launcher", "local", "--http", "0", "--kv-bytes", "60000000") as service:
+        url, names = url_of(service), dict[str, object]()
+        for language, example in EXAMPLES:
+            code = example.replace("http://localhost:8000", url)
+            if language == "python":
+                exec(compile(code, "docs/http.md", "exec"), names)
+            else:
+                tool("curl")
+                told = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
+                assert '"phase":"ready"' in told.stdout
+        names["http"].close()  # type: ignore[attr-defined]
+        names["client"].close()  # type: ignore[attr-defined]
+    said = capsys.readouterr().out
+    for line in ("True\n100\n204\n", '"phase":"incomplete"', '"phase":"ready"', "model_not_found"):
+        assert line in said

@@ -1,0 +1,160 @@
+"""What callers may send: never a 500, and the service answers afterwards."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.doors import opened
+from tests.support.service import FakeEngine, Served, ids, serving
+
+CHAT = "/v1/chat/completions"
+GOOD: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
+BAD = (
+    (b"", 400, None),
+    (b"{", 400, None),
+    (b"[]", 400, None),
+    (b'{"model": NaN}', 400, None),
+    (b'{"model": "fake", "model": "fake"}', 400, None),
+    (b"[" * 10_000 + b"]" * 10_000, 400, None),
+    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, 400, None),
+    (b'{"model": "\\ud800"}', 400, None),
+    (b'{"model": "\xff"}', 400, None),
+    (b'{"seed": ' + b"9" * 5000 + b"}", 400, None),
+)
+WRONG = (
+    ({"messages": []}, "messages"),
+    ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": "1"}, "n"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"tools": [{}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"audio": {}}, "audio"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1 << 70}, "max_tokens"),
+    ({"max_tokens": None, "max_completion_tokens": 1 << 21}, "max_completion_tokens"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 1 << 64}, "seed"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"priority": 1000}, "priority"),
+    ({"priority": 1 << 40}, "priority"),
+    ({"request_id": "no spaces"}, "request_id"),
+    ({"user": "x" * 300}, "user"),
+    ({"context": "NO"}, "context"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"what": 1}, "what"),
+)
+
+
+async def test_bodies_that_are_no_objects_are_refused(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for content, status, param in BAD:
+            answer = await client.post(CHAT, content=content)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), content[:50]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG, ids=str)
+async def test_the_field_is_named(url: str, change: dict[str, Any], param: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD | change)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_what_means_nothing_is_taken(url: str) -> None:
+    empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": True, "n": None}
+    async with httpx2.AsyncClient(base_url=url) as client:
+        assert (await client.post(CHAT, json=GOOD | empty)).status_code == 200
+
+
+async def test_large_bodies_are_refused(url: str) -> None:
+    async def endless() -> Any:
+        for _ in range(300):
+            yield b" " * 65536
+
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post(CHAT, content=b" " * (17 << 20))
+        assert answer.status_code == 413
+        assert (await client.post(CHAT, content=endless())).status_code == 413
+
+
+async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path / "model") as (_, address):
+        pass
+    async with opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served, url: str) -> None:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    for path in (CHAT, "/v1/contexts/short?upload_id=u"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 99\r\n\r\n{{"
+        writer.write(head.encode())
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        await writer.wait_closed()
+        del reader
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.head("/v1/contexts/short", params={"upload_id": "u"})
+        assert (answer.headers["upload-offset"], answer.headers["upload-complete"]) == ("1", "?0")
+        assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = (
+    "model messages max_tokens temperature top_p n stop seed logit_bias logprobs top_logprobs user stream context "
+    "top_k min_p priority request_id prompt stream_options echo tools"
+).split()
+BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/contexts/book/fork"])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_body_is_a_500(path: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A few bodies for each of a few doors: one costs more than its bodies."""
+    bodies = data.draw(st.lists(st.tuples(BODIES, st.booleans()), min_size=5, max_size=5))
+
+    async def run() -> None:
+        engine = FakeEngine()
+        engine.answer = (ids("x"),)
+        folder = tmp_path_factory.mktemp("model")
+        async with (
+            serving(engine, folder) as (_, address),
+            opened(address) as url,
+            httpx2.AsyncClient(base_url=url) as client,
+        ):
+            for change, is_based in bodies:
+                content = json.dumps((GOOD | {"prompt": "x"} if is_based else {}) | change).encode()
+                assert (await client.post(path, content=content)).status_code < 500, content
+            assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+    asyncio.run(run())

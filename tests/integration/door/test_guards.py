@@ -1,0 +1,131 @@
+"""Whom a door answers, and what it says to browsers."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from coordinator.access.credentials import Credentials
+from door import protocol
+from door.server import listen
+from door.settings import DoorConfig
+from longleaf.credentials import Entry, digest_of, line_of, new_credential
+from longleaf.errors import InvalidArgument, StartError
+from longleaf.watched import LOOK_SECONDS
+from tests.support.authority import Authority
+from tests.support.doors import opened
+from tests.support.service import FakeEngine, Served, serving
+
+
+async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
+    cases = (
+        ({"host": "127.0.0.1:1"}, 200),
+        ({"host": "[::1]"}, 200),
+        ({"host": "books.example"}, 200),
+        ({"host": "evil.example"}, 421),
+        ({"host": "127.0.0.1.evil.example"}, 421),
+        ({"host": "localhost", "origin": "http://localhost"}, 200),
+        ({"host": "localhost:8", "origin": "http://localhost"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+        ({"host": "localhost", "origin": "https://books.example"}, 200),
+        ({"host": "localhost", "origin": "http://evil.example"}, 403),
+    )
+    door = opened(service.address, public_url="https://books.example")
+    async with door as url, httpx2.AsyncClient(base_url=url) as client:
+        for headers, status in cases:
+            assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
+
+
+async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for path in ("/", "/v1/models", "/nothing", "/page/..%2fapp.py"):
+            answer = await client.get(path)
+            assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "cache-control" in answer.headers
+        assert (await client.get("/page/..%2fapp.py")).status_code == 404
+        assert (await client.put("/v1/models")).status_code == 405
+
+
+async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer who-ever"})).status_code == 200
+        for given in ("Basic eA==", "Bearer", "Bearer a b"):
+            answer = await client.get("/v1/models", headers={"authorization": given})
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    for sent, told in (
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 99_999, b"431"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /", b""),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        assert told in (await asyncio.wait_for(reader.read(), 10))[:20]
+        writer.close()
+
+
+async def test_connections_are_bounded(service: Served) -> None:
+    async with opened(service.address, max_connections=2) as url:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        async with httpx2.AsyncClient(base_url=url) as client:
+            assert (await client.get("/healthz")).status_code == 503
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_new_certificate_is_shown_without_a_restart(service: Served, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+
+    def show() -> None:
+        for path, content in zip((chain, key), authority.make(), strict=True):
+            path.write_bytes(content)
+
+    async def seen(url: str) -> bytes:
+        context = ssl.create_default_context(cafile=str(authority.file))
+        host, _, port = url.removeprefix("https://").rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return found
+
+    show()
+    async with opened(service.address, tls_cert=str(chain), tls_key=str(key)) as url:
+        before = await seen(url)
+        show()
+        await asyncio.sleep(3 * LOOK_SECONDS)
+        assert await seen(url) != before
+
+
+async def test_settings_that_cannot_work_are_refused(service: Served) -> None:
+    for settings in ({"host": "0.0.0.0"}, {"tls_cert": "x"}, {"public_url": "example"}, {"port": 70_000}):
+        with pytest.raises(InvalidArgument):
+            DoorConfig(**settings).check()  # type: ignore[arg-type]
+    async with opened(service.address) as url:
+        with pytest.raises(StartError, match="cannot listen"):
+            listen("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
+    names = {name: new_credential() for name in ("acme", "other")}
+    file = tmp_path / "credentials"
+    entries = [Entry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
+    file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+        acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
+        plain = {"content-type": "text/plain"}
+        assert (await client.post("/v1/contexts/book", content=b"x", headers=plain)).status_code == 401
+        assert (await client.post("/v1/contexts/book", content=b"x", headers=plain | acme)).status_code == 200
+        assert (await client.get("/v1/contexts/book", headers=acme)).status_code == 200
+        assert (await client.get("/v1/contexts/book", headers=other)).status_code == 404
+        assert (await client.get("/v1/contexts")).status_code == 401
+        assert (await client.get("/healthz")).status_code == (await client.get("/readyz")).status_code == 200

@@ -1,0 +1,170 @@
+"""The openai package asks a door."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from coordinator.events import Tokens
+from longleaf.errors import ResourceExhausted, Unavailable
+from longleaf.sampling import Logprobs, Token, TokenLogprob
+from tests.support.service import Served, ids
+
+QUESTION: Any = [{"role": "user", "content": "Who?"}]
+
+
+def asking(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+async def test_models_are_the_model_and_its_contexts(service: Served, url: str) -> None:
+    service.engine.contexts["book"] = [1, 2]
+    async with asking(url) as client:
+        assert [model.id async for model in await client.models.list()] == ["fake", "fake:book"]
+        assert (await client.models.retrieve("fake:book")).id == "fake:book"
+        with pytest.raises(openai.NotFoundError) as told:
+            await client.models.retrieve("fake:none")
+    assert (told.value.code, told.value.param) == ("model_not_found", "model")
+
+
+async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
+    async with asking(url) as client:
+        answer = await client.chat.completions.create(model="fake", messages=QUESTION, max_tokens=9)
+    ChatCompletion.model_validate(answer.model_dump(), strict=True)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Grüße", "length")
+    assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + len(ids("Grüße"))
+    assert answer.model_extra == {"exact": True}
+
+
+async def test_the_plain_client_streams(url: str) -> None:
+    def stream() -> str:
+        with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            chunks = client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
+            return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+    assert await asyncio.to_thread(stream) == "Grüße"
+
+
+async def test_every_chunk_of_a_stream_is_one_of_openais(service: Served, url: str) -> None:
+    async with asking(url) as client:
+        stream = await client.chat.completions.create(
+            model="fake", messages=QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices) == "Grüße"
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url: str) -> None:
+    service.engine.contexts["book"] = list(ids("long"))
+    async with asking(url) as client:
+        for model, more in (("fake:book", {}), ("fake", {"context": "book"}), ("fake:book", {"context": "book"})):
+            await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
+            assert service.engine.prompts[-1].context == "book"
+        with pytest.raises(openai.BadRequestError) as told:
+            await client.chat.completions.create(model="fake:book", messages=QUESTION, extra_body={"context": "other"})
+        assert told.value.param == "context"
+        for model, more in (("fake:other", {}), ("fake", {"context": "other"}), ("gpt", {})):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
+            assert missing.value.code == "model_not_found"
+
+
+async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -> None:
+    async with asking(url) as client:
+        await client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Who?"}],
+            max_completion_tokens=7,
+            temperature=0.5,
+            top_p=0.25,
+            seed=3,
+            stop=["x", "y"],
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={"5": 1},
+            user="anna",
+            store=True,
+            extra_body={"top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5, "priority": 2, "metadata": None},
+        )
+    prompt, sampling = service.engine.prompts[-1], service.engine.prompts[-1].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (7, 0.5, 0.25, 3)
+    assert (sampling.stop, sampling.presence_penalty, sampling.frequency_penalty) == (("x", "y"), 0.5, -0.5)
+    assert (sampling.logit_bias, sampling.top_k, sampling.min_p) == ({5: 1.0}, 4, 0.125)
+    assert (sampling.repetition_penalty, prompt.claim.priority, prompt.claim.client) == (1.5, 2, "anna")
+
+
+async def test_an_answer_may_be_as_long_as_there_is_room_for(service: Served, url: str) -> None:
+    async with asking(url) as client:
+        await client.chat.completions.create(model="fake", messages=QUESTION)
+    prompt = service.engine.prompts[-1]
+    assert prompt.sampling.max_tokens == service.engine.max_positions - len(prompt.token_ids)
+
+
+async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None:
+    (token,) = ids("a")
+    told = Logprobs(-0.5, (TokenLogprob(token, -0.5, b"a"),), b"a")
+    service.engine.answer, service.engine.script = (), (Tokens(0, (Token(token, told),)),)
+    service.engine.late_error = Unavailable("over")
+    async with asking(url) as client:
+        chunks = await client.chat.completions.create(
+            model="fake", messages=QUESTION, logprobs=True, top_logprobs=1, stream=True
+        )
+        logprobs: Any = None
+
+        async def read() -> None:
+            nonlocal logprobs
+            async for chunk in chunks:
+                logprobs = (chunk.choices[0].logprobs if chunk.choices else None) or logprobs
+
+        with pytest.raises(openai.APIError, match="over"):  # a failure after the first byte is an event
+            await read()
+    assert logprobs is not None and logprobs.content is not None
+    assert (logprobs.content[0].bytes, logprobs.content[0].top_logprobs[0].logprob) == ([97], -0.5)
+
+
+async def test_texts_are_completed(service: Served, url: str) -> None:
+    async with asking(url) as client:
+        answer = await client.completions.create(model="fake", prompt="So", max_tokens=5)
+        Completion.model_validate(answer.model_dump(), strict=True)
+        assert (answer.choices[0].text, tuple(service.engine.prompts[-1].token_ids[-2:])) == ("Grüße", ids("So"))
+        chunks = [chunk async for chunk in await client.completions.create(model="fake", prompt=[1, 2], stream=True)]
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "Grüße"
+        assert tuple(service.engine.prompts[-1].token_ids) == (1, 2)
+
+
+async def test_errors_are_openais(service: Served, url: str) -> None:
+    cases = (
+        (ResourceExhausted("queue", "is full", 3.0), openai.RateLimitError, "rate_limit_exceeded", "3"),
+        (ResourceExhausted("quota", "is used up"), openai.RateLimitError, "insufficient_quota", None),
+        (Unavailable("gone", 2.0), openai.InternalServerError, "unavailable", "2"),
+    )
+    async with asking(url) as client:
+        for error, kind, code, retry in cases:
+            service.engine.error = error
+            with pytest.raises(kind) as told:
+                await client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
+            assert (told.value.code, told.value.response.headers.get("retry-after")) == (code, retry)
+
+
+async def test_who_leaves_ends_the_generation(service: Served, url: str) -> None:
+    service.engine.is_endless = True
+    async with asking(url) as client:
+        async with await client.chat.completions.create(model="fake", messages=QUESTION, stream=True) as stream:
+            async for _ in stream:
+                break
+        await asyncio.wait_for(service.engine.streams[0].closed.wait(), 10)
+        service.engine.opened.clear()
+        whole = asyncio.create_task(client.chat.completions.create(model="fake", messages=QUESTION))
+        await asyncio.wait_for(service.engine.opened.wait(), 10)
+        whole.cancel()
+        await asyncio.wait_for(service.engine.streams[1].closed.wait(), 10)
