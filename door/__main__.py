@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     logs = Logs(telemetry, ("door", "longleaf"))
     try:
         config.check()
-        asyncio.run(serve(config, lambda url: announce(config, url)))
+        asyncio.run(serve(config, lambda url, metrics: announce(config, url, metrics)))
     except (InvalidArgument, StartError) as error:
         if config.with_parent:  # whoever started this tells it
             print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
@@ -55,9 +55,15 @@ def leave(*_: object) -> NoReturn:
     os._exit(0)
 
 
-def announce(config: DoorConfig, url: str) -> None:
-    """Says where it listens."""
-    print(msgspec.json.encode({"http": url}).decode() if config.as_json else f"{LISTENING}{url}", flush=True)
+def announce(config: DoorConfig, url: str, metrics: str | None) -> None:
+    """Says where it listens, and where its metrics are if it has some."""
+    if config.as_json:
+        found = {"http": url} | ({} if metrics is None else {"metrics": metrics})
+        print(msgspec.json.encode(found).decode(), flush=True)
+        return
+    if metrics is not None:
+        print(f"metrics are at {metrics}", flush=True)
+    print(f"{LISTENING}{url}", flush=True)
 
 
 def parse(arguments: list[str]) -> DoorConfig:

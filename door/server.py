@@ -1,13 +1,15 @@
 """A door's life: it listens, and ends with a signal, or with whoever started it."""
 
 import asyncio
+import math
 import os
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from door.app import make_app
 from door.certificates import Certificate
@@ -18,9 +20,6 @@ from longleaf.client.channels import Access
 from longleaf.client.relay import Relay
 from longleaf.config import join_address
 from longleaf.errors import StartError
-
-GRACE_SECONDS = 3
-"""How long what runs may take to end."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,19 +43,22 @@ def client_for(config: DoorConfig) -> Relay:
     return Relay(config.server, retries=Retries(limit=0), **access)
 
 
-async def serve(config: DoorConfig, announce: Callable[[str], None], end: asyncio.Event | None = None) -> None:
-    """Until a signal, or `end`. `announce` is told the address. Raises InvalidArgument and StartError."""
+async def serve(
+    config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
+) -> None:
+    """Until a signal, or `end`. `announce` is told its URL and that of the metrics. Raises InvalidArgument and
+    StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen(config.host, config.port) as listener:
-        async with client_for(config) as client:
+        async with client_for(config) as client, counted(make_app(client, config), config) as (app, metrics):
             told = uvicorn.Config(
-                make_app(client, config),
+                app,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 limit_concurrency=config.max_connections,
-                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_graceful_shutdown=math.ceil(config.drain_seconds),
                 **protocol_options(),
             )
             told.load()
@@ -68,12 +70,27 @@ async def serve(config: DoorConfig, announce: Callable[[str], None], end: asynci
             if config.with_parent:
                 _watch_parent(end)
             scheme = "https" if certificate is not None else "http"
-            announce(f"{scheme}://{join_address(config.host, listener.getsockname()[1])}")
+            announce(f"{scheme}://{join_address(config.host, listener.getsockname()[1])}", metrics)
             try:
                 await server.serve([listener])
             finally:
                 for task in tasks:
                     task.cancel()
+
+
+@asynccontextmanager
+async def counted(app: ASGIApp, config: DoorConfig) -> AsyncGenerator[tuple[ASGIApp, str | None]]:
+    """The application, with metrics around it where they are asked for, and where these are. Raises StartError."""
+    if config.metrics_port is None:
+        yield app, None
+        return
+    from door.metrics import Metrics
+
+    metrics = Metrics(app)
+    try:
+        yield metrics, await metrics.start(config.metrics_host, config.metrics_port)
+    finally:
+        await metrics.stop()
 
 
 async def _end_with(server: uvicorn.Server, end: asyncio.Event) -> None:

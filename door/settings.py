@@ -7,6 +7,7 @@ from longleaf.errors import InvalidArgument
 from longleaf.operations import MAX_PORT, LogFormat, LogLevel, check_public_url, is_loopback
 
 DEFAULT_HTTP_PORT = 8000
+MAX_DRAIN_SECONDS = 24 * 3600
 
 
 class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,12 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What callers see of it where a proxy stands in front, such as https://books.example."""
     max_connections: int = 1024
     """Of more each gets 503."""
+    drain_seconds: float = 3.0
+    """How long what runs may take to end, after a signal."""
+    metrics_port: int | None = None
+    """Port of metrics for Prometheus; 0 lets the system choose; None: there is none."""
+    metrics_host: str = LOOPBACK
+    """Address of that port."""
     log_format: LogFormat = "text"
     log_level: LogLevel = "warning"
     as_json: bool = False
@@ -45,8 +52,11 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
-        if not 0 <= self.port <= MAX_PORT:
-            raise InvalidArgument("port", f"{self.port} is not between 0 and {MAX_PORT}")
+        for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
+            if port is not None and not 0 <= port <= MAX_PORT:
+                raise InvalidArgument(name, f"{port} is not between 0 and {MAX_PORT}")
+        if not 0 <= self.drain_seconds <= MAX_DRAIN_SECONDS:
+            raise InvalidArgument("drain_seconds", f"{self.drain_seconds:g} is not between 0 and {MAX_DRAIN_SECONDS:,}")
         if self.max_connections < 1:
             raise InvalidArgument("max_connections", f"{self.max_connections} is not positive")
         if self.public_url is not None:

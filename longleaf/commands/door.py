@@ -56,6 +56,14 @@ class DoorFlags:
             "--insecure",
         ),
     ] = False
+    drain_seconds: Annotated[float, option(DOOR, "How long answers and uploads that run may go on after a signal.")] = (
+        3.0
+    )
+    metrics_port: Annotated[
+        int | None,
+        option(TELEMETRY, "Port of metrics for Prometheus, which asks nobody who they are; 0: any.", default="none"),
+    ] = None
+    metrics_host: Annotated[str, option(TELEMETRY, "Address of that port.")] = "127.0.0.1"
     log_format: Annotated[LogFormat, option(TELEMETRY, "Lines for people, or a JSON object per line.")] = (
         _TELEMETRY.log_format
     )

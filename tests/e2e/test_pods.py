@@ -1,31 +1,26 @@
 """The commands, variables and hooks of the manifests start a service and stop it, on hosts that are namespaces."""
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from bench.harness.hosts import hosts, obstacle
 from longleaf.config import DEFAULT_PORT
-from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
-from tests.support.authority import Authority
-from tests.support.manifests.kubelet import NO_SECRETS, RunningPod, Secrets, ray_command
-from tests.support.manifests.pods import Pod, groups, options, pods
+from longleaf.credentials import Role, new_credential
+from tests.support.manifests.kubelet import Place, RunningPod, Secrets, placing, ray_command
+from tests.support.manifests.pods import groups, options, pods
 from tests.support.manifests.rendering import CLOSING, render, with_these
-from tests.support.tools import lacks
+from tests.support.manifests.secrets import closed
 from tests.support.witness import Witness
 
 OVERLAY = Path(__file__).resolve().parents[2] / "k8s" / "overlays" / "cpu"
 DOCUMENTS = render(OVERLAY)
-HEAD, RANKS = pods(DOCUMENTS)
+HEAD, RANKS, *_ = pods(DOCUMENTS)
 NUM_PODS = groups(DOCUMENTS)["ranks"]["replicas"]
 """Of ranks."""
 START_SECONDS = 150.0
@@ -68,26 +63,14 @@ asyncio.run(main())
 way whenever a drain begins; and are so short that they end within its time on a slow machine, too."""
 
 
-Place = Callable[..., RunningPod]
-"""Of a pod, a host's number and Secrets."""
 Running = tuple[RunningPod, list[RunningPod]]
 
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """Makes a pod on one of as many hosts as the manifests ask for; nothing runs in it yet."""
-    if reason := obstacle():
-        lacks(reason)
-    with ExitStack() as stack:
-        network = stack.enter_context(hosts(1 + NUM_PODS))
-
-        def enter(pod: Pod, host: int, secrets: Secrets = NO_SECRETS) -> RunningPod:
-            # a short path: the sockets of Ray lie in it, and their names have a limit
-            folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            return stack.enter_context(RunningPod(pod, network, host, folder, secrets))
-
-        yield enter
+    """Makes a pod on one of as many hosts as the manifests ask for."""
+    with placing(1 + NUM_PODS) as place:
+        yield place
 
 
 @pytest.fixture
@@ -185,18 +168,7 @@ def test_a_stream_ends_whole_when_all_pods_are_stopped_at_once(running: Running)
 @pytest.fixture
 def secrets(tmp_path: Path) -> tuple[Secrets, dict[Role, str]]:
     """The Secrets of a closed service, and a credential of each role."""
-    authority = Authority(tmp_path / "authority")
-    certificate, key = authority.make()
-    credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}
-    entries = [
-        Entry(tenant=f"some-{role}", role=role, digests=(digest_of(each),)) for role, each in credentials.items()
-    ]
-    listed = "".join(f"{line_of(entry)}\n" for entry in entries)
-    told: Secrets = {
-        "longleaf-certificate": {"tls.crt": certificate, "tls.key": key, "ca.crt": authority.file.read_bytes()},
-        "longleaf-credentials": {"list": listed.encode(), "drain": f"{credentials['admin']}\n".encode()},
-    }
-    return told, credentials
+    return closed(tmp_path / "authority")
 
 
 @pytest.mark.ray
@@ -206,7 +178,7 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
     place: Place, secrets: tuple[Secrets, dict[Role, str]], tmp_path: Path
 ):
     (tmp_path / "closed").mkdir()
-    documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], [CLOSING])
+    documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], CLOSING)
     told, credentials = secrets
     head, _ = bring_up(place(pods(documents)[0], 0, told), place, credentials["admin"])
     assert probe(head, "livenessProbe") == probe(head, "readinessProbe") == "SERVING"

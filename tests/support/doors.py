@@ -15,7 +15,7 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
     loop = asyncio.get_running_loop()
     told, end = loop.create_future(), asyncio.Event()
     config = DoorConfig(server=server, port=0, **settings)
-    serving = asyncio.create_task(serve(config, told.set_result, end))
+    serving = asyncio.create_task(serve(config, lambda url, _: told.set_result(url), end))
     try:
         await asyncio.wait([told, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():

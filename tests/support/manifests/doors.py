@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from longleaf.config import DEFAULT_PORT
 from longleaf.errors import InvalidArgument
 from longleaf.operations import SecurityConfig
-from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
+from tests.support.manifests.pods import Pod, cluster, door_of, environment, of_kind, options, pods, selects, serve_of
 
 Document = dict[str, Any]
 Documents = Sequence[Document]
@@ -88,77 +87,92 @@ def hooks_come_in(documents: Documents) -> Iterator[str]:
             yield f"head/{container['name']}: its hook has {sorted(found)}, and needs {sorted(wanted)}"
 
 
-def certificate_has_the_names(documents: Documents) -> Iterator[str]:
-    """By which hooks and clients call the service."""
-    if "tls-cert" not in (given := options(serve_of(documents))):
-        return
-    head = _head(documents)
-    try:
-        secret, _ = secret_file(head, head.container("ray-head"), given["tls-cert"])
-    except KeyError:
-        return  # told by another rule
-    certificates = [one["spec"] for one in of_kind(documents, "Certificate") if one["spec"]["secretName"] == secret]
-    if len(certificates) != 1:
-        yield f"Secret {secret}: {len(certificates)} certificates are written there"
-        return
-    names = {*certificates[0]["dnsNames"], *certificates[0]["ipAddresses"]}
-    wanted = {"localhost", "127.0.0.1"} | {one["metadata"]["name"] for one in of_kind(documents, "Service")}
-    for policy in of_kind(documents, "BackendTLSPolicy"):
-        validation = policy["spec"]["validation"]
-        wanted.add(validation["hostname"])
-        if [(one["kind"], one["name"]) for one in validation["caCertificateRefs"]] != [("Secret", secret)]:
-            yield f"BackendTLSPolicy {policy['metadata']['name']}: has not the authority of {secret}"
-    yield from (f"Certificate {secret}: is not for {name}" for name in sorted(wanted - names))
-    if "server auth" not in certificates[0]["usages"]:
-        yield f"Certificate {secret}: is not a server's"
+def certificates_have_the_names(documents: Documents) -> Iterator[str]:
+    """By which hooks and clients call what shows them."""
+    for pod, container, given in _those_who_listen(documents):
+        if "tls-cert" not in given:
+            continue
+        try:
+            secret, _ = secret_file(pod, container, given["tls-cert"])
+        except KeyError:
+            continue  # told by another rule
+        certificates = [one["spec"] for one in of_kind(documents, "Certificate") if one["spec"]["secretName"] == secret]
+        if len(certificates) != 1:
+            yield f"Secret {secret}: {len(certificates)} certificates are written there"
+            continue
+        names = {*certificates[0]["dnsNames"], *certificates[0]["ipAddresses"]}
+        services = [one for one in of_kind(documents, "Service") if selects(one["spec"]["selector"], pod)]
+        wanted = {"localhost", "127.0.0.1"} | {one["metadata"]["name"] for one in services}
+        for policy in of_kind(documents, "BackendTLSPolicy"):
+            if not {one["name"] for one in policy["spec"]["targetRefs"]} & wanted:
+                continue
+            validation = policy["spec"]["validation"]
+            wanted.add(validation["hostname"])
+            if [(one["kind"], one["name"]) for one in validation["caCertificateRefs"]] != [("Secret", secret)]:
+                yield f"BackendTLSPolicy {policy['metadata']['name']}: has not the authority of {secret}"
+        yield from (f"Certificate {secret}: is not for {name}" for name in sorted(wanted - names))
+        if "server auth" not in certificates[0]["usages"]:
+            yield f"Certificate {secret}: is not a server's"
 
 
 def gateways_speak_as_the_service_does(documents: Documents) -> Iterator[str]:
     is_encrypted = "tls-cert" in options(serve_of(documents))
     policies = of_kind(documents, "BackendTLSPolicy")
     targets = {one["name"] for policy in policies for one in policy["spec"]["targetRefs"] if one["kind"] == "Service"}
-    for route in of_kind(documents, "GRPCRoute"):
+    for route in (*of_kind(documents, "GRPCRoute"), *of_kind(documents, "HTTPRoute")):
         asked = {one["name"] for rule in route["spec"]["rules"] for one in rule["backendRefs"]}
-        if asked != targets if is_encrypted else bool(targets):
-            yield f"GRPCRoute {route['metadata']['name']}: goes to {sorted(asked)}, and {sorted(targets)} are encrypted"
+        if not asked <= targets if is_encrypted else targets:
+            name = f"{route['kind']} {route['metadata']['name']}"
+            yield f"{name}: goes to {sorted(asked)}, and {sorted(targets)} are encrypted"
 
 
 def ports_are_open_to_whom_they_are_for(documents: Documents) -> Iterator[str]:
-    """That of clients; and that of metrics, to one namespace. Kubelets need no rule to check their own pods."""
-    metrics = options(serve_of(documents)).get("metrics-port")
+    """Those of clients; and those of metrics, to one namespace. Kubelets need no rule to check their own pods."""
+    listening = _those_who_listen(documents)
     for policy in of_kind(documents, "NetworkPolicy"):
         name = f"NetworkPolicy {policy['metadata']['name']}"
+        selected = [given for pod, _, given in listening if selects(policy["spec"]["podSelector"], pod)]
+        metrics = {int(given["metrics-port"]) for given in selected if "metrics-port" in given}
         for rule in policy["spec"].get("ingress", ()):
             opened = {port["port"] for port in rule.get("ports", ())}
-            if metrics is not None and opened == {int(metrics)}:
+            if metrics and opened == metrics:
                 if not rule.get("from") or any(one.keys() != {"namespaceSelector"} for one in rule["from"]):
                     yield f"{name}: opens metrics to more than a namespace"
-            elif opened - {DEFAULT_PORT}:
+            elif opened - {int(given["port"]) for given in selected}:
                 yield f"{name}: opens {sorted(opened)}"
 
 
 def metrics_are_found(documents: Documents) -> Iterator[str]:
     """By Prometheus, which looks for a port by its name."""
-    given, monitors = options(serve_of(documents)), of_kind(documents, "PodMonitor")
-    if ("metrics-port" in given) != bool(monitors):
-        yield f"{len(monitors)} PodMonitors, and serve has {given.get('metrics-port', 'no port')} for metrics"
-        return
-    if monitors and given.get("metrics-host") != "0.0.0.0":
-        yield "serve: metrics are for its pod alone"
+    monitors, listening = of_kind(documents, "PodMonitor"), _those_who_listen(documents)
+    for pod, container, given in listening:
+        what = "serve" if pod.owner == "head" else container["name"]
+        if ("metrics-port" in given) != bool(monitors):
+            yield f"{len(monitors)} PodMonitors, and {what} has {given.get('metrics-port', 'no port')} for metrics"
+        elif monitors and given.get("metrics-host") != "0.0.0.0":
+            yield f"{what}: metrics are for its pod alone"
     for monitor in monitors:
         name = f"PodMonitor {monitor['metadata']['name']}"
-        found = [pod.owner for pod in pods(documents) if selects(monitor["spec"]["selector"], pod)]
-        if found != ["head"]:
-            yield f"{name}: selects {found}"
-        named = [
-            (port["name"], str(port["containerPort"]))
-            for container in _head(documents).containers()
-            for port in container.get("ports", ())
-        ]
+        found = [pod for pod in pods(documents) if selects(monitor["spec"]["selector"], pod)]
+        if [pod.owner for pod in found] != [pod.owner for pod, _, _ in listening]:
+            yield f"{name}: selects {[pod.owner for pod in found]}"
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            ports = [number for port, number in named if port == endpoint["port"]]
-            if ports != [given["metrics-port"]] or endpoint["port"] == RAYS_PORT:
-                yield f"{name}: asks {endpoint['port']}, which is {ports}"
+            for pod, _, given in listening:
+                ports = _ports_named(pod, endpoint["port"])
+                if ports != [given.get("metrics-port")] or endpoint["port"] == RAYS_PORT:
+                    yield f"{name}: asks {endpoint['port']}, which is {ports}"
+
+
+def _ports_named(pod: Pod, name: str) -> list[str]:
+    ports = [port for container in pod.containers() for port in container.get("ports", ())]
+    return [str(port["containerPort"]) for port in ports if port["name"] == name]
+
+
+def _those_who_listen(documents: Documents) -> list[tuple[Pod, Document, dict[str, str]]]:
+    """The head, and the door if there is one; the container of each that reads files, and what it was told."""
+    head, door = _head(documents), door_of(documents)
+    found = [(head, head.container("ray-head"), options(serve_of(documents)))]
+    return found if door is None else [*found, (door, door.container("door"), options(door.container("door")))]
 
 
 def _head(documents: Documents) -> Pod:
@@ -169,7 +183,7 @@ DOOR_RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     service_may_listen,
     files_are_mounted,
     hooks_come_in,
-    certificate_has_the_names,
+    certificates_have_the_names,
     gateways_speak_as_the_service_does,
     ports_are_open_to_whom_they_are_for,
     metrics_are_found,

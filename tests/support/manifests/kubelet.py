@@ -9,27 +9,35 @@ makes of `rayStartParams`. What it is not: no image, no limits, no users, no rea
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Self
 
 import psutil
 
-from bench.harness.hosts import Network
+from bench.harness.hosts import Network, hosts, obstacle
 from longleaf.config import cache_folder, embedded_model
 from tests.support.manifests.pods import Pod
+from tests.support.tools import lacks
 
 Document = dict[str, Any]
 Secrets = Mapping[str, Mapping[str, bytes]]
 """What is in each, by name and key."""
 NO_SECRETS: Secrets = {}
+Names = Mapping[str, str]
+"""Addresses by the names of Services."""
+NO_NAMES: Names = {}
+NOBODY: Mapping[str, int] = {}
+NAMESPACE = "longleaf"
 TOKEN = "a token of the cluster"
-PAUSE = "mount --bind {folder} /tmp && (sleep infinity & wait)"
+PAUSE = "mount --bind {folder} /tmp && mount --bind /tmp/.hosts /etc/hosts && (sleep infinity & wait)"
 FILES_LIMIT = 65536
 SECONDS = 60.0
 
@@ -63,11 +71,39 @@ def _sleeps(process: psutil.Process) -> bool:
         return False
 
 
-class RunningPod:
-    """A pod on a host of `network`; nothing of it outlives the block."""
+@contextmanager
+def placing(num_hosts: int, names: Mapping[str, int] = NOBODY) -> Iterator["Place"]:
+    """Makes pods on hosts, whose Services have these names; in each runs nothing yet. `names` gives a host's number."""
+    if reason := obstacle():
+        lacks(reason)
+    with ExitStack() as stack:
+        network = stack.enter_context(hosts(num_hosts))
+        known = {name: network.addresses[host] for name, host in names.items()}
 
-    def __init__(self, pod: Pod, network: Network, host: int, folder: Path, secrets: Secrets = NO_SECRETS) -> None:
+        def enter(pod: Pod, host: int, secrets: Secrets = NO_SECRETS) -> RunningPod:
+            # a short path: the sockets of Ray lie in it, and their names have a limit
+            folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            return stack.enter_context(RunningPod(pod, network, host, folder, secrets, known))
+
+        yield enter
+
+
+class RunningPod:
+    """A pod on a host of `network`, which knows Services by `names`; nothing of it outlives the block."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        network: Network,
+        host: int,
+        folder: Path,
+        secrets: Secrets = NO_SECRETS,
+        names: Names = NO_NAMES,
+    ) -> None:
         self.pod, self.address = pod, network.addresses[host]
+        known = "".join(f"{address} {name}\n" for name, address in names.items())
+        (folder / ".hosts").write_text(Path("/etc/hosts").read_text() + known)
         for name, content in secrets.items():
             write_secret(folder / name, content)
         self._namespace, self._interface = network.namespaces[host], network.interface
@@ -138,8 +174,11 @@ class RunningPod:
         for one in container.get("env", ()):
             if "value" in one:
                 found[one["name"]] = one["value"].replace("/opt/longleaf/lookup", str(embedded_model()))
+            elif "fieldRef" in one["valueFrom"]:
+                facts = {"status.podIP": self.address, "metadata.namespace": NAMESPACE}
+                found[one["name"]] = facts[one["valueFrom"]["fieldRef"]["fieldPath"]]
             else:
-                found[one["name"]] = self.address if "fieldRef" in one["valueFrom"] else TOKEN
+                found[one["name"]] = TOKEN
         return found
 
     def _secrets(self, container: Document) -> dict[str, str]:
@@ -169,3 +208,7 @@ class RunningPod:
         hook.communicate(timeout=deadline - monotonic())
         self.terminate(name)
         return hook.returncode, self.containers[name].wait(deadline - monotonic())
+
+
+Place = Callable[..., RunningPod]
+"""Of a pod, a host's number and Secrets."""

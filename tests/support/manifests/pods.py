@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 Document = dict[str, Any]
+DOOR = "longleaf-door"
+"""What the Deployment and the Service of doors are called."""
 
 
 class Pod(NamedTuple):
@@ -51,7 +53,7 @@ def pods(documents: Sequence[Document]) -> list[Pod]:
 def _pods(documents: Sequence[Document]) -> Iterator[Pod]:
     for one in of_kind(documents, "RayCluster"):
         yield from (Pod(name, group["template"]) for name, group in groups([one]).items())
-    for one in of_kind(documents, "Job"):
+    for one in (*of_kind(documents, "Deployment"), *of_kind(documents, "Job")):
         yield Pod(one["metadata"]["name"], one["spec"]["template"])
 
 
@@ -78,6 +80,11 @@ def selects(selector: Document, pod: Pod) -> bool:
     return wanted.items() <= pod.labels.items() and all(
         pod.labels.get(one["key"]) in one["values"] for one in expressions
     )
+
+
+def door_of(documents: Sequence[Document]) -> Pod | None:
+    """The pods that answer HTTP, if there are some."""
+    return next((pod for pod in pods(documents) if pod.owner == DOOR), None)
 
 
 def serve_of(documents: Sequence[Document]) -> Document:

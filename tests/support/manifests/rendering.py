@@ -19,13 +19,22 @@ from tests.support.manifests.json_patch import patched
 Document = dict[str, Any]
 PATCH = "$patch"
 MANIFESTS = Path(__file__).resolve().parents[3] / "k8s"
-CLOSING: Document = {
-    "patch": """
+CLOSING: tuple[Document, ...] = (
+    {
+        "patch": """
 - {op: test, path: /spec/headGroupSpec/template/spec/containers/1/args/11, value: --insecure}
 - {op: remove, path: /spec/headGroupSpec/template/spec/containers/1/args/11}
 """,
-    "target": {"kind": "RayCluster", "name": "longleaf"},
-}
+        "target": {"kind": "RayCluster", "name": "longleaf"},
+    },
+    {
+        "patch": """
+- {op: test, path: /spec/template/spec/containers/0/args/8, value: --insecure}
+- {op: remove, path: /spec/template/spec/containers/0/args/8}
+""",
+        "target": {"kind": "Deployment", "name": "longleaf-door"},
+    },
+)
 """Takes away what leaves the smallest overlay open, as k8s/README.md tells."""
 KNOWN = {
     "apiVersion",

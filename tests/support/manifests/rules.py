@@ -5,7 +5,19 @@ from typing import Any
 
 from longleaf.config import DEFAULT_PORT
 from tests.support.manifests.doors import DOOR_RULES
-from tests.support.manifests.pods import Pod, cluster, environment, groups, of_kind, options, pods, selects, serve_of
+from tests.support.manifests.http_door import HTTP_RULES
+from tests.support.manifests.pods import (
+    DOOR,
+    Pod,
+    cluster,
+    environment,
+    groups,
+    of_kind,
+    options,
+    pods,
+    selects,
+    serve_of,
+)
 
 Document = dict[str, Any]
 Documents = Sequence[Document]
@@ -126,6 +138,8 @@ def ports_are_the_defaults(documents: Documents) -> Iterator[str]:
         yield f"serve: names ports {sorted(found)}, not {sorted(named)}"
     protocol = "https" if "tls-cert" in given else "kubernetes.io/h2c"
     for service in of_kind(documents, "Service"):
+        if service["metadata"]["name"] == DOOR:
+            continue
         for port in service["spec"]["ports"]:
             if port["port"] != DEFAULT_PORT or port.get("appProtocol") != protocol:
                 yield f"Service {service['metadata']['name']}: not gRPC at {DEFAULT_PORT}, as {protocol}"
@@ -177,7 +191,10 @@ def sizes_agree(documents: Documents) -> Iterator[str]:
         if int(limits["cpu"]) < int(group["rayStartParams"]["num-cpus"]):
             yield f"{name}: has fewer processors than slots"
     members = 1 + sum(group["replicas"] for group in found.values())
+    ray = [pod for pod in pods(documents) if pod.owner in groups(documents)]
     for budget in of_kind(documents, "PodDisruptionBudget"):
+        if not any(selects(budget["spec"]["selector"], pod) for pod in ray):
+            continue
         if budget["spec"].get("minAvailable") != members:
             yield f"PodDisruptionBudget {budget['metadata']['name']}: minAvailable is not {members}"
 
@@ -241,4 +258,5 @@ RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     ray_is_joined_as_one_machine,
     nobody_has_rights,
     *DOOR_RULES,
+    *HTTP_RULES,
 )

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from msgspec.structs import replace as changed
 from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.events import Admitted, Ended, Tokens
 from coordinator.telemetry.counts import Counts
@@ -16,6 +17,7 @@ from coordinator.telemetry.gauges import Gauges
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import RequestMetrics
 from coordinator.telemetry.sources import Sources
+from door.metrics import Metrics
 from longleaf.channel.epochs import MergeTiming
 from longleaf.sampling import Token
 from tests.support.service import FakeEngine
@@ -53,6 +55,17 @@ def exported() -> dict[str, Metric]:
     registry.register(gauges)
     gauges.look()
     families = list(registry.collect())
+    return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
+
+
+async def exported_by_door() -> dict[str, Metric]:
+    """All that a door exports."""
+
+    async def nobody(*_: object) -> None: ...
+
+    metrics = Metrics(nobody)
+    await metrics({"type": "http", "method": "GET"}, nobody, nobody)
+    families = list(text_string_to_metric_families((await metrics.render()).decode()))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
 
@@ -95,6 +108,15 @@ def test_a_row_has_the_type_and_the_labels_of_its_metric(row: list[str]) -> None
     assert meaning
     found = {label for sample in family.samples for label in sample.labels if not sample.name.endswith("_created")}
     assert set(labels.split(", ")) == found - {"le"}
+
+
+async def test_the_page_tells_of_all_metrics_of_a_door() -> None:
+    found = await exported_by_door()
+    assert {row[0].strip("`") for row in rows("Metrics of a door")} == set(found)
+    for name, kind, labels, meaning in rows("Metrics of a door"):
+        family = found[name.strip("`")]
+        assert (kind, set(filter(None, labels.split(", ")))) == (family.type, set(family.samples[0].labels))
+        assert meaning and family.documentation.endswith(".")
 
 
 def test_names_are_prefixed_and_have_units_and_no_colons() -> None:

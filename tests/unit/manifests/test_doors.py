@@ -32,7 +32,7 @@ def whole(tmp_path):
 @pytest.fixture
 def small(tmp_path):
     """The smallest overlay, closed as the others are."""
-    return with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], [CLOSING])
+    return with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], CLOSING)
 
 
 @pytest.fixture
@@ -173,13 +173,13 @@ def test_the_port_of_health_is_for_no_client(whole):
         for rule in policy["spec"].get("ingress", ())
         for port in rule.get("ports", ())
     }
-    assert opened == {50051, 9464}
-    assert {port["port"] for one in of_kind(whole, "Service") for port in one["spec"]["ports"]} == {50051}
+    assert opened == {50051, 8000, 9464}
+    assert {port["port"] for one in of_kind(whole, "Service") for port in one["spec"]["ports"]} == {50051, 8000}
 
 
 def test_only_the_namespace_of_prometheus_reaches_the_metrics(whole):
     policy = named(whole, "NetworkPolicy", "longleaf-monitoring")["spec"]
-    assert [pod.owner for pod in pods(whole) if selects(policy["podSelector"], pod)] == ["head"]
+    assert [pod.owner for pod in pods(whole) if selects(policy["podSelector"], pod)] == ["head", "longleaf-door"]
     (rule,) = policy["ingress"]
     (source,) = rule["from"]
     assert source == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -206,9 +206,9 @@ def test_the_readme_tells_how_the_smallest_overlay_is_closed():
     (block,) = [one for one in told.split("```")[1::2] if one.startswith("\ncomponents:")]
     settings = yaml.safe_load(block)
     assert [Path(one).name for one in settings["components"]] == ["certificates", "credentials", "authority"]
-    (patch,) = settings["patches"]
-    assert patch["target"] == CLOSING["target"]
-    assert yaml.safe_load(patch["patch"]) == yaml.safe_load(CLOSING["patch"])
+    for patch, expected in zip(settings["patches"], CLOSING, strict=True):
+        assert patch["target"] == expected["target"]
+        assert yaml.safe_load(patch["patch"]) == yaml.safe_load(expected["patch"])
 
 
 BREAKS = {
@@ -241,7 +241,9 @@ BREAKS = {
     "has not the authority": lambda found: named(found, "BackendTLSPolicy", "longleaf")["spec"]["validation"].update(
         caCertificateRefs=[{"group": "", "kind": "Secret", "name": "other"}]
     ),
-    "and [] are encrypted": lambda found: found.remove(named(found, "BackendTLSPolicy", "longleaf")),
+    "goes to ['longleaf'], and ['longleaf-door'] are encrypted": lambda found: found.remove(
+        named(found, "BackendTLSPolicy", "longleaf")
+    ),
     "Probe does not ask longleaf.v1.GenerationService at 50052": lambda found: serve_of(found)["readinessProbe"][
         "grpc"
     ].update(port=50051),
@@ -264,8 +266,8 @@ BREAKS = {
         one for one in serve_of(found)["ports"] if one["name"] == "telemetry"
     ).update(name="metrics"),
     "PodMonitor longleaf: selects ['ranks']": lambda found: named(found, "PodMonitor", "longleaf")["spec"]["selector"][
-        "matchLabels"
-    ].update({"app.kubernetes.io/component": "ranks"}),
+        "matchExpressions"
+    ][0].update(values=["ranks"]),
     "metrics are for its pod alone": lambda found: serve_of(found)["args"].remove("--metrics-host=0.0.0.0"),
     "0 PodMonitors": lambda found: found.remove(named(found, "PodMonitor", "longleaf")),
 }

@@ -77,7 +77,7 @@ class MetricsPort:
             return _response("200 OK", self._content_type, await self._render())
         except Exception:
             log.exception("the metrics could not be told")
-            return _response("500 Internal Server Error", "text/plain", b"the service's log says what is wrong\n")
+            return _response("500 Internal Server Error", "text/plain", b"the log says what is wrong\n")
 
     async def stop(self) -> None:
         """Ends what is open. Idempotent."""

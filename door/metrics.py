@@ -1,0 +1,79 @@
+"""Metrics of a door for Prometheus: streams that are open, requests by route and status, bytes, and their port.
+
+Only a door that tells metrics imports this, and prometheus_client with it.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from longleaf.config import join_address
+from longleaf.metrics_port import PATH, MetricsPort
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE"})
+"""Those of routes; a caller may send any other word."""
+NO_ROUTE = "-"
+LEFT = 499
+"""The status of a request that nobody waited for."""
+EVENTS = b"text/event-stream"
+
+
+class Metrics:
+    """An ASGI application around another, which counts what passes. Life: start, stop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        disable_created_metrics()
+        registry = CollectorRegistry(auto_describe=False)
+        self._app, self._registry = app, registry
+        told = "Responses of events that are open: answers, uploads, and watches of the cluster."
+        self._streams = Gauge("longleaf_door_streams", told, registry=registry)
+        names = ("method", "route", "code")
+        self._requests = Counter("longleaf_door_requests_total", "Requests that have ended.", names, registry=registry)
+        told = "Bytes of bodies that came from callers."
+        self._received = Counter("longleaf_door_received_bytes_total", told, registry=registry)
+        told = "Bytes of bodies that went to callers."
+        self._sent = Counter("longleaf_door_sent_bytes_total", told, registry=registry)
+        self._port = MetricsPort(self.render, CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listens, and gives the URL of the metrics. Raises StartError."""
+        return f"http://{join_address(host, await self._port.start(host, port))}{PATH}"
+
+    async def render(self) -> bytes:
+        """The metrics as they are now, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    async def stop(self) -> None:
+        """Ends what is open. Idempotent."""
+        await self._port.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, is_stream = LEFT, False
+
+        async def received() -> Message:
+            message = await receive()
+            self._received.inc(len(message.get("body", b"")))
+            return message
+
+        async def sent(message: Message) -> None:
+            nonlocal status, is_stream
+            if message["type"] == "http.response.start":
+                status, is_stream = message["status"], _is_stream(message)
+                self._streams.inc(is_stream)
+            await send(message)
+            self._sent.inc(len(message.get("body", b"")))
+
+        try:
+            await self._app(scope, received, sent)
+        finally:
+            self._streams.dec(is_stream)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            route = getattr(scope.get("route"), "path", NO_ROUTE)
+            self._requests.labels(method, route, str(status)).inc()
+
+
+def _is_stream(start: Message) -> bool:
+    return any(name.lower() == b"content-type" and value.startswith(EVENTS) for name, value in start["headers"])

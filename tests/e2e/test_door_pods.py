@@ -1,0 +1,187 @@
+"""A pod of the door, as the manifests have it, in front of a service on another host that is a namespace, too.
+
+The service is the head's container `serve` with ranks of its own, since Ray is not what this is about.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from longleaf.credentials import new_credential
+from tests.support.manifests.kubelet import NO_SECRETS, Place, RunningPod, Secrets, placing
+from tests.support.manifests.pods import DOOR, of_kind, options, pods
+from tests.support.manifests.rendering import CLOSING, with_these
+from tests.support.manifests.secrets import closed
+
+pytestmark = pytest.mark.timeout(300)
+SERVICES = {"longleaf": 0, DOOR: 1}
+"""On which host the pods of each are."""
+SECONDS = 60.0
+OF_SECURITY = ("--tls-cert=", "--tls-key=", "--credentials=", "--insecure")
+PROBE = """
+import ssl, sys, urllib.error, urllib.request
+nobody = ssl._create_unverified_context()  # as a kubelet
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=nobody).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
+CLIENT = """
+import json, os, ssl, sys, urllib.error, urllib.request
+url, credential, body = sys.argv[1:]
+authority = os.environ.get("LONGLEAF_TLS_CA")
+context = ssl.create_default_context(cafile=authority) if authority else None
+headers = {"content-type": "application/json"} | ({"authorization": "Bearer " + credential} if credential else {})
+asked = urllib.request.Request(url, body.encode() or None, headers)
+try:
+    with urllib.request.urlopen(asked, timeout=60, context=context) as answer:
+        print(json.dumps([answer.status, json.load(answer)]))
+except urllib.error.HTTPError as error:
+    print(json.dumps([error.code, json.load(error)]))
+"""
+UPLOADER = """
+import http.client, os, socket, ssl, sys, time
+host, port, credential = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+authority, half = os.environ.get("LONGLEAF_TLS_CA"), b"Call me Ishmael. " * 20
+if authority:
+    there = http.client.HTTPSConnection(host, port, context=ssl.create_default_context(cafile=authority))
+else:
+    there = http.client.HTTPConnection(host, port)
+there.putrequest("POST", "/v1/contexts/held")
+for name, value in {"content-type": "text/plain", "content-length": str(2 * len(half))}.items():
+    there.putheader(name, value)
+if credential:
+    there.putheader("authorization", "Bearer " + credential)
+there.endheaders(half)
+answer = there.getresponse()
+print(answer.status, flush=True)
+while True:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        break
+    time.sleep(0.1)
+there.send(half)
+print(answer.read().decode(), flush=True)
+"""
+"""Sends the second half of a document when the door takes no new callers any more."""
+
+
+@dataclass
+class Running:
+    """The pods of a head and a door, and what callers need; nothing runs in the first yet."""
+
+    head: RunningPod
+    door: RunningPod
+    url: str
+    credential: str = ""
+
+    def start_door(self) -> None:
+        process = self.door.start("door")
+        assert any(line.startswith("listening on ") for line in process.stdout)  # reads no further than to that line
+
+    def start_service(self) -> None:
+        given = [word for word in self.head.pod.container("serve")["args"] if word.startswith(OF_SECURITY)]
+        ranks = ["--launcher=local", "--world-size=1", "--host=0.0.0.0"]
+        process = self.head.start("serve", ["longleaf", "serve", *ranks, *given])
+        assert any(line.startswith("listening on ") for line in process.stdout)
+
+    def probe(self, name: str) -> int:
+        """The status that a kubelet sees, 0 for none."""
+        container = self.door.pod.container("door")
+        asked = container[name]["httpGet"]
+        (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == asked["port"]]
+        scheme = asked.get("scheme", "HTTP").lower()
+        url = f"{scheme}://{self.door.address}:{port}{asked['path']}"
+        return int(_told(self.door.execute("door", [sys.executable, "-c", PROBE, url])))
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while self.probe("readinessProbe") != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+    def ask(self, path: str, body: str = "", credential: str | None = None) -> tuple[int, dict]:
+        """What a client on the head's host is answered."""
+        shown = self.credential if credential is None else credential
+        command = [sys.executable, "-c", CLIENT, f"{self.url}{path}", shown, body]
+        status, answer = json.loads(_told(self.head.execute("serve", command)))
+        return status, answer
+
+    def metrics(self) -> str:
+        reader = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
+        port = options(self.door.pod.container("door"))["metrics-port"]
+        url = f"http://{DOOR}:{port}/metrics"
+        return _told(self.head.execute("serve", [sys.executable, "-c", reader, url]))
+
+
+def _told(process) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output.strip()
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with placing(2, SERVICES) as place:
+        yield place
+
+
+@pytest.fixture(params=["open", "closed"])
+def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Running:
+    """Both pods, as the smallest overlay has them, and as it is closed and watched."""
+    (tmp_path / "mine").mkdir()
+    secrets: Secrets = NO_SECRETS
+    if request.param == "open":
+        documents, credential = with_these(tmp_path / "mine", "cpu", ["monitoring"]), ""
+    else:
+        components = ["certificates", "credentials", "monitoring"]
+        documents = with_these(tmp_path / "mine", "cpu", components, CLOSING)
+        secrets, credentials = closed(tmp_path / "authority")
+        credential = credentials["user"]
+    by_owner = {pod.owner: pod for pod in pods(documents)}
+    (port,) = [one["spec"]["ports"][0] for one in of_kind(documents, "Service") if one["metadata"]["name"] == DOOR]
+    url = f"{port['appProtocol']}://{DOOR}:{port['port']}"
+    return Running(place(by_owner["head"], 0, secrets), place(by_owner[DOOR], 1, secrets), url, credential)
+
+
+def test_a_pod_of_the_door_answers_for_its_service_and_lets_what_runs_end(running: Running):
+    running.start_door()  # it may come before the service
+    assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
+    running.start_service()
+    running.wait_ready()
+    check_who_comes_in(running)
+    host, port = running.url.rpartition("/")[2].split(":")
+    uploader = running.head.execute("serve", [sys.executable, "-c", UPLOADER, host, port, running.credential])
+    assert uploader.stdout.readline() == "200\n"
+    assert "\nlongleaf_door_streams 1.0\n" in running.metrics()
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as kubelet:
+        stopped = kubelet.submit(running.door.stop, "door")
+        told = uploader.stdout.read()
+        assert stopped.result() == (0, 0)
+    assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in told, told
+    drain = float(options(running.door.pod.container("door"))["drain-seconds"])
+    assert time.monotonic() - began < drain  # it ended with its last stream, not by its own clock
+
+
+def check_who_comes_in(running: Running) -> None:
+    """Whom the service knows, with what they show to the door."""
+    if running.credential:
+        for shown in ("", new_credential()):
+            status, answer = running.ask("/v1/models", credential=shown)
+            assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    status, answer = running.ask("/v1/models")
+    assert status == 200
+    question = {"model": answer["data"][0]["id"], "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    status, answer = running.ask("/v1/chat/completions", json.dumps(question))
+    assert status == 200 and answer["object"] == "chat.completion"
+    assert 'longleaf_door_requests_total{code="200",method="GET",route="/v1/models"} 1.0' in running.metrics()

@@ -1,0 +1,168 @@
+"""What must hold of the door for HTTP, where there is one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from door.settings import DEFAULT_HTTP_PORT, DoorConfig
+from longleaf.config import DEFAULT_PORT
+from longleaf.errors import InvalidArgument
+from tests.support.manifests.doors import CERTIFICATE_KEYS, secret_file
+from tests.support.manifests.pods import DOOR, Pod, door_of, of_kind, options, pods, selects, serve_of
+
+Document = dict[str, Any]
+Documents = Sequence[Document]
+FILES = ("tls-cert", "tls-key", "tls-ca")
+PROBES = {"readinessProbe": "/readyz", "livenessProbe": "/healthz"}
+STREAMS = "longleaf_door_streams"
+
+
+def config_of(pod: Pod) -> DoorConfig:
+    """What its command tells a door. Raises msgspec.ValidationError for what that does not know."""
+    container = pod.container("door")
+    names = [word.partition("=")[2] for word in container["args"] if word.startswith("--allow-host=")]
+    given: dict[str, Any] = {name.replace("-", "_"): value for name, value in options(container).items()}
+    given |= {"allow_host": names} | ({"insecure": True} if "insecure" in given else {})
+    if unknown := given.keys() - set(DoorConfig.__struct_fields__):
+        raise msgspec.ValidationError(f"--{min(unknown)} is no option of a door")
+    return msgspec.convert(given, DoorConfig, strict=False)
+
+
+def door_may_listen(documents: Documents) -> Iterator[str]:
+    """By the rules that it has itself; and it is as closed as the service behind it."""
+    if (pod := door_of(documents)) is None:
+        return
+    try:
+        config_of(pod).check()
+    except (InvalidArgument, msgspec.ValidationError) as error:
+        yield f"door: {error}"
+    given, service = options(pod.container("door")), options(serve_of(documents))
+    if ("tls-cert" in given) != ("tls-cert" in service) or ("tls-ca" in given) != ("tls-cert" in service):
+        yield "door: is not encrypted as the service is"
+    if "insecure" in given and "insecure" not in service:
+        yield "door: says --insecure, and need not"
+    secrets = {one["spec"]["secretName"]: one["metadata"]["name"] for one in of_kind(documents, "Certificate")}
+    for path in (given[name] for name in FILES if name in given):
+        try:
+            secret, key = secret_file(pod, pod.container("door"), path)
+        except KeyError:
+            yield f"door: {path} is of no Secret"
+            continue
+        if secrets.get(secret) != DOOR or key not in CERTIFICATE_KEYS:
+            yield f"door: {path} is not of its own certificate"
+
+
+def door_finds_the_service(documents: Documents) -> Iterator[str]:
+    """By a name of its Service, at the port that a policy opens to it."""
+    if (pod := door_of(documents)) is None:
+        return
+    name, _, port = options(pod.container("door")).get("server", "").partition(":")
+    if (name, port) not in {(one["metadata"]["name"], str(DEFAULT_PORT)) for one in of_kind(documents, "Service")}:
+        yield f"door: asks {name}:{port}, which is no Service"
+    head = next(one for one in pods(documents) if one.owner == "head")
+    policies = [one["spec"] for one in of_kind(documents, "NetworkPolicy")]
+    inwards = [
+        source
+        for policy in policies
+        if selects(policy["podSelector"], head)
+        for rule in policy.get("ingress", ())
+        if {one["port"] for one in rule.get("ports", ())} == {DEFAULT_PORT}
+        for source in rule["from"]
+    ]
+    if not any("podSelector" in source and selects(source["podSelector"], pod) for source in inwards):
+        yield "door: no NetworkPolicy lets it in to the service"
+    outwards = [
+        (target.get("podSelector", {}), {one["port"] for one in rule.get("ports", ())})
+        for policy in policies
+        if selects(policy["podSelector"], pod) and "Egress" in policy["policyTypes"]
+        for rule in policy.get("egress", ())
+        for target in rule.get("to", ({},))
+    ]
+    if [ports for selector, ports in outwards if selector and selects(selector, head)] != [{DEFAULT_PORT}]:
+        yield "door: may not go out to the service, or to more than its port"
+
+
+def door_is_probed(documents: Documents) -> Iterator[str]:
+    if (pod := door_of(documents)) is None:
+        return
+    container = pod.container("door")
+    scheme = "HTTPS" if "tls-cert" in options(container) else "HTTP"
+    for name, path in PROBES.items():
+        asked = {"scheme": "HTTP"} | container.get(name, {}).get("httpGet", {})
+        if asked != {"path": path, "port": "http", "scheme": scheme}:
+            yield f"door: {name} does not ask {path} by {scheme}"
+    if {"name": "http", "containerPort": DEFAULT_HTTP_PORT} not in container["ports"]:
+        yield f"door: has no port http, {DEFAULT_HTTP_PORT}"
+    protocol = scheme.lower()
+    for service in of_kind(documents, "Service"):
+        found = [(one["port"], one.get("appProtocol")) for one in service["spec"]["ports"]]
+        if selects(service["spec"]["selector"], pod) and found != [(DEFAULT_HTTP_PORT, protocol)]:
+            yield f"Service {service['metadata']['name']}: not {protocol} at {DEFAULT_HTTP_PORT}"
+
+
+def doors_end_one_after_the_other(documents: Documents) -> Iterator[str]:
+    """And each has time for what runs."""
+    if (pod := door_of(documents)) is None:
+        return
+    container = pod.container("door")
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
+    if hook[0] != "sleep":
+        yield "door: new callers come while it ends"
+    needed = float(hook[1]) + float(options(container).get("drain-seconds", 0))
+    if pod.spec.get("terminationGracePeriodSeconds", 30) <= needed:
+        yield f"door: is killed before its {needed:g} s to end are over"
+    budgets = [
+        one["spec"] for one in of_kind(documents, "PodDisruptionBudget") if selects(one["spec"]["selector"], pod)
+    ]
+    if [one.get("maxUnavailable") for one in budgets] != [1]:
+        yield "door: a PodDisruptionBudget must let one go at a time"
+
+
+def doors_are_scaled(documents: Documents) -> Iterator[str]:
+    """Two at least; by their streams where somebody can tell them, and by how busy they are."""
+    if door_of(documents) is None:
+        return
+    (deployment,) = of_kind(documents, "Deployment")
+    scalers = [one["spec"] for one in of_kind(documents, "HorizontalPodAutoscaler")]
+    targets = [(one["scaleTargetRef"]["kind"], one["scaleTargetRef"]["name"]) for one in scalers]
+    if targets != [("Deployment", deployment["metadata"]["name"])] or scalers[0].get("minReplicas", 1) < 2:
+        yield "door: no HorizontalPodAutoscaler has two of it at least"
+        return
+    if "replicas" in deployment["spec"]:
+        yield "door: who applies it takes away what the HorizontalPodAutoscaler added"
+    metrics = scalers[0]["metrics"]
+    told = {one["pods"]["metric"]["name"] if one["type"] == "Pods" else one["resource"]["name"] for one in metrics}
+    if told != {"cpu"} | ({STREAMS} if of_kind(documents, "PodMonitor") else set[str]()):
+        yield f"door: is scaled by {sorted(told)}"
+
+
+def routes_lead_to_the_door(documents: Documents) -> Iterator[str]:
+    """By a name that browsers know and no route of gRPC has: a listener takes one of both."""
+    if (pod := door_of(documents)) is None:
+        return
+    routes = of_kind(documents, "HTTPRoute")
+    taken = {name for one in of_kind(documents, "GRPCRoute") for name in one["spec"]["hostnames"]}
+    for route in routes:
+        name = f"HTTPRoute {route['metadata']['name']}"
+        if shared := taken & set(route["spec"]["hostnames"]):
+            yield f"{name}: shares {sorted(shared)} with a GRPCRoute"
+        public = urlsplit(options(pod.container("door")).get("public-url", "")).hostname
+        if route["spec"]["hostnames"] != [public]:
+            yield f"{name}: is for {route['spec']['hostnames']}, and the door for {public}"
+        for rule in route["spec"]["rules"]:
+            if [(one["name"], one["port"]) for one in rule["backendRefs"]] != [(DOOR, DEFAULT_HTTP_PORT)]:
+                yield f"{name}: does not lead to the door"
+            if rule.get("timeouts") != {"request": "0s"}:
+                yield f"{name}: ends streams"
+
+
+HTTP_RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
+    door_may_listen,
+    door_finds_the_service,
+    door_is_probed,
+    doors_end_one_after_the_other,
+    doors_are_scaled,
+    routes_lead_to_the_door,
+)
