@@ -35,6 +35,7 @@ async def file(request: Request) -> Response:
 
 
 def _answer(request: Request, path: Path) -> Response:
+    found = path
     try:
         found = path.resolve()
         is_served = found.is_relative_to(FOLDER.resolve()) and found.suffix in KINDS and found.is_file()
@@ -42,13 +43,13 @@ def _answer(request: Request, path: Path) -> Response:
         is_served = False
     if not is_served:
         raise Problem(404, "there is no such file", code="not_found")
-    content, packed, tag = _load(path, path.stat().st_mtime_ns)
+    content, packed, tag = _load(found, found.stat().st_mtime_ns)
     headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
         content, headers["content-encoding"] = packed, "gzip"
-    return Response(content, media_type=KINDS[path.suffix], headers=headers)
+    return Response(content, media_type=KINDS[found.suffix], headers=headers)
 
 
 @lru_cache(maxsize=128)

@@ -49,6 +49,21 @@ async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
         assert (await client.put("/v1/models")).status_code == 405
 
 
+async def test_no_path_of_the_page_is_a_500(url: str) -> None:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    for path, status in (
+        ("/page/nonexist/../index.html", b"200"),
+        ("/page/../static.py", b"404"),
+        ("/page/../../pyproject.toml", b"404"),
+        ("/page/%00.js", b"404"),
+        ("/page/" + "x" * 5000 + ".js", b"404"),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))  # clients make paths shorter
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert (await asyncio.wait_for(reader.read(), 10)).split()[1] == status, path[:50]
+        writer.close()
+
+
 async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         assert (await client.get("/v1/models", headers={"authorization": "Bearer who-ever"})).status_code == 200
