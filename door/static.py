@@ -23,6 +23,13 @@ KINDS = {
 }
 """What is served, and as what."""
 
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Of documents: it means nothing for what they load."""
+DOCUMENTS = (".html", ".svg")
+
 
 async def page(request: Request) -> Response:
     """The page itself."""
@@ -45,6 +52,8 @@ def _answer(request: Request, path: Path) -> Response:
         raise Problem(404, "there is no such file", code="not_found")
     content, packed, tag = _load(found, found.stat().st_mtime_ns)
     headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
+    if found.suffix in DOCUMENTS:
+        headers["content-security-policy"] = POLICY
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
