@@ -66,6 +66,8 @@ class Guards:
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
             return Problem(403, "pages of other origins may not use this door", kind="permission_error", code="origin")
+        if scope["path"].startswith("/v1/") and (b"sec-fetch-site", b"cross-site") in scope["headers"]:
+            return Problem(403, "other sites may not call this door", kind="permission_error", code="origin")
         return None
 
     def _is_ours(self, host: str) -> bool:

@@ -50,6 +50,17 @@ async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
         assert (await client.put("/v1/models")).status_code == 405
 
 
+async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for path, site, status in (
+            ("/v1/models", "cross-site", 403),
+            ("/v1/models", "same-origin", 200),
+            ("/v1/models", "none", 200),
+            ("/", "cross-site", 200),
+        ):
+            assert (await client.get(path, headers={"sec-fetch-site": site})).status_code == status, (path, site)
+
+
 async def test_no_path_of_the_page_is_a_500(url: str) -> None:
     host, _, port = url.removeprefix("http://").rpartition(":")
     for path, status in (
