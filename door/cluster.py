@@ -7,7 +7,7 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.callers import client_of
+from door.callers import client_of, in_time
 from door.contexts.resources import answered
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event
@@ -73,10 +73,10 @@ async def cluster(request: Request) -> Response:
     """Now, and at every change; with `once=true` one object."""
     client = client_of(request)
     if request.query_params.get("once", "false").lower() in ("true", "1"):
-        return answered(described(await client.cluster()))
+        return answered(described(await in_time(client.cluster())))
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
-        first = await anext(watching)
+        first = await in_time(anext(watching))
     except BaseException:
         await watching.aclose()
         raise

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from door.bodies import converted, read_json
-from door.callers import client_of
+from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
@@ -76,7 +76,7 @@ def named(request: Request) -> str:
 
 async def list_contexts(request: Request) -> Response:
     client = client_of(request)
-    contexts = await client.list_contexts()
+    contexts = await in_time(client.list_contexts())
     model = await model_name(request, client)
     return answered({"object": "list", "data": [described(context, model) for context in contexts]})
 
@@ -117,6 +117,6 @@ async def _told(request: Request, client: AsyncClient, context: Context, status:
 
 async def _tried(call: Any) -> Any:
     try:
-        return await call
+        return await in_time(call)
     except LongleafError as error:
         raise context_problem(error) from None

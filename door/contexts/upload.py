@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from door.callers import client_of, peer_of
+from door.callers import client_of, in_time, peer_of
 from door.contexts.resources import context_problem, described, named
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event, gone
@@ -147,7 +147,7 @@ async def uploaded(request: Request) -> Response:
     steps = client.ingest_once(header, Body(request.receive, -1))
     try:
         async with aclosing(steps):
-            first = await anext(steps)
+            first = await in_time(anext(steps))
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from door import callers
 from tests.support.doors import opened
 from tests.support.service import FakeEngine, Served, ids, serving
 
@@ -130,6 +131,35 @@ async def test_more_messages_than_the_service_takes_are_refused(url: str) -> Non
         answer = await client.post(CHAT, json=GOOD | {"messages": [1] * 513})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "512" in answer.json()["error"]["message"]
+
+
+async def test_a_service_that_stands_still_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "ANSWER_SECONDS", 0.3)
+
+    async def stand(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    over = asyncio.Event()
+    silent = await asyncio.start_server(stand, "127.0.0.1", 0)
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=10) as client:
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/fake"),
+            ("GET", "/v1/cluster"),
+            ("GET", "/v1/cluster?once=true"),
+            ("GET", "/v1/contexts"),
+            ("GET", "/v1/contexts/book"),
+            ("HEAD", "/v1/contexts/book?upload_id=u"),
+            ("PATCH", "/v1/contexts/book"),
+            ("DELETE", "/v1/contexts/book"),
+            ("POST", "/v1/contexts/book/fork"),
+        ):
+            content = {"PATCH": b'{"pinned":true}', "POST": b'{"id":"half"}'}.get(method)
+            assert (await client.request(method, path, content=content)).status_code == 504, path
+    over.set()
+    silent.close()
 
 
 async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:

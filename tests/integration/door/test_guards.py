@@ -156,3 +156,21 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
         assert (await client.get("/v1/contexts/book", headers=other)).status_code == 404
         assert (await client.get("/v1/contexts")).status_code == 401
         assert (await client.get("/healthz")).status_code == (await client.get("/readyz")).status_code == 200
+
+
+async def test_nobody_without_a_credential_can_tell_the_name_of_the_model(tmp_path: Path) -> None:
+    credential, file = new_credential(), tmp_path / "credentials"
+    file.write_text(f"{line_of(Entry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+
+        async def asked(model: str, headers: dict[str, str]) -> tuple[int, str]:
+            body = {"model": model, "messages": [{"role": "user", "content": "Who?"}]}
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            return answer.status_code, answer.text
+
+        known = {"authorization": f"Bearer {credential}"}
+        assert (await asked("other", known))[0] == 404  # the door knows the name from now on
+        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
+            assert (await asked("fake", wrong))[0] == 401
+            assert await asked("other", wrong) == await asked("fake", wrong)
