@@ -1,9 +1,9 @@
 """Contexts that are there: listed, told, changed, forked and deleted."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,9 +13,10 @@ from door.errors import Problem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, NotFound
-from longleaf.messages import CONTEXT_ID, Context
+from longleaf.messages import CONTEXT_ID, MAX_TIME, Context
 
 MISSING = "context_not_found"
+Seconds = Annotated[float, Meta(ge=-MAX_TIME, le=MAX_TIME)]
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,8 +24,8 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     display_name: str | UnsetType = UNSET
     pinned: bool | UnsetType = UNSET
-    expires: float | UnsetType | None = UNSET
-    ttl: float | UnsetType = UNSET
+    expires: Seconds | UnsetType | None = UNSET
+    ttl: Seconds | UnsetType = UNSET
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
