@@ -3,18 +3,26 @@
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from door.errors import Problem
+from longleaf.config import MAX_REQUEST_BYTES
 
-MAX_JSON_BYTES = 16 << 20
+MAX_JSON_BYTES = MAX_REQUEST_BYTES + (1 << 19)
+"""What the service takes at once, and some for what JSON says in more bytes."""
+MAX_VALUES = 50_000
+"""Texts, objects and arrays of a body. To make so many takes the interpreter a tenth of a second."""
+MAX_COMMAS = 1 << 19
+"""Between all values: a prompt may be a long list of numbers."""
 BODY_SECONDS = 30.0
 """How long the next part of a body may take."""
 LARGE_BYTES = 1 << 18
-"""What is larger is decoded beside the event loop."""
+"""What is larger is decoded beside the event loop, one after the other: together they would keep everybody waiting."""
+_decoding = ThreadPoolExecutor(1, "decoding")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
 PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -23,7 +31,10 @@ PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", 
 async def read_json(request: Request) -> dict[str, Any]:
     """The object that the body is. Raises Problem."""
     content = await _read(request)
-    decoded = await asyncio.to_thread(decode, content) if len(content) > LARGE_BYTES else decode(content)
+    if len(content) > LARGE_BYTES:
+        decoded = await asyncio.get_running_loop().run_in_executor(_decoding, decode, content)
+    else:
+        decoded = decode(content)
     if not isinstance(decoded, dict):
         raise Problem(400, "the body is no JSON object")
     return cast(dict[str, Any], decoded)
@@ -55,7 +66,8 @@ def too_large() -> Problem:
 
 
 def decode(content: bytes) -> object:
-    """Raises Problem for what is no JSON, or says a thing twice, or has no meaning in UTF-8."""
+    """Raises Problem for what is no JSON, or says a thing twice, or has no meaning in UTF-8, or has too many values."""
+    _check_size(content)
     try:
         found = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_number)
         if _SURROGATE.search(content):
@@ -67,6 +79,21 @@ def decode(content: bytes) -> object:
     except ValueError as error:
         raise Problem(400, f"the body is no JSON: {error}") from None
     return found
+
+
+def _check_size(content: bytes) -> None:
+    """Raises Problem for more values than a decoder makes in a short time."""
+    if sum(map(content.count, (b",", b"[", b"{"))) <= MAX_VALUES:  # in texts or not
+        return
+    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # what quotes are left begin and end texts
+    num_values, num_commas = bare.count(b'"') // 2, 0
+    if num_values <= MAX_VALUES:
+        outside = b"".join(bare.split(b'"')[::2])
+        num_values += outside.count(b"[") + outside.count(b"{")
+        num_commas = outside.count(b",")
+    if num_values > MAX_VALUES or num_commas > MAX_COMMAS:
+        told = f"the body has more than {MAX_VALUES:,} texts, objects and arrays, or {MAX_COMMAS:,} numbers"
+        raise Problem(413, told)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,17 @@
 """Who calls: a view of the client that bears the caller's credential, and whom a fair share is counted for."""
 
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
 from starlette.requests import Request
 
 from longleaf.client.relay import Relay
-from longleaf.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from longleaf.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
+
+ANSWER_SECONDS = 10.0
+"""How long the service may take for what is no generation and no document."""
+T = TypeVar("T")
 
 
 def client_of(request: Request) -> Relay:
@@ -27,3 +35,12 @@ def client_of(request: Request) -> Relay:
 def peer_of(request: Request) -> str:
     """The address that a fair share is counted for where the caller names nobody."""
     return request.client.host if request.client is not None else ""
+
+
+async def in_time(call: Awaitable[T]) -> T:
+    """What the service answers. Raises DeadlineExceeded where it takes too long: it may stand still."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await call
+    except TimeoutError:
+        raise DeadlineExceeded("the service did not answer in time") from None

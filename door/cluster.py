@@ -7,9 +7,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.callers import client_of
+from door.callers import client_of, in_time
 from door.contexts.resources import answered
-from door.errors import Problem, problem_of
+from door.errors import SOON, Problem, problem_of
 from door.events import EventResponse, event
 from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
@@ -73,10 +73,10 @@ async def cluster(request: Request) -> Response:
     """Now, and at every change; with `once=true` one object."""
     client = client_of(request)
     if request.query_params.get("once", "false").lower() in ("true", "1"):
-        return answered(described(await client.cluster()))
+        return answered(described(await in_time(client.cluster())))
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
-        first = await anext(watching)
+        first = await in_time(anext(watching))
     except BaseException:
         await watching.aclose()
         raise
@@ -105,8 +105,8 @@ async def readyz(request: Request) -> Response:
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)
     except LongleafError as error:
-        raise Problem(503, str(error), kind="server_error", code="unavailable", headers={"retry-after": "1"}) from None
+        raise Problem(503, problem_of(error).message, kind="server_error", code="unavailable", headers=SOON) from None
     if not is_healthy:
         told = "the service takes no calls now"
-        raise Problem(503, told, kind="server_error", code="unavailable", headers={"retry-after": "1"})
+        raise Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
     return answered({"status": "ok"})

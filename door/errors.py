@@ -1,5 +1,6 @@
 """Errors as callers see them: a status and OpenAI's body, by one table."""
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from longleaf.errors import (
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 1.0
 """When to come again to a service that does not say."""
+SOON = {"retry-after": "1"}
 
 
 class Problem(Exception):
@@ -102,6 +104,9 @@ FIELDS = {
     "token_count": "tokens",
 }
 """What fields of the service are called here, where that is not their own name."""
+_UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
+"""What follows is for operators: the library tells addresses."""
+log = logging.getLogger("door")
 _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
 
 
@@ -109,6 +114,9 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     """What an error of the service is to a caller. `names` are of fields, before those of FIELDS; `missing` is the code
     of what does not exist."""
     row = next(row for row in TABLE if isinstance(error, row.error))
+    if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
+        log.info("%s", error)
+        return Problem(503, "the service cannot be reached", kind="server_error", code="unavailable", headers=SOON)
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
         return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
@@ -122,7 +130,14 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
             headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Problem(row.status, str(error), kind=row.kind, code=code, headers=headers)
+    return Problem(row.status, _message_of(error), kind=row.kind, code=code, headers=headers)
+
+
+def _message_of(error: LongleafError) -> str:
+    """What callers may know of it."""
+    if _UNREACHED.match(str(error)):
+        log.info("%s", error)
+    return _UNREACHED.sub(r"\1", str(error))
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:

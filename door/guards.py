@@ -10,12 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from door.errors import Problem
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 HEADERS = (
-    (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -71,6 +66,8 @@ class Guards:
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
             return Problem(403, "pages of other origins may not use this door", kind="permission_error", code="origin")
+        if scope["path"].startswith("/v1/") and (b"sec-fetch-site", b"cross-site") in scope["headers"]:
+            return Problem(403, "other sites may not call this door", kind="permission_error", code="origin")
         return None
 
     def _is_ours(self, host: str) -> bool:

@@ -23,6 +23,13 @@ KINDS = {
 }
 """What is served, and as what."""
 
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Of documents: it means nothing for what they load."""
+DOCUMENTS = (".html", ".svg")
+
 
 async def page(request: Request) -> Response:
     """The page itself."""
@@ -35,6 +42,7 @@ async def file(request: Request) -> Response:
 
 
 def _answer(request: Request, path: Path) -> Response:
+    found = path
     try:
         found = path.resolve()
         is_served = found.is_relative_to(FOLDER.resolve()) and found.suffix in KINDS and found.is_file()
@@ -42,13 +50,15 @@ def _answer(request: Request, path: Path) -> Response:
         is_served = False
     if not is_served:
         raise Problem(404, "there is no such file", code="not_found")
-    content, packed, tag = _load(path, path.stat().st_mtime_ns)
+    content, packed, tag = _load(found, found.stat().st_mtime_ns)
     headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
+    if found.suffix in DOCUMENTS:
+        headers["content-security-policy"] = POLICY
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
         content, headers["content-encoding"] = packed, "gzip"
-    return Response(content, media_type=KINDS[path.suffix], headers=headers)
+    return Response(content, media_type=KINDS[found.suffix], headers=headers)
 
 
 @lru_cache(maxsize=128)

@@ -1,21 +1,22 @@
 """Contexts that are there: listed, told, changed, forked and deleted."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from door.bodies import converted, read_json
-from door.callers import client_of
+from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, NotFound
-from longleaf.messages import CONTEXT_ID, Context
+from longleaf.messages import CONTEXT_ID, MAX_TIME, Context
 
 MISSING = "context_not_found"
+Seconds = Annotated[float, Meta(ge=-MAX_TIME, le=MAX_TIME)]
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,8 +24,8 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     display_name: str | UnsetType = UNSET
     pinned: bool | UnsetType = UNSET
-    expires: float | UnsetType | None = UNSET
-    ttl: float | UnsetType = UNSET
+    expires: Seconds | UnsetType | None = UNSET
+    ttl: Seconds | UnsetType = UNSET
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +77,7 @@ def named(request: Request) -> str:
 
 async def list_contexts(request: Request) -> Response:
     client = client_of(request)
-    contexts = await client.list_contexts()
+    contexts = await in_time(client.list_contexts())
     model = await model_name(request, client)
     return answered({"object": "list", "data": [described(context, model) for context in contexts]})
 
@@ -117,6 +118,6 @@ async def _told(request: Request, client: AsyncClient, context: Context, status:
 
 async def _tried(call: Any) -> Any:
     try:
-        return await call
+        return await in_time(call)
     except LongleafError as error:
         raise context_problem(error) from None

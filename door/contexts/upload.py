@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from door.callers import client_of, peer_of
+from door.callers import client_of, in_time, peer_of
 from door.contexts.resources import context_problem, described, named
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event, gone
 from door.models import model_name
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
-from longleaf.messages import ContextOptions, ContextSettings, IngestHeader, IngestProgress
+from longleaf.messages import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """How long the next part of a body may take: less than the service would wait."""
@@ -147,7 +147,7 @@ async def uploaded(request: Request) -> Response:
     steps = client.ingest_once(header, Body(request.receive, -1))
     try:
         async with aclosing(steps):
-            first = await anext(steps)
+            first = await in_time(anext(steps))
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
@@ -221,6 +221,6 @@ def _positive(given: dict[str, str], name: str) -> float:
         found = float(given[name])
     except ValueError:
         found = math.nan
-    if not (math.isfinite(found) and found > 0):
-        raise Problem(400, f"{name}: must be a positive number", param=name)
+    if not 0 < found <= MAX_TIME:
+        raise Problem(400, f"{name}: must be a positive number, and before the year 10000", param=name)
     return found

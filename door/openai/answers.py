@@ -126,7 +126,7 @@ async def _told(
         if len(ends) < teller.num_samples:
             raise Unavailable("the service ended the answer before its end")
     except LongleafError as error:
-        yield event(_problem(error, names).body)
+        yield event(_problem(error, names).body, "error")
         return
     if teller.with_usage:
         yield event(teller.last(usage_of(ends), all(end.is_exact for end in ends)))

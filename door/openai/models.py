@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.callers import client_of
+from door.callers import client_of, in_time
 from door.contexts.resources import answered
 from door.errors import Problem
 from door.models import model_name
@@ -26,19 +26,19 @@ class Target(NamedTuple):
 
 async def list_models(request: Request) -> Response:
     client = client_of(request)
-    contexts = await client.list_contexts()
+    contexts = await in_time(client.list_contexts())
     model = await model_name(request, client)
     return answered({"object": "list", "data": [_model(model), *(_of_context(model, each) for each in contexts)]})
 
 
 async def get_model(request: Request) -> Response:
     client, asked = client_of(request), request.path_params["id"]
-    cluster = await client.cluster()
+    cluster = await in_time(client.cluster())
     target = _split(asked, cluster.model.name)
     if target.context is None:
         return answered(_model(target.model))
     try:
-        return answered(_of_context(cluster.model.name, await client.get_context(target.context)))
+        return answered(_of_context(cluster.model.name, await in_time(client.get_context(target.context))))
     except NotFound:
         raise _missing(asked) from None
 

@@ -28,6 +28,8 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_STOPS = 16
+MAX_MESSAGES = 512
+"""The service takes no more."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +121,9 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise Problem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
+    if len(turns) > MAX_MESSAGES:
+        told = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
+        raise Problem(400, told, param="messages", code="invalid_value")
     asked = converted(given, ChatAsked)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise Problem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")

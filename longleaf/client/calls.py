@@ -24,7 +24,8 @@ class Calls:
 
     def __init__(self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry]) -> None:
         """Raises InvalidArgument."""
-        self.server = server
+        self.server = self.called = server
+        """Its address, and what errors call it."""
         self.channel: Any = open_channel(server, access)
         self._access = access
         self._is_plain = not is_encrypted(access)
@@ -55,7 +56,7 @@ class Calls:
         if not self._is_plain:
             return Unavailable(f"{error}: it may ask for a client certificate, of an authority that it accepts: {OWN}")
         if await speaks_tls(self.server):
-            told = f"{self.server} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
+            told = f"{self.called} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
             return InvalidArgument("tls_ca", told)
         return error
 
@@ -66,14 +67,14 @@ class Calls:
             yield
         except grpc.RpcError as error:
             told = ending.error if ending is not None else None
-            raise decode_error(told or error, self.server) from None
+            raise decode_error(told or error, self.called) from None
         except (grpc.aio.BaseError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if self._is_closed:
                 raise Cancelled("the client was closed") from None
             # The library cancels a call that ended while it was being sent to.
-            raise Unavailable(f"{self.server} ended the call") from None
+            raise Unavailable(f"{self.called} ended the call") from None
 
     def decoded(self, decode: Callable[[Any], T], response: object) -> T:
         """What a response says. Raises LongleafError where this client cannot read it."""
@@ -82,7 +83,7 @@ class Calls:
                 raise ValueError("the bytes are no message of its type")
             return decode(response)
         except Exception as error:  # whatever is in it, it is the server that said it
-            raise LongleafError(f"{self.server} answered what this client cannot read: {error}") from error
+            raise LongleafError(f"{self.called} answered what this client cannot read: {error}") from error
 
     async def unary(
         self,

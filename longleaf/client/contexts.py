@@ -50,7 +50,7 @@ class ContextCalls:
             if not token:
                 return contexts
             if token == request.page_token:
-                raise LongleafError(f"{self._calls.server} lists the same page again")
+                raise LongleafError(f"{self._calls.called} lists the same page again")
             request.page_token = token
 
     async def update_context(
@@ -146,5 +146,5 @@ class ContextCalls:
                         await tell(on_progress, progress)
                     result = progress.context or result
         if result is None:
-            raise Unavailable(f"{self._calls.server} ended the import before its context was there")
+            raise Unavailable(f"{self._calls.called} ended the import before its context was there")
         return result

@@ -11,13 +11,18 @@ from longleaf.messages import IngestHeader, IngestProgress
 
 
 class Relay(AsyncClient):
-    """Calls as many, over one connection, and keeps nothing of what it hands on."""
+    """Calls as many, over one connection, and keeps nothing of what it hands on. Its errors do not tell the address of
+    the service: they are for others."""
 
     def bearing(self, credential: str) -> "Relay":
         """A view of this client whose calls bear another credential, over the same connection. It is cheap, and to be
         used as long as this client is open: closing the view closes nothing. Raises InvalidArgument for what is no
         credential, and for one that would travel in plain text."""
         return _View(self.server, self._calls.bearing(credential))
+
+    def _attach(self, calls: Calls) -> None:
+        calls.called = "the service"
+        super()._attach(calls)
 
     async def ingest_once(self, header: IngestHeader, pieces: Pieces) -> AsyncGenerator[IngestProgress, None]:
         """One stream of an ingest, made once: it sends what `pieces` gives from where the service wants it, and does

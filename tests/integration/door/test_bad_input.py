@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from door import callers
 from tests.support.doors import opened
 from tests.support.service import FakeEngine, Served, ids, serving
 
@@ -87,13 +88,89 @@ async def test_what_means_nothing_is_taken(url: str) -> None:
 
 async def test_large_bodies_are_refused(url: str) -> None:
     async def endless() -> Any:
-        for _ in range(300):
+        for _ in range(100):
             yield b" " * 65536
 
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
-        answer = await client.post(CHAT, content=b" " * (17 << 20))
+        answer = await client.post(CHAT, content=b" " * (5 << 20))
         assert answer.status_code == 413
         assert (await client.post(CHAT, content=endless())).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        b"[]," * 1_500_000,
+        b"{}," * 1_500_000,
+        b'"",' * 1_500_000,
+        b"1," * 2_000_000,
+        (b"[" * 400 + b"]" * 400 + b",") * 5000,
+        b'{"role":"user","content":"a"},' * 140_000,
+        b'"\\\\","\\"",' * 400_000,
+    ],
+    ids=["arrays", "objects", "texts", "numbers", "nested", "messages", "escapes"],
+)
+async def test_bodies_of_too_many_values_are_refused(url: str, values: bytes) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        for path, field in ((CHAT, b"messages"), ("/v1/completions", b"prompt"), (CHAT, b"metadata")):
+            answer = await client.post(path, content=b'{"model":"fake","%s":[%s1]}' % (field, values))
+            assert answer.status_code == 413, answer.text
+
+
+async def test_bodies_of_long_texts_and_many_numbers_are_taken(service: Served, url: str) -> None:
+    service.engine.max_positions = 1 << 23
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        text = json.dumps({"model": "fake", "prompt": '{"a": ["\\", 1, "b"]}, ' * 40_000, "max_tokens": 2})
+        numbers = json.dumps({"model": "fake", "prompt": [1, 2] * 100_000, "max_tokens": 2})
+        for content in (text, numbers):
+            assert (await client.post("/v1/completions", content=content)).status_code == 200
+
+
+async def test_more_messages_than_the_service_takes_are_refused(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD | {"messages": [1] * 513})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "512" in answer.json()["error"]["message"]
+
+
+async def test_a_service_that_stands_still_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "ANSWER_SECONDS", 0.3)
+
+    async def stand(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
+
+    over = asyncio.Event()
+    silent = await asyncio.start_server(stand, "127.0.0.1", 0)
+    address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    async with opened(address) as url, httpx2.AsyncClient(base_url=url, timeout=10) as client:
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/fake"),
+            ("GET", "/v1/cluster"),
+            ("GET", "/v1/cluster?once=true"),
+            ("GET", "/v1/contexts"),
+            ("GET", "/v1/contexts/book"),
+            ("HEAD", "/v1/contexts/book?upload_id=u"),
+            ("PATCH", "/v1/contexts/book"),
+            ("DELETE", "/v1/contexts/book"),
+            ("POST", "/v1/contexts/book/fork"),
+        ):
+            content = {"PATCH": b'{"pinned":true}', "POST": b'{"id":"half"}'}.get(method)
+            assert (await client.request(method, path, content=content)).status_code == 504, path
+    over.set()
+    silent.close()
+
+
+async def test_no_error_tells_where_the_service_is(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/service"
+    async with opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+        for path in ("/v1/models", "/v1/cluster", "/v1/contexts", "/readyz"):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert "the service" in answer.text and str(tmp_path) not in answer.text and "unix:" not in answer.text
+        told = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
+        assert "unix:" not in told.text
 
 
 async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:

@@ -80,8 +80,13 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for headers, status in (({"content-type": "application/json"}, 415), ({"content-type": "multipart/form"}, 415)):
             assert (await client.post("/v1/contexts/x", content=b"{}", headers=headers)).status_code == status
-        for parameters in ({"what": "1"}, {"ttl": "nan"}, {"capacity": "x"}, {"pinned": "maybe"}):
-            assert (await client.post("/v1/contexts/x", params=parameters, headers=PLAIN)).status_code == 400
+        for name, value in (("what", "1"), ("ttl", "nan"), ("ttl", "1e308"), ("capacity", "x"), ("pinned", "maybe")):
+            answer = await client.post("/v1/contexts/x", params={name: value}, headers=PLAIN)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        for change in ({"ttl": 1e308}, {"expires": 1e308}, {"expires": -1e308}):
+            answer = await client.patch("/v1/contexts/x", json=change)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, *change)
+            assert len(answer.text) < 300
         broken = await client.post("/v1/contexts/x", content=b"\xff\xfe", headers=PLAIN)
         assert events_of(broken)[-1]["error"]["type"] == "invalid_request_error"
         assert (await client.post("/v1/contexts/NO", content=b"x", headers=PLAIN)).status_code == 404

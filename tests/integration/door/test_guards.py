@@ -42,11 +42,38 @@ async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for path in ("/", "/v1/models", "/nothing", "/page/..%2fapp.py"):
             answer = await client.get(path)
-            assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+            is_page = answer.headers["content-type"].startswith("text/html")
+            assert ("frame-ancestors 'none'" in answer.headers.get("content-security-policy", "")) == is_page
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "cache-control" in answer.headers
         assert (await client.get("/page/..%2fapp.py")).status_code == 404
         assert (await client.put("/v1/models")).status_code == 405
+
+
+async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for path, site, status in (
+            ("/v1/models", "cross-site", 403),
+            ("/v1/models", "same-origin", 200),
+            ("/v1/models", "none", 200),
+            ("/", "cross-site", 200),
+        ):
+            assert (await client.get(path, headers={"sec-fetch-site": site})).status_code == status, (path, site)
+
+
+async def test_no_path_of_the_page_is_a_500(url: str) -> None:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    for path, status in (
+        ("/page/nonexist/../index.html", b"200"),
+        ("/page/../static.py", b"404"),
+        ("/page/../../pyproject.toml", b"404"),
+        ("/page/%00.js", b"404"),
+        ("/page/" + "x" * 5000 + ".js", b"404"),
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))  # clients make paths shorter
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert (await asyncio.wait_for(reader.read(), 10)).split()[1] == status, path[:50]
+        writer.close()
 
 
 async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
@@ -129,3 +156,21 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
         assert (await client.get("/v1/contexts/book", headers=other)).status_code == 404
         assert (await client.get("/v1/contexts")).status_code == 401
         assert (await client.get("/healthz")).status_code == (await client.get("/readyz")).status_code == 200
+
+
+async def test_nobody_without_a_credential_can_tell_the_name_of_the_model(tmp_path: Path) -> None:
+    credential, file = new_credential(), tmp_path / "credentials"
+    file.write_text(f"{line_of(Entry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+
+        async def asked(model: str, headers: dict[str, str]) -> tuple[int, str]:
+            body = {"model": model, "messages": [{"role": "user", "content": "Who?"}]}
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+            return answer.status_code, answer.text
+
+        known = {"authorization": f"Bearer {credential}"}
+        assert (await asked("other", known))[0] == 404  # the door knows the name from now on
+        for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
+            assert (await asked("fake", wrong))[0] == 401
+            assert await asked("other", wrong) == await asked("fake", wrong)

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -130,6 +131,18 @@ async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None
             await read()
     assert logprobs is not None and logprobs.content is not None
     assert (logprobs.content[0].bytes, logprobs.content[0].top_logprobs[0].logprob) == ([97], -0.5)
+
+
+async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:
+    service.engine.late_error = Unavailable("over")
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        for path, asked in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
+            told = (await client.post(path, json={"model": "fake", "stream": True, **asked})).text.strip()
+            assert told.split("\n\n")[-1].startswith('event: error\ndata: {"error":{"message":"over"')
+    async with asking(url) as openais:
+        stream = await openais.completions.create(model="fake", prompt="Who?", stream=True)
+        with pytest.raises(openai.APIError, match="over"):
+            [chunk async for chunk in stream]
 
 
 async def test_texts_are_completed(service: Served, url: str) -> None:
