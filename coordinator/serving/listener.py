@@ -50,8 +50,8 @@ class Listener:
                 bound = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
+        self._server = server  # before it has started: whoever stops this meanwhile must find it
         await server.start()
-        self._server = server
         return bound
 
     async def _keep(self, host: str, port: int) -> None:

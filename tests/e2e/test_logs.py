@@ -176,4 +176,4 @@ def test_a_service_that_cannot_start_says_so_in_its_format(checkpoint: Path, tmp
         check=False,
     )
     (line,) = map(json.loads, found.stderr.splitlines())
-    assert (found.returncode, line["level"], line["message"].partition(":")[0]) == (2, "error", "credentials")
+    assert (found.returncode, line["level"], line["message"].partition(":")[0]) == (2, "error", "--credentials")

@@ -57,6 +57,7 @@ class Bench:
         max_tokens: int = 4,
         context: str | None = None,
         ends: tuple[int, ...] = (),
+        priority: int = 0,
         num_samples: int = 1,
         sampling: Sampling | None = None,
         **claim: Any,
@@ -66,7 +67,7 @@ class Bench:
             token_ids=tuple(range(count)),
             sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            claim=Claim(**claim),
+            claim=Claim(priority=priority, **claim),
             num_samples=num_samples,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))

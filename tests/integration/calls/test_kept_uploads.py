@@ -44,7 +44,8 @@ class Desk:
 
     def ingest_with(self, kept: KeptUploads) -> Ingest:
         """That of a service that has no document in memory."""
-        return Ingest(self.engine, self._tokenizer, self.threads, Uploads(kept=kept), ledger=self.ledger)
+        self.uploads = Uploads(kept=kept)
+        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -205,7 +206,7 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         for each in headers:
             await one.run(each, array("I", range(5)), ends=False)
     async with desk(tmp_path) as one:  # where each has to be looked for first
-        one.ledger = Ledger(lambda _: Usage())
+        one.ledger = Ledger(lambda _: Usage(), num_uploads=lambda tenant: one.uploads.num_of(tenant))
         one.ingest = one.ingest_with(one.kept)
         told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in told].count(True) == 2

@@ -39,7 +39,7 @@ async def poisoned(address: str) -> AsyncGenerator[None, None]:
 def is_open(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port)).close()
-    except ConnectionRefusedError:
+    except ConnectionError:
         return False
     return True
 
