@@ -18,12 +18,11 @@ others     cores that work took which is no part of this
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from bench.door.page import measure_page
 from bench.door.reading import (
@@ -36,9 +35,8 @@ from bench.door.reading import (
 )
 from bench.door.services import STREAMS, Doored, paced, real
 from bench.durable.options import Goal, Row, spread
-from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
-from bench.harness.machine import describe
+from bench.harness.parts import parser_of, run_parts
 from bench.production.options import Options, result
 from bench.production.others import Others
 from longleaf.client import AsyncClient
@@ -112,45 +110,45 @@ def measure_reader(options: Options) -> Row:
     return result(options, figures, goals)
 
 
-PARTS: dict[str, tuple[Callable[[Options], Row], int, float]] = {
-    "real": (partial(measure_streams, lambda options: real(options.world_size), 0.85), 5, 4.0),
-    "paced": (partial(measure_streams, lambda _: paced(), 0.99), 5, 4.0),
-    "page": (measure_reader, 10, 0.0),
+class Part(NamedTuple):
+    """Something to measure, and how much of it by default."""
+
+    measure: Callable[[Options], Row]
+    repeats: int
+    seconds: float
+
+
+PARTS = {
+    "real": Part(partial(measure_streams, lambda options: real(options.world_size), 0.85), 5, 4.0),
+    "paced": Part(partial(measure_streams, lambda _: paced(), 0.99), 5, 4.0),
+    "page": Part(measure_reader, 10, 0.0),
 }
-"""What measures a part, and by default how many turns of how many seconds."""
 
 
 def main() -> None:
     unwind_on_terminate()
     given = parse()
-    rows: list[Row] = json.loads(given.into.read_text())["rows"] if given.into and given.into.is_file() else []
-    for name in given.only:
-        measure, repeats, seconds = PARTS[name]
-        tell(f"{name}: {given.repeats or repeats} repeats")
-        others = Others()
-        found = measure(Options(repeats=given.repeats or repeats, seconds=seconds, world_size=given.world_size))
-        row = {"part": name, "others": round(others.cores, 2), **found, "machine": describe()}
-        rows = [each for each in rows if each["part"] != name] + [row]
-    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
-    told = json.dumps({"bench": "door", "rows": rows}, indent=2)
-    if given.into:
-        given.into.write_text(told + "\n")
-    print(told if given.json else table(rows))
+    run_parts("door", PARTS, given, lambda name: measure(name, given))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench.door", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser = parser_of("door", __doc__, PARTS)
     parser.add_argument("--repeats", type=int, help="turns; by default each part's own number")
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the service with the embedded model")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
     given = parser.parse_args(arguments)
     if given.world_size < 1 or (given.repeats is not None and given.repeats < 1):
         parser.error("--repeats, --world-size: too few to measure")
     return given
+
+
+def measure(name: str, given: argparse.Namespace) -> Row:
+    """What a part finds."""
+    part = PARTS[name]
+    options = Options(repeats=given.repeats or part.repeats, seconds=part.seconds, world_size=given.world_size)
+    tell(f"{name}: {options.repeats} repeats")
+    others = Others()
+    found = part.measure(options)
+    return {"others": round(others.cores, 2), **found}
 
 
 if __name__ == "__main__":

@@ -29,16 +29,13 @@ that were written just before: so it is after a kill, and not after the machine 
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from bench.durable import catalog, journal, loss, parked, restart, saving, storage
 from bench.durable.options import Options, Row
-from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
-from bench.harness.machine import describe
+from bench.harness.parts import parser_of, run_parts
 
 
 class Part(NamedTuple):
@@ -64,28 +61,14 @@ PARTS = {
 def main() -> None:
     unwind_on_terminate()
     given = parse()
-    rows = read(given.into) if given.into is not None else list[Row]()
-    for name in given.only:
-        rows = joined(rows, [run(name, given)])
-        if given.into is not None:  # at once: a part that fails shall not cost the others
-            given.into.write_text(told(rows) + "\n")
-    print(told(rows) if given.json else table(rows))
-
-
-def told(rows: list[Row]) -> str:
-    return json.dumps({"bench": "durable", "rows": rows}, indent=2)
+    run_parts("durable", PARTS, given, lambda name: measure(name, given))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench.durable", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser = parser_of("durable", __doc__, PARTS)
     parser.add_argument("--tokens", type=int, help="of the context; by default each part's own number")
     parser.add_argument("--repeats", type=int, help="timed turns of each side; by default each part's own number")
     parser.add_argument("--world-size", type=int, help="ranks of the services; by default 2")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
     given = parser.parse_args()
     for name in ("tokens", "repeats", "world_size"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
@@ -93,8 +76,8 @@ def parse() -> argparse.Namespace:
     return given
 
 
-def run(name: str, given: argparse.Namespace) -> Row:
-    """The row of a part."""
+def measure(name: str, given: argparse.Namespace) -> Row:
+    """What a part finds."""
     part = PARTS[name]
     options = Options(
         tokens=given.tokens or part.tokens,
@@ -102,18 +85,7 @@ def run(name: str, given: argparse.Namespace) -> Row:
         world_size=given.world_size or part.world_size,
     )
     tell(f"{name}: {options.tokens:,} tokens")
-    return {"part": name, **part.measure(options), "machine": describe()}
-
-
-def read(file: Path) -> list[Row]:
-    """The rows of a result; none where there is none."""
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
-
-
-def joined(before: list[Row], rows: list[Row]) -> list[Row]:
-    """Rows in the order of the parts, new ones instead of old ones."""
-    by_part = {row["part"]: row for row in (*before, *rows)}
-    return [by_part[name] for name in PARTS if name in by_part]
+    return part.measure(options)
 
 
 if __name__ == "__main__":

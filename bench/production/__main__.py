@@ -27,15 +27,12 @@ Clients and service share the machine: what encryption costs the clients is coun
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from bench.durable.options import Row
-from bench.durable.table import table
 from bench.harness.arguments import tell, unwind_on_terminate
-from bench.harness.machine import describe
+from bench.harness.parts import parser_of, run_parts
 from bench.production import cost, flood, rotation
 from bench.production.options import Options
 from bench.production.others import Others
@@ -59,28 +56,14 @@ PARTS = {
 def main() -> None:
     unwind_on_terminate()
     given = parse()
-    rows = read(given.into) if given.into is not None else list[Row]()
-    for name in given.only:
-        rows = joined(rows, run(name, given))
-        if given.into is not None:  # at once: a part that fails shall not cost the others
-            given.into.write_text(told(rows) + "\n")
-    print(told(rows) if given.json else table(rows))
-
-
-def told(rows: list[Row]) -> str:
-    return json.dumps({"bench": "production", "rows": rows}, indent=2)
+    run_parts("production", PARTS, given, lambda name: measure(name, given))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m bench.production", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    parser = parser_of("production", __doc__, PARTS)
     parser.add_argument("--repeats", type=int, help="rounds, rotations or turns; by default each part's own number")
     parser.add_argument("--seconds", type=float, help="of a turn; by default each part's own number")
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the services")
-    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
     given = parser.parse_args(arguments)
     if given.world_size < 1 or (given.repeats is not None and given.repeats < 1):
         parser.error("--repeats, --world-size: too few to measure")
@@ -89,8 +72,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def run(name: str, given: argparse.Namespace) -> Row:
-    """The row of a part."""
+def measure(name: str, given: argparse.Namespace) -> Row:
+    """What a part finds."""
     part = PARTS[name]
     options = Options(
         repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size
@@ -98,18 +81,7 @@ def run(name: str, given: argparse.Namespace) -> Row:
     tell(f"{name}: {options.repeats} repeats")
     others = Others()
     found = part.measure(options)
-    return {"part": name, "others": round(others.cores, 2), **found, "machine": describe()}
-
-
-def read(file: Path) -> list[Row]:
-    """The rows of a result; none where there is none."""
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
-
-
-def joined(before: list[Row], row: Row) -> list[Row]:
-    """Rows in the order of the parts, the new one instead of an old one."""
-    by_part = {found["part"]: found for found in (*before, row)}
-    return [by_part[name] for name in PARTS if name in by_part]
+    return {"others": round(others.cores, 2), **found}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.production.__main__ import joined, parse
+from bench.harness.parts import joined
+from bench.production.__main__ import PARTS, parse
 from bench.production.callers import Asked, Called, call
 from bench.production.cost import Measured
 from bench.production.cost import summary as cost_summary
@@ -105,8 +106,8 @@ def test_a_row_tells_what_streams_keep_beside_wrong_credentials() -> None:
 
 def test_a_part_that_is_measured_again_takes_its_own_place() -> None:
     before = [{"part": "cost", "at": 1}, {"part": "flood", "at": 1}]
-    assert joined(before, {"part": "rotation", "at": 2}) == [before[0], {"part": "rotation", "at": 2}, before[1]]
-    assert joined(before, {"part": "cost", "at": 2}) == [{"part": "cost", "at": 2}, before[1]]
+    assert joined(PARTS, before, {"part": "rotation", "at": 2}) == [before[0], {"part": "rotation", "at": 2}, before[1]]
+    assert joined(PARTS, before, {"part": "cost", "at": 2}) == [{"part": "cost", "at": 2}, before[1]]
 
 
 def test_what_a_child_computed_is_own_work() -> None:
