@@ -35,9 +35,10 @@ class Sequences:
         if told is None:
             raise ValueError(f"a row goes on with sequence {row.sequence}, of which nothing was told")
         if not row.window_runs:
-            return replace(row, path=told.path, rope=told.rope)
+            return replace(row, path=told.path, rope=told.rope, spans=told.spans, hidden=told.hidden)
         window_runs = _grown(told.window_runs, row.window_runs, self._block_size)
-        self._told[row.sequence] = row = replace(row, path=told.path, rope=told.rope, window_runs=window_runs)
+        row = replace(row, path=told.path, rope=told.rope, spans=told.spans, hidden=told.hidden)
+        self._told[row.sequence] = row = replace(row, window_runs=window_runs)
         return row
 
 

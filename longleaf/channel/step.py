@@ -12,6 +12,29 @@ from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
 
 
+Positions = tuple[int, int]
+"""[start, end) of a path."""
+
+
+class Spans(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the rows of a sequence are to tell of their attention: how much of it falls on each span of the context.
+
+    Each of the first `num_segments` segments of the path is cut into spans from where it begins, as far as the path
+    uses it, so its last one may be shorter. They are numbered along the path.
+    """
+
+    size: int
+    """Tokens of a span: a power of two that divides the block size, so that none lies on two ranks."""
+    num_segments: int
+    prompt_end: int
+    """Position where the prompt ends: what is behind those segments and before it is the prompt, the rest the
+    answer."""
+    layers: tuple[int, ...] = ()
+    """Those that count, all of which see all keys; empty: all that do."""
+    of_all_rows: bool = False
+    """Each row of a step counts, and their mean is told; else the one alone that is sampled from."""
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """A chunk of prompt tokens, cut over the ranks: each rank computes its piece and keeps its keys.
 
@@ -32,6 +55,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """With replicated windows, all runs of EVERY_RANK that the last segment has in this step, in order, in the windows'
     pool: tokens before the chunk that it sees, and those of the chunk that the token after it will see. They replace
     what earlier plans told of this segment."""
+    hidden: tuple[Positions, ...] = ()
+    """What of the path none of the tokens reads, in order."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -80,6 +105,12 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     rope: Rope = OWN_ROPE
     window_runs: tuple[Run, ...] = ()
     """As of a chunk, but with all tokens of the row; where the sequence goes on, with the blocks alone that are new."""
+    spans: Spans | None = None
+    """With the first row: what this one and those that follow tell of their attention, if anything."""
+    hidden: tuple[Positions, ...] = ()
+    """With the first row: what of the path neither this one nor those that follow read, in order."""
+    num_scored: int = 0
+    """So many of its last tokens are scored: the logprob of each, from the row before it."""
 
     @property
     def num_tokens(self) -> int:
@@ -225,6 +256,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is nothing to compare with; empty when there is."""
 
 
+class Attention(msgspec.Struct, frozen=True, array_like=True):
+    """Where a row of a sequence attended, or in the mean its rows. Numbers as bytes of the machine's order."""
+
+    means: bytes
+    """float32, the mean over heads of all layers that count of what falls on each span, then on the prompt, on the
+    answer, and on sinks: together 1."""
+    largest: bytes
+    """float32, what of a span's the largest head has; of a mean over rows, in any of these."""
+    heads: bytes
+    """int32, which one that is: its layer times 65,536, and its number in there."""
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows. Of a move or a restore it
     says that every rank has what came to it, and knows where all lies now."""
@@ -244,3 +287,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
     comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
     """By sequence, of the answers that this step completed and that are compared; their seconds count in `seconds`."""
+    attention: dict[int, Attention] = msgspec.field(default_factory=dict[int, Attention])
+    """By sequence, of those that were told to tell."""
+    scores: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict[int, tuple[float, ...]])
+    """By sequence, natural logarithms of the probabilities of tokens that are scored, by the model's own
+    distribution."""
