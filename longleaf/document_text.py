@@ -4,6 +4,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -70,8 +71,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(field, f"{len(self.starts):,} bytes tell where {num_tokens:,} tokens begin")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
             raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
-        starts = unpacked(self.starts)
-        if any(a > b for a, b in zip(starts, [*starts[1:], self.num_bytes], strict=True)):
+        if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):
             raise InvalidArgument(field, "tokens begin before those before them")
         check_files(self.files, field)
 
