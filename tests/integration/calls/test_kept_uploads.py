@@ -16,6 +16,7 @@ from coordinator.calls.ingest import Ingest
 from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
@@ -135,14 +136,19 @@ class Failing:
         self._catalog = catalog
         self.num_calls = 0
 
-    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
         self.num_calls += 1
         if self.num_calls == 2:
             raise StorageUnavailable("the disk is full")
-        await self._catalog.append_upload(record, start, new_ids)
+        await self._catalog.append_upload(record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return await self._catalog.upload_ids(key)
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return await self._catalog.upload_starts(key)
 
     async def drop_upload(self, key: UploadKey) -> None:
         await self._catalog.drop_upload(key)
