@@ -156,7 +156,7 @@ def check_same(began: IngestHeader, header: IngestHeader) -> None:
         raise InvalidArgument("config.append", "is not what this upload began with")
     if began.system != header.system:
         raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
-    if began.files != header.files:
+    if began.files and began.files != header.files:  # early clients told of none
         raise InvalidArgument("config.files", "are not those that this upload began with")
 
 

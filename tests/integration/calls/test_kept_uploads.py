@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.access.caller import CALLER, Caller
 from coordinator.access.ledger import UNLIMITED, Ledger
@@ -22,6 +23,7 @@ from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
+from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
@@ -216,3 +218,34 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         one.ingest = one.ingest_with(one.kept)
         told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in told].count(True) == 2
+
+
+async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(IngestHeader("moby"), *cut(TEXT))
+        expected = one.engine.texts["moby"]
+    assert expected is not None and expected.num_bytes == len(TEXT)
+    sent = 0
+    for _ in range(2):
+        async with desk(tmp_path) as one:
+            (first, *_) = await one.run(HEADER, *cut(TEXT[sent : sent + 150_001]), ends=False)
+            sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(HEADER, ends=False)
+        assert first.received_bytes > sent
+        sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[sent:]))
+        assert one.engine.texts["moby"] == expected
+
+
+async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> None:
+    files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
+    async with desk(tmp_path) as one:
+        await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
+    async with desk(tmp_path) as one:
+        with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
+            await one.run(replace(HEADER, files=files[:1]))
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
+        assert first.received_bytes > 0
