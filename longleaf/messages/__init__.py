@@ -62,6 +62,7 @@ from longleaf.messages.parcels import (
     Parcel,
     ParcelPiece,
 )
+from longleaf.messages.provenance import Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "MAX_TIME",
     "UNCHANGED",
     "Account",
+    "Attribution",
     "BroughtBack",
     "ClaimOptions",
     "Claimed",
@@ -104,7 +106,9 @@ __all__ = [
     "PositionInfo",
     "Precision",
     "Progress",
+    "Provenance",
     "RankShare",
+    "Ranking",
     "Rebuild",
     "RebuildReport",
     "Recovering",
@@ -114,9 +118,11 @@ __all__ = [
     "Role",
     "SamplingOptions",
     "SlotState",
+    "Source",
     "Started",
     "Storage",
     "Timings",
+    "TokenRange",
     "Tokenized",
     "Usage",
     "Verification",
