@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.channel.step import Comparison
+from longleaf.channel.step import Attention, Comparison
 from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
-from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress, Recovering
+from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress, Recovering, TokenRange
 from longleaf.sampling import Sampling, Token
 
 EndReason = Literal["end_token", "length", "stop_token"]
@@ -40,8 +40,65 @@ class Claim(Claimed, frozen=True, kw_only=True):
 NO_CLAIM = Claim()
 
 
+class Grounds(msgspec.Struct, frozen=True, kw_only=True):
+    """A context as it is now, and what can be told of where answers about it come from."""
+
+    segments: tuple[int, ...]
+    """Ids of those that its path leads through."""
+    ends: tuple[int, ...]
+    """Position up to which each of them is used."""
+    last_ids: Sequence[int]
+    """Of its last tokens, at most LAST_IDS."""
+    block_size: int
+    """Tokens of a block, which spans divide."""
+    full_layers: tuple[int, ...]
+    """Layers that see all keys."""
+    can_cut: bool
+    """A prompt may go on from anywhere in the context."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the context."""
+        return self.ends[-1]
+
+    def cut(self, end: int) -> "Beginning":
+        """The first tokens of the context."""
+        starts = (0, *self.ends)
+        return Beginning(tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end)
+
+
+LAST_IDS = 16
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """Where a prompt goes on in a context that may be another one by now: after so many tokens, if it still begins with
+    these segments."""
+
+    segments: tuple[int, ...]
+    end: int
+
+
+class Cuts(msgspec.Struct, frozen=True):
+    """How a context is cut into spans, and what counts of what falls on them."""
+
+    size: int
+    """Tokens of a span."""
+    layers: tuple[int, ...] = ()
+    """Those that count; empty: all that see all keys."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a probe has found."""
+
+    scores: tuple[float, ...] = ()
+    """Natural logarithms of the probabilities of the tokens that were scored, by the model's own distribution."""
+    attention: Attention | None = None
+    """Of its rows in the mean."""
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation to run: `token_ids` after the context (or alone)."""
+    """A generation to run: `token_ids` after the context (or alone); or a probe, which reads them and answers
+    nothing."""
 
     context: str | None
     """Id of the context to ask, without the `contexts/` prefix."""
@@ -57,6 +114,28 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     generated: Mapping[int, Sequence[int]] | None = None
     """Where answers go on that were told in part: their ids so far, by sample. Samples that are not in it have ended.
     None: all begin."""
+    cuts: Cuts | None = None
+    """Tell of each token how much of the attention that produced it fell on which span of the context."""
+    hidden: tuple[TokenRange, ...] = ()
+    """Tokens of the context that nothing reads, in order. Nobody else reads the keys of such a prompt."""
+    beginning: Beginning | None = None
+    """Where it goes on, if not at the end of the context as it is."""
+    is_probe: bool = False
+    """Answers nothing: scores its last tokens, or else tells where all of its tokens attended in the mean."""
+    num_scored: int = 0
+    """So many of a probe's last tokens are scored."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of an answer."""
+        return 0 if self.is_probe else self.sampling.max_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """So many of its last tokens at least are computed as rows, which say something."""
+        if not self.is_probe:
+            return 1
+        return self.num_scored + 1 if self.num_scored else len(self.token_ids)
 
     @property
     def num_open(self) -> int:
@@ -122,6 +201,8 @@ class Tokens(msgspec.Struct, frozen=True):
     index: int
     tokens: tuple[Token, ...]
     sample: int = 0
+    attention: tuple[Attention, ...] = ()
+    """Of the row that produced each of them, if the prompt asked for it."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -141,6 +222,8 @@ class Ended(msgspec.Struct, frozen=True):
     sample: int = 0
     comparison: Comparison | None = None
     """If the prompt asked for it."""
+    found: Found | None = None
+    """Of a probe."""
 
 
 class GivenUp(msgspec.Struct, frozen=True):

@@ -101,7 +101,8 @@ class EchoLedger:
                 self._restore(work)
             case Decode(rows=rows):
                 assert rows
-                return {row.sequence: self._row(row) for row in rows}
+                tokens = {row.sequence: self._row(row) for row in rows}
+                return {row.sequence: tokens[row.sequence] for row in rows if row.token_index >= 0}
         return {}
 
     def _prefill(self, work: Prefill) -> None:

@@ -58,6 +58,12 @@ class Ledger:
         yield
         self._ins[caller.tenant].take(num_tokens, quotas.tokens_in_per_minute)
 
+    def take_in(self, num_tokens: int) -> None:
+        """So many tokens are read for a generation that has begun, beside its prompt: they count, and are not
+        refused."""
+        caller = self._caller
+        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas

@@ -1,12 +1,38 @@
 """From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from coordinator import events
+from coordinator.calls.provenance import Told
 from coordinator.text.detokenizer import Alphabet, Piece, TextStream
 from coordinator.text.spelling import Speller
-from longleaf.messages import Delta, Event, Finished, Generate, Progress, Recovering, Started, Timings, Usage
+from longleaf.channel.step import Attention
+from longleaf.messages import (
+    Attribution,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Progress,
+    Recovering,
+    Started,
+    Timings,
+    Usage,
+)
 from longleaf.sampling import Token
+
+
+class Traces(Protocol):
+    """Traces answers to where they come from."""
+
+    def told(self, sample: int) -> Told:
+        """What of a sample is told."""
+        ...
+
+    def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
+        """Where the tokens of a Delta come from, if it tells that."""
+        ...
 
 
 class Times:
@@ -29,6 +55,7 @@ class Answer:
         end_tokens: frozenset[int],
         clock: Callable[[], float],
         is_exact: bool,
+        tracing: Traces | None = None,
     ) -> None:
         """Where logprobs are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be
         large, is not kept."""
@@ -46,6 +73,7 @@ class Answer:
                 self._times,
                 is_exact,
                 Speller(spell, alphabet.silent, ends) if spell else None,
+                tracing,
             )
             for sample in range(request.num_samples)
         ]
@@ -99,8 +127,12 @@ class Sample:
         times: Times,
         is_exact: bool,
         speller: Speller | None,
+        tracing: Traces | None,
     ) -> None:
         self._index = index
+        self._tracing = tracing
+        self._attention: list[Attention | None] = []
+        """Of the tokens whose text is not out yet, if that is traced."""
         self._text = text
         self._end_tokens = end_tokens
         self._times = times
@@ -118,6 +150,8 @@ class Sample:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
         self._tokens += map(self._speller.take, event.tokens) if self._speller else event.tokens
+        if self._tracing is not None:
+            self._attention += event.attention or [None] * len(event.tokens)
         pieces: list[Piece] = []
         for token in event.tokens:
             self._num_tokens += 1
@@ -157,7 +191,16 @@ class Sample:
         token_ids = tuple([token.id for token in tokens])
         logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
         text = "".join([piece.text for piece in pieces])
-        return [Delta(pieces[0].index, token_ids, text, logprobs, self._index)]
+        return [Delta(pieces[0].index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
+
+    def _trace(self, token_ids: tuple[int, ...]) -> Attribution | None:
+        """Counts tokens that are told; where they come from, if that is told of each."""
+        if (tracing := self._tracing) is None:
+            return None
+        count = len(token_ids)
+        attention, self._attention = self._attention[:count], self._attention[count:]
+        tracing.told(self._index).add(token_ids, attention)
+        return tracing.of_delta([each for each in attention if each is not None])
 
 
 def finished_of(event: events.Ended, is_exact: bool) -> Finished:

@@ -1,12 +1,10 @@
 """A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
 
-import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
-from typing import Protocol
 
 import msgspec
 
@@ -17,47 +15,17 @@ from coordinator.calls.answer import Answer
 from coordinator.calls.prompts import Prompts
 from coordinator.calls.replay import CallLater, Replays, call_later, question_of
 from coordinator.calls.retelling import retell
-from coordinator.calls.text_limit import Capacity
+from coordinator.calls.submitter import EventStream, Submitter
+from coordinator.calls.tracing import TextMaps, Tracing, no_text, submit_patiently
 from coordinator.journal.entries import Held
 from coordinator.journal.journal import Journal, Record
 from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, StorageUnavailable, Unavailable
+from longleaf.errors import AlreadyExists, InvalidArgument, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
-
-
-class EventStream(Protocol):
-    """One request's events. Raises WorkerLost when the last rank is lost."""
-
-    def __aiter__(self) -> AsyncIterator[events.Event]: ...
-
-    async def aclose(self) -> None:
-        """Ends the request, and returns at once when it has ended."""
-        ...
-
-    def cancel_sample(self, sample: int) -> None:
-        """Ends one sample, whose Ended will not come. Idempotent."""
-        ...
-
-
-class Submitter(Capacity, Protocol):
-    """The engine, as generations see it."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether answers are what the model alone would say."""
-        ...
-
-    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
-        """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
-        ...
-
-    def submit(self, prompt: events.Prompt) -> EventStream:
-        """Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
-        ...
 
 
 def random_id() -> str:
@@ -81,8 +49,10 @@ class Generation:
         observers: Observers = NOBODY,
         ledger: Ledger = UNLIMITED,
         tenant_share: float = 1.0,
+        text_maps: TextMaps = no_text,
     ) -> None:
         self._engine = engine
+        self._text_maps = text_maps
         self._tokenizer = tokenizer
         self._threads = threads
         self._clock = clock
@@ -131,29 +101,33 @@ class Generation:
         token once somebody reads it. Raises StorageUnavailable."""
         for held, said in self._journal.load() if self._journal is not None else ():
             request, request_id = held.request, held.request_id
-            answer = self._answer(request_id, request)
+            tracing = _tracing(request)
+            answer = self._answer(request_id, request, tracing)
             told, generated = await self._threads.run(retell, said, self._prompt(request, held.token_ids), answer)
-            going_on = self._go_on(held, answer, generated)
+            going_on = self._go_on(held, answer, tracing, generated)
             self._replays.take_up(request_id, request, held.question, going_on, told)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
+        tracing = _tracing(request)
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))
-        answer = self._answer(request_id, request)
+        answer = self._answer(request_id, request, tracing)
         prompt = self._prompt(request, token_ids, deadline)
+        if tracing is not None:
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
         with self._observers.generation(request_id, request.tenant) as saw:
             with self._ledger.begin_generation(len(token_ids)):
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     del request, token_ids, prompt  # the text may be large, and the answer long
-                    async with aclosing(self._told(stream, record, answer, saw)) as told:
+                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
                         async for message in told:
                             yield message
 
     async def _go_on(
-        self, held: Held, answer: Answer, generated: Mapping[int, Sequence[int]]
+        self, held: Held, answer: Answer, tracing: Tracing | None, generated: Mapping[int, Sequence[int]]
     ) -> AsyncGenerator[Event, None]:
         """The rest of a generation that another service began."""
         if answer.is_finished:
@@ -163,26 +137,18 @@ class Generation:
         prompt = self._prompt(held.request, held.token_ids, deadline)
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
+        if tracing is not None:
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
         with self._observers.generation(held.request_id, held.request.tenant) as saw:
-            async with aclosing(await self._submit_again(prompt)) as stream:
+            async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.go_on(held.request_id) as record:
                     del held, prompt, generated
-                    async with aclosing(self._told(stream, record, answer, saw)) as told:
+                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
                         async for message in told:
                             yield message
 
-    async def _submit_again(self, prompt: events.Prompt) -> EventStream:
-        """The stream of a prompt that was admitted before: it waits, where a new one is refused for now."""
-        while True:
-            try:
-                return self._engine.submit(prompt)
-            except (ResourceExhausted, Unavailable) as error:
-                if error.retry_seconds is None:
-                    raise
-                await asyncio.sleep(error.retry_seconds)
-
     async def _told(
-        self, stream: EventStream, record: Record | None, answer: Answer, saw: Saw
+        self, stream: EventStream, record: Record | None, answer: Answer, tracing: Tracing | None, saw: Saw
     ) -> AsyncGenerator[Event, None]:
         """What the client is told, after it was written down."""
         async for event in stream:
@@ -192,6 +158,8 @@ class Generation:
             for message in answer.take(event):
                 if isinstance(message, Finished) and message.reason == "stop":
                     stream.cancel_sample(message.sample)
+                if isinstance(message, Finished) and tracing is not None:
+                    message = await tracing.finished(message)
                 yield message
             if answer.is_finished:
                 return
@@ -252,12 +220,18 @@ class Generation:
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
             claim=claim,
+            hidden=request.hidden,
         )
 
-    def _answer(self, request_id: str, request: Generate) -> Answer:
-        tokenizer = self._tokenizer
-        ends = tokenizer.end_tokens
-        return Answer(request_id, request, tokenizer.alphabet, ends, self._clock, self._engine.is_exact)
+    def _answer(self, request_id: str, request: Generate, tracing: Tracing | None) -> Answer:
+        alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
+        is_exact = self._engine.is_exact and not request.hidden
+        return Answer(request_id, request, alphabet, ends, self._clock, is_exact, tracing)
+
+
+def _tracing(request: Generate) -> Tracing | None:
+    """Raises InvalidArgument."""
+    return Tracing(request, request.provenance) if request.provenance is not None else None
 
 
 def _note(request_id: str) -> None:

@@ -19,12 +19,12 @@ from longleaf.errors import (
     StorageUnavailable,
     Unavailable,
 )
-from longleaf.messages import Conversation, Delta, Event, Generate, Message, Recovering, Started
+from longleaf.messages import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
 
 MAX_HELD = 256
 """Generations held at once."""
 MAX_WEIGHT = 1 << 14
-"""Tokens and alternatives of one generation that are kept for a client that comes back."""
+"""Tokens, alternatives and sources of one generation that are kept for a client that comes back."""
 RETRY_SECONDS = 2.0
 
 
@@ -219,7 +219,11 @@ def _num_tokens(event: Event) -> int:
 
 
 def _weight(event: Event) -> int:
-    return _num_tokens(event) + sum(len(entry.top) for entry in event.logprobs) if isinstance(event, Delta) else 1
+    attribution = event.attribution if isinstance(event, Delta | Finished) else None
+    num_sources = len(attribution.sources) if attribution is not None else 0
+    if not isinstance(event, Delta):
+        return 1 + num_sources
+    return _num_tokens(event) + sum(len(entry.top) for entry in event.logprobs) + num_sources
 
 
 class Replays:

@@ -1,7 +1,7 @@
 """What clients do with contexts, but for reading documents into them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -9,11 +9,13 @@ from coordinator.access.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
-from coordinator.events import DocumentPart
+from coordinator.events import LAST_IDS, DocumentPart, Grounds
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
+from longleaf.channel.epochs import Ready
+from longleaf.config import EngineConfig
 from longleaf.messages import ContextSettings, LeftOut
 from longleaf.tenants import DEFAULT_TENANT
 
@@ -27,6 +29,7 @@ class ContextCalls(ABC):
 
     positions: Positions
     """How far positions may go, and how they are rotated; known once the ranks are ready."""
+    _config: EngineConfig
     _keeping: Keeping
     _earlier: EarlierContexts
     _recoveries: Recoveries
@@ -44,6 +47,11 @@ class ContextCalls(ABC):
         ...
 
     @abstractmethod
+    def _readies(self) -> Sequence[Ready]:
+        """What the ranks of this epoch said when they were ready."""
+        ...
+
+    @abstractmethod
     def _view(self, context: NamedPath) -> messages.Context: ...
 
     def num_tokens(self, context_id: str) -> int:
@@ -56,6 +64,18 @@ class ContextCalls(ABC):
         capacity = named.capacity if named else self.positions.capacity(num_tokens, None)
         held = named.num_tokens if named else 0
         return min(capacity - held - num_tokens, self.total_tokens // (ANSWER_PART * num_samples))
+
+    def grounds(self, context_id: str) -> Grounds:
+        """What can be told of where answers about a context come from. Raises NotFound."""
+        path, readies = self.named(context_id).path, self._readies()
+        return Grounds(
+            segments=path.ids,
+            ends=tuple(end for _, _, end in path.parts()),
+            last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
+            block_size=self._config.block_size,
+            full_layers=readies[0].full_layers,
+            can_cut=readies[0].windows is None,
+        )
 
     def made_by(self, context_id: str) -> str:
         """What its client called the ingest that made the last document of a context. Raises NotFound."""

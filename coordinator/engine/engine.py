@@ -231,9 +231,12 @@ class Engine(ContextCalls):
 
     def _view(self, context: NamedPath) -> messages.Context:
         assert self._scheduler is not None
-        holdings, readies = self._scheduler.segments.holdings, self._epochs.current.formation.readies
+        holdings, readies = self._scheduler.segments.holdings, self._readies()
         stored = self._keeping.num_bytes(context)
         return view_context(context, holdings, readies, self.positions, self.is_exact, stored)
+
+    def _readies(self) -> Sequence[Ready]:
+        return self._epochs.current.formation.readies
 
     def _cancel(self, request_id: int) -> None:
         self._readers.remove(request_id)

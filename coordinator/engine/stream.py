@@ -6,11 +6,16 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Admitted, Ended, Event, Tokens
+from longleaf.channel.step import Attention
 from longleaf.messages import Progress, Recovering
 from longleaf.sampling import Token
 
 MAX_UNREAD = 256
 """Tokens of a sample that wait for a reader before its request is paused; those under way still come."""
+
+
+MAX_UNREAD_BYTES = 8 << 20
+"""Bytes of what was told of the attention of these tokens, beyond which it is paused, too."""
 
 
 class Unread:
@@ -20,20 +25,25 @@ class Unread:
         self._sample = sample
         self._index = 0
         self._tokens: list[Token] = []
+        self._attention: list[Attention] = []
+        self._num_bytes = 0
         self.ended: Ended | None = None
 
     @property
     def is_full(self) -> bool:
-        return len(self._tokens) >= MAX_UNREAD
+        return len(self._tokens) >= MAX_UNREAD or self._num_bytes >= MAX_UNREAD_BYTES
 
     def join(self, tokens: Tokens) -> None:
         self._index = self._index if self._tokens else tokens.index
         self._tokens += tokens.tokens
+        self._attention += tokens.attention
+        self._num_bytes += sum(len(each.means) + len(each.largest) + len(each.heads) for each in tokens.attention)
 
     def take(self) -> Tokens | Ended | None:
         if self._tokens:
             tokens, self._tokens = self._tokens, []
-            return Tokens(self._index, tuple(tokens), self._sample)
+            attention, self._attention, self._num_bytes = self._attention, [], 0
+            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention))
         ended, self.ended = self.ended, None
         return ended
 

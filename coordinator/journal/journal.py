@@ -111,7 +111,9 @@ class Record:
 
     def append(self, event: Event) -> None:
         """Writes down what was said, unless it tells of now alone. Raises StorageUnavailable: then it may be told to
-        nobody."""
+        nobody. Of tokens it is not kept where their rows attended, which may be far more than they."""
+        if isinstance(event, Tokens) and event.attention:
+            event = msgspec.structs.replace(event, attention=())
         if isinstance(event, Tokens | Admitted | Ended):
             self.write(event)
 

@@ -8,11 +8,12 @@ from msgspec.structs import replace
 from coordinator.ranks.history import is_filling
 from coordinator.ranks.ports import EpochEnd, Formation, OnDeath
 from longleaf.channel.epochs import Layout, Ready
-from longleaf.channel.fakes import VOCAB, echo_token
+from longleaf.channel.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_token
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation
+from longleaf.channel.sequences import Sequences
 from longleaf.channel.snapshots import Fetch, Save, Saved
-from longleaf.channel.step import Comparison, Decode, Restore, Row, StepPlan, StepResult
+from longleaf.channel.step import Attention, Comparison, Decode, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, EpochBroken, StartError, StorageUnavailable, WorkerLost
 from longleaf.geometry import EVERY_RANK, Rotary, Windows
@@ -61,6 +62,9 @@ class FakeRanks:
         self._last: dict[int, int] = {}
         self._asking: set[int] = set()
         """Sequences that ask for logprobs."""
+        self._sequences = Sequences(block_size=1)
+        self._starts: dict[int, int] = {}
+        """Of segments."""
         self._changed = asyncio.Event()
         self._end: EpochEnd | None = None
         self.members = list(range(world_size))
@@ -87,6 +91,7 @@ class FakeRanks:
         self._end = None
         self._last.clear()
         self._asking.clear()
+        self._sequences = Sequences(block_size=1)
         ready = Ready(
             member=0,
             device="cpu",
@@ -94,6 +99,7 @@ class FakeRanks:
             num_blocks=self.num_blocks,
             bytes_per_token=64,
             rotary=self.rotary,
+            full_layers=(FULL_LAYER,) if self.windows is None else (),
             windows=self.windows,
             epoch=epoch,
             form="fake",
@@ -104,6 +110,7 @@ class FakeRanks:
 
     async def lay_out(self, layout: Layout) -> None:
         self.layouts.append(layout)
+        self._starts = {segment.segment: segment.start for segment in layout.segments}
 
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -114,16 +121,43 @@ class FakeRanks:
         if isinstance(plan.work, Restore):
             self._check(plan.work)
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        if isinstance(plan.work, Prefill):
+            self._starts.setdefault(plan.work.path[-1], plan.work.start)
         self._forget(plan.release_sequences)
         return StepResult(
             plan.epoch,
             plan.step,
-            {row.sequence: self._sample(row) for row in rows},
+            {row.sequence: self._sample(row) for row in rows if row.token_index >= 0},
             seconds=1e-6,
             not_finite=tuple(row.sequence for row in rows if (row.sequence, row.token_index) in self.broken),
             has_finite_keys=(plan.step, None) not in self.broken,
             comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
+            attention=self._attention(plan),
+            scores={
+                row.sequence: echo_scores(row.token_ids[-row.num_scored :], row.hidden)
+                for row in rows
+                if row.num_scored
+            },
         )
+
+    def _attention(self, plan: StepPlan) -> dict[int, Attention]:
+        """What those that are asked tell of it."""
+        work = plan.work
+        if self.windows is not None or not isinstance(
+            work, Decode
+        ):  # nobody asks, and runs of windows are not told whole
+            return {}
+        rows = self._sequences.complete(plan).work
+        assert isinstance(rows, Decode)
+        found = dict[int, Attention]()
+        for row in rows.rows:
+            self._starts.setdefault(row.path[-1], row.start)
+            if (asked := row.spans) is None:
+                continue
+            starts = [self._starts[segment] for segment in row.path[: asked.num_segments + 1]]
+            spans = echo_spans(starts[:-1], starts[-1], asked.size)
+            found[row.sequence] = echo_attention(spans, row.hidden, row.start + row.num_tokens - 1)
+        return found
 
     def _check(self, work: Restore) -> None:
         """Raises AssertionError where a member has not fetched what it is to restore."""

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
-from coordinator.placement.contexts import Contexts
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
@@ -19,7 +19,14 @@ from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from longleaf.units import human_seconds
 
 
@@ -84,8 +91,8 @@ class Admission:
         context = self._contexts.get(prompt.context) if prompt.context is not None else None
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
-        num_tokens, max_tokens = len(prompt.token_ids), prompt.sampling.max_tokens
-        positions, path = self._limits.positions, context.path if context else Path()
+        num_tokens, max_tokens = len(prompt.token_ids), prompt.max_tokens
+        positions, path = self._limits.positions, self._origin(prompt, context)
         request = Request(
             id=request_id,
             claim=prompt.claim,
@@ -94,11 +101,27 @@ class Admission:
             capacity=context.capacity if context else UNLIMITED,
             is_beyond_trained=path.end + num_tokens + max_tokens > positions.trained,
         )
-        reading = Reading(path, _array(prompt.token_ids), self._limits.num_prefill(num_tokens, prompt.num_samples))
+        num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
+        reading = Reading(path, _array(prompt.token_ids), num_prefill)
         self._limits.check(reading, request.capacity, "input", 1)
         self._limits.check(reading, request.capacity, "sampling.max_token_count", max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
+
+    def _origin(self, prompt: Prompt, context: NamedPath | None) -> Path:
+        """Where a prompt goes on. Raises NotFound where the context is another one by now, and InvalidArgument where it
+        has not what is to be hidden."""
+        path, beginning = context.path if context else Path(), prompt.beginning
+        if beginning is not None:
+            is_there = path.end >= beginning.end and path.cut(beginning.end).ids == beginning.segments
+            if not is_there or self._segments.holdings.seams(path, beginning.end)[0] != beginning.end:
+                raise NotFound(f"contexts/{prompt.context}")
+            path = path.cut(beginning.end)
+        for i, (start, end) in enumerate(prompt.hidden):
+            if end > path.end:
+                told = f"tokens {start:,} to {end:,} are not in the context, which has {path.end:,}"
+                raise InvalidArgument(f"hidden[{i}]", told)
+        return path
 
     def _ingest(self, request_id: int, document: Document) -> IngestJob:
         context, token_ids = document.context, document.token_ids

@@ -13,6 +13,7 @@ from coordinator.scheduling.reading import Reading, Tail
 from longleaf.channel.step import Prefill, Work
 from longleaf.errors import LongleafError, NotFinite, Unavailable
 from longleaf.geometry import Rope
+from longleaf.messages import TokenRange
 
 SomeJob = TypeVar("SomeJob", bound="Job")
 
@@ -109,6 +110,11 @@ class Job:
         return None
 
     @property
+    def hidden(self) -> tuple[TokenRange, ...]:
+        """What of its path it does not read."""
+        return ()
+
+    @property
     def num_answer_left(self) -> int:
         """Tokens that each of its answers may still have."""
         return 0
@@ -164,7 +170,8 @@ class Job:
         token_ids = self.reading.next_chunk(size)
         pieces = tail.add_chunk(token_ids, placer)
         self.last_turn = step
-        return Prefill(tail.path_ids, start, token_ids, pieces, self.request.rope, tail.holding.window_runs)
+        rope, window_runs = self.request.rope, tail.holding.window_runs
+        return Prefill(tail.path_ids, start, token_ids, pieces, rope, window_runs, self.hidden)
 
     def roll_back(self, placer: Placer) -> None:
         """Goes back to the last chunk that was read: plans that came later never were."""

@@ -39,10 +39,11 @@ class Limits:
         sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
         return Blocks(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
-    def num_prefill(self, num_tokens: int, num_samples: int) -> int:
-        """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last, which is
-        computed for each sample, or none of a short prompt of one sample."""
-        return num_tokens - 1 if num_samples > 1 or num_tokens >= self._config.replicate_below else 0
+    def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
+        """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last `num_rows`,
+        which are computed for each sample, or none of a short prompt of one sample."""
+        has_chunks = num_samples > 1 or num_tokens >= self._config.replicate_below
+        return max(0, num_tokens - num_rows) if has_chunks else 0
 
     def num_prefill_again(self, num_tokens: int, num_samples: int) -> int:
         """How many go through chunks where a prompt is read again with what was generated: whole blocks, so that no cut
@@ -120,7 +121,8 @@ class Limits:
         its answer in chunks, and other rows at once."""
         num_tokens = len(reading.token_ids) + max(0, max_tokens - 1)
         num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
-        at_once = max(self._config.replicate_below, self._placer.block_size)
+        num_rest = len(reading.token_ids) - reading.num_prefill
+        at_once = max(self._config.replicate_below, self._placer.block_size, num_rest)
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
         return Blocks(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)

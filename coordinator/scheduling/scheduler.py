@@ -291,10 +291,14 @@ class Scheduler(AcrossEpochs):
         self._lives.finish(job)
 
     def _commit_token(self, job: Sequence, result: StepResult) -> None:
-        request_id, token = job.request.id, result.tokens[job.id]
-        self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample)))
-        if (reason := job.take(token.id)) is not None:
-            self._outcomes.append((request_id, job.ended(reason, result.comparisons.get(job.id))))
+        request_id, reason = job.request.id, "length"
+        if not job.prompt.is_probe:
+            token, attention = result.tokens[job.id], result.attention.get(job.id)
+            told = () if attention is None else (attention,)
+            self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample, told)))
+            reason = job.take(token.id)
+        if reason is not None:
+            self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
 
     # --- cancel, pause ---

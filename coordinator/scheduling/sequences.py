@@ -4,15 +4,16 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 
-from coordinator.events import Admitted, Ended, EndReason, Failed, Prompt
+from coordinator.events import Admitted, Ended, EndReason, Failed, Found, Prompt
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
 from coordinator.scheduling.reading import Reading
 from longleaf.channel.sequences import growth
-from longleaf.channel.step import Comparison, Prefill, Row, Seen, Terms, Work
+from longleaf.channel.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
 from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE
+from longleaf.messages import TokenRange
 
 
 class Sequence(Job):
@@ -48,11 +49,15 @@ class Sequence(Job):
     @property
     def is_sharing(self) -> bool:
         """Reads what is held of a prompt that begins alike, and is held for others itself."""
-        return self.prompt.context is None and not self.prompt.is_compared
+        return self.prompt.context is None and not self.prompt.is_compared and not self.prompt.hidden
 
     @property
     def context(self) -> str | None:
         return self.prompt.context
+
+    @property
+    def hidden(self) -> tuple[TokenRange, ...]:
+        return self.prompt.hidden
 
     @property
     def num_prompt(self) -> int:
@@ -65,7 +70,7 @@ class Sequence(Job):
 
     @property
     def num_answer_left(self) -> int:
-        return self.sampling.max_tokens - self.num_generated
+        return self.prompt.max_tokens - self.num_generated
 
     @property
     def can_end_early(self) -> bool:
@@ -74,17 +79,18 @@ class Sequence(Job):
 
     @property
     def has_rows(self) -> bool:
-        """There are tokens of the answer that no plan has asked for yet."""
+        """There are tokens of the answer that no plan has asked for yet, or what a probe is to find."""
         is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
-        return is_answering and self.num_asked < self.sampling.max_tokens
+        return is_answering and self.num_asked < max(1, self.prompt.max_tokens)
 
     def admitted(self, queue_position: int = 0) -> Admitted:
         """What its client is told."""
         request = self.request
         return Admitted(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
 
-    def ended(self, reason: EndReason, comparison: Comparison | None) -> Ended:
+    def ended(self, reason: EndReason, result: StepResult) -> Ended:
         """What its client is told, but for times, which the engine knows."""
+        found = Found(result.scores.get(self.id, ()), result.attention.get(self.id)) if self.prompt.is_probe else None
         return Ended(
             reason=reason,
             prompt_tokens=self.num_prompt,
@@ -94,7 +100,8 @@ class Sequence(Job):
             first_token_seconds=0.0,
             decode_seconds=0.0,
             sample=self.sample,
-            comparison=comparison,
+            comparison=result.comparisons.get(self.id),
+            found=found,
         )
 
     def failed(self, error: LongleafError) -> Failed | LongleafError:
@@ -165,8 +172,9 @@ class Sequence(Job):
         self.num_asked += 1
         window_runs, num_reference = tail.holding.window_runs, self._num_reference
         if terms is not None:
-            rope = self.request.rope
-            return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs)
+            index = -1 if self.prompt.is_probe else index
+            rope, more = self.request.rope, (self._spans(), self.hidden, self.prompt.num_scored)
+            return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs, *more)
         window_runs = window_runs and growth(known, window_runs, placer.block_size)
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
@@ -174,6 +182,13 @@ class Sequence(Job):
         """What rank 0 must know before the first row; others would only have to read it."""
         reference = tuple(self.reading.token_ids) if self.prompt.is_compared else ()
         return Terms(self.sampling.choosing, self._seen(), reference)
+
+    def _spans(self) -> Spans | None:
+        """What its rows are to tell of their attention."""
+        if (cuts := self.prompt.cuts) is None:
+            return None
+        num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
+        return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe)
 
     @property
     def _num_reference(self) -> int:

@@ -46,8 +46,9 @@ class Sharing:
         self._segments.release(job.reading.path, origin)
 
     def _num_prefill(self, job: Sequence, num_tokens: int) -> int:
-        count = self._limits.num_prefill_again if job.generated else self._limits.num_prefill
-        return count(num_tokens, job.num_tails)
+        if job.generated:
+            return self._limits.num_prefill_again(num_tokens, job.num_tails)
+        return self._limits.num_prefill(num_tokens, job.num_tails, job.prompt.num_rows)
 
     def preempt(self, job: Sequence) -> None:
         """Makes a job that has been stopped one that has not begun."""

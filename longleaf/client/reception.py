@@ -38,6 +38,8 @@ class Reception:
             with_token_bytes=options.get("with_token_bytes", False),
             until_full=options.get("until_full", False),
             num_samples=self._num_samples,
+            provenance=options.get("provenance"),
+            hidden=options.get("hidden", ()),
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
             priority=options.get("priority", 0),

@@ -17,10 +17,19 @@ from longleaf.codec.names import (
     is_series,
     within,
 )
+from longleaf.codec.provenance import (
+    decode_attribution,
+    decode_hidden,
+    decode_provenance,
+    encode_attribution,
+    encode_hidden,
+    encode_provenance,
+)
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
+    Attribution,
     Conversation,
     Delta,
     Event,
@@ -28,11 +37,13 @@ from longleaf.messages import (
     FinishReason,
     Generate,
     Progress,
+    Provenance,
     Recovering,
     Resume,
     SamplingOptions,
     Started,
     Timings,
+    TokenRange,
     Usage,
 )
 from longleaf.sampling import Logprobs, TokenLogprob
@@ -55,6 +66,8 @@ def encode_generate(
     with_token_bytes: bool = False,
     until_full: bool = False,
     num_samples: int = 1,
+    provenance: Provenance | None = None,
+    hidden: Sequence[TokenRange] = (),
     request_id: str = "",
     resume_seconds: float = 0.0,
     priority: int = 0,
@@ -78,6 +91,9 @@ def encode_generate(
     message.return_token_bytes = with_token_bytes
     message.until_full = until_full
     message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
+    if provenance is not None:
+        message.provenance.CopyFrom(encode_provenance(provenance))
+    message.hidden.extend(encode_hidden(hidden))
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
         seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
@@ -121,6 +137,8 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         with_token_bytes=message.return_token_bytes,
         until_full=message.until_full,
         num_samples=_sample_count(message),
+        provenance=decode_provenance(message.provenance) if message.HasField("provenance") else None,
+        hidden=decode_hidden(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
         priority=priority,
@@ -208,6 +226,7 @@ def _encode_delta(event: Delta) -> generation_pb.Delta:
         text=event.text,
         logprobs=logprobs,
         sample_index=event.sample,
+        attribution=encode_attribution(event.attribution) if event.attribution else None,
     )
 
 
@@ -229,6 +248,7 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
         ),
         sample_index=event.sample,
         exact=event.is_exact,
+        attribution=encode_attribution(event.attribution) if event.attribution else None,
     )
 
 
@@ -264,8 +284,12 @@ def _decode_delta(message: generation_pb.Delta) -> Delta:
         )
         for entry in message.logprobs
     )
-    ids = tuple(message.token_ids)
-    return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index)
+    ids, attribution = tuple(message.token_ids), _decode_attribution(message)
+    return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index, attribution)
+
+
+def _decode_attribution(message: generation_pb.Delta | generation_pb.Finished) -> Attribution | None:
+    return decode_attribution(message.attribution) if message.HasField("attribution") else None
 
 
 def _token_bytes(message: generation_pb.Logprobs | generation_pb.TokenLogprob) -> bytes | None:
@@ -286,4 +310,5 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
         ),
         message.sample_index,
         message.exact,
+        _decode_attribution(message),
     )

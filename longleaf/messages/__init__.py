@@ -66,6 +66,7 @@ from longleaf.messages.parcels import (
     Parcel,
     ParcelPiece,
 )
+from longleaf.messages.provenance import Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "MAX_TIME",
     "UNCHANGED",
     "Account",
+    "Attribution",
     "BroughtBack",
     "ClaimOptions",
     "Claimed",
@@ -110,7 +112,9 @@ __all__ = [
     "PositionInfo",
     "Precision",
     "Progress",
+    "Provenance",
     "RankShare",
+    "Ranking",
     "Rebuild",
     "RebuildReport",
     "Recovering",
@@ -120,11 +124,13 @@ __all__ = [
     "Role",
     "SamplingOptions",
     "SlotState",
+    "Source",
     "Started",
     "Storage",
     "TextFile",
     "TextUnit",
     "Timings",
+    "TokenRange",
     "Tokenized",
     "Usage",
     "Verification",

@@ -7,6 +7,7 @@ import msgspec
 
 from longleaf.messages.claims import Claimed, ClaimOptions
 from longleaf.messages.conversation import Conversation
+from longleaf.messages.provenance import Attribution, Provenance, TokenRange
 from longleaf.sampling import Logprobs, Sampling
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
@@ -43,6 +44,10 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
     """The answer may be as long as there is room for, instead of `max_tokens`."""
     num_samples: int
     """Answers to the same prompt, which is read once."""
+    provenance: Provenance | None
+    """Tells where in the context the answer comes from, with Finished, and perhaps with each Delta."""
+    hidden: Sequence[TokenRange]
+    """Tokens [start, end) of the context that neither prompt nor answer reads, in ascending order."""
     request_id: str
     """Names the generation, so that it never runs twice."""
     resumable: bool
@@ -64,6 +69,10 @@ class Generate(Claimed, frozen=True, kw_only=True):
     until_full: bool = False
     """The answer may be as long as there is room for, whatever `sampling` says."""
     num_samples: int = 1
+    provenance: Provenance | None = None
+    """Asks where in the context the answer comes from."""
+    hidden: tuple[TokenRange, ...] = ()
+    """Tokens [start, end) of the context that neither prompt nor answer reads."""
     request_id: str = ""
     """Names the generation; the service makes one when empty."""
     resume_seconds: float = 0.0
@@ -137,6 +146,8 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     logprobs: tuple[Logprobs, ...] = ()
     sample: int = 0
+    attribution: Attribution | None = None
+    """Where these tokens come from, if that was asked for each."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -148,7 +159,9 @@ class Finished(msgspec.Struct, frozen=True):
     timings: Timings = Timings()
     sample: int = 0
     is_exact: bool = False
-    """No key, value or partial was rounded more than the model itself rounds."""
+    """No key, value or partial was rounded more than the model itself rounds, and nothing was hidden."""
+    attribution: Attribution | None = None
+    """Where the tokens come from that Deltas told, if that was asked."""
 
 
 Event = Started | Progress | Recovering | Delta | Finished

@@ -24,6 +24,12 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+
+class Ranking(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RANKING_UNSPECIFIED: _ClassVar[Ranking]
+    RANKING_RAW: _ClassVar[Ranking]
+    RANKING_CONTRAST: _ClassVar[Ranking]
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_USER: Role
@@ -33,6 +39,9 @@ FINISH_REASON_END_TOKEN: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
+RANKING_UNSPECIFIED: Ranking
+RANKING_RAW: Ranking
+RANKING_CONTRAST: Ranking
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_token_count", "temperature", "top_k", "top_p", "seed", "stop", "ignore_end_token", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "logprob_count")
@@ -175,32 +184,108 @@ class Logprobs(_message.Message):
     token_bytes: bytes
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
 
+class Provenance(_message.Message):
+    __slots__ = ("span_token_count", "span_count", "layers", "per_token", "ranking", "confirm")
+    SPAN_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SPAN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RANKING_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    span_token_count: int
+    span_count: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    per_token: bool
+    ranking: Ranking
+    confirm: bool
+    def __init__(self, span_token_count: _Optional[int] = ..., span_count: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., per_token: _Optional[bool] = ..., ranking: _Optional[_Union[Ranking, str]] = ..., confirm: _Optional[bool] = ...) -> None: ...
+
+class TokenRange(_message.Message):
+    __slots__ = ("token_start", "token_end")
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    token_start: int
+    token_end: int
+    def __init__(self, token_start: _Optional[int] = ..., token_end: _Optional[int] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("byte_start", "byte_end")
+    BYTE_START_FIELD_NUMBER: _ClassVar[int]
+    BYTE_END_FIELD_NUMBER: _ClassVar[int]
+    byte_start: int
+    byte_end: int
+    def __init__(self, byte_start: _Optional[int] = ..., byte_end: _Optional[int] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("token_start", "token_end", "share", "largest_share", "largest_layer", "largest_head", "contrast", "drop", "bytes", "file")
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_SHARE_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    CONTRAST_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    token_start: int
+    token_end: int
+    share: float
+    largest_share: float
+    largest_layer: int
+    largest_head: int
+    contrast: float
+    drop: float
+    bytes: ByteRange
+    file: str
+    def __init__(self, token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., share: _Optional[float] = ..., largest_share: _Optional[float] = ..., largest_layer: _Optional[int] = ..., largest_head: _Optional[int] = ..., contrast: _Optional[float] = ..., drop: _Optional[float] = ..., bytes: _Optional[_Union[ByteRange, _Mapping]] = ..., file: _Optional[str] = ...) -> None: ...
+
+class Attribution(_message.Message):
+    __slots__ = ("sources", "context_share", "prompt_share", "answer_share", "sink_share", "token_count")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SINK_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    context_share: float
+    prompt_share: float
+    answer_share: float
+    sink_share: float
+    token_count: int
+    def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., context_share: _Optional[float] = ..., prompt_share: _Optional[float] = ..., answer_share: _Optional[float] = ..., sink_share: _Optional[float] = ..., token_count: _Optional[int] = ...) -> None: ...
+
 class Delta(_message.Message):
-    __slots__ = ("token_index", "token_ids", "text", "logprobs", "sample_index")
+    __slots__ = ("token_index", "token_ids", "text", "logprobs", "sample_index", "attribution")
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     token_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
     sample_index: int
-    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    attribution: Attribution
+    def __init__(self, token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sample_index: _Optional[int] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "matched_stop", "usage", "timings", "sample_index", "exact")
+    __slots__ = ("finish_reason", "matched_stop", "usage", "timings", "sample_index", "exact", "attribution")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_stop: str
     usage: Usage
     timings: Timings
     sample_index: int
     exact: bool
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., sample_index: _Optional[int] = ..., exact: _Optional[bool] = ...) -> None: ...
+    attribution: Attribution
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., sample_index: _Optional[int] = ..., exact: _Optional[bool] = ..., attribution: _Optional[_Union[Attribution, _Mapping]] = ...) -> None: ...

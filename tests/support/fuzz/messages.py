@@ -37,6 +37,12 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
             "sampling": {"logprob_count": 2},
             "return_token_bytes": True,
         },
+        {
+            "context": f"contexts/{HELD}",
+            "text": "who?",
+            "provenance": {"span_token_count": 32, "per_token": True, "ranking": 2, "confirm": True},
+            "hidden": [{"token_start": "1", "token_end": "3"}],
+        },
         {"request_id": ID, "resume_token_index": "0"},
     ),
     "CancelGenerationRequest": ({"request_id": ID},),

@@ -28,6 +28,7 @@ from longleaf.errors import (
     WorkerLost,
 )
 from longleaf.messages import (
+    Attribution,
     Cluster,
     Context,
     ContextSettings,
@@ -45,12 +46,14 @@ from longleaf.messages import (
     ModelInfo,
     PositionInfo,
     Progress,
+    Provenance,
     RankShare,
     Recovering,
     Recovery,
     Reread,
     Resume,
     SlotState,
+    Source,
     Started,
     Storage,
     Timings,
@@ -297,6 +300,16 @@ SAMPLING = Sampling(
             priority=-100,
             client="c" * 256,
         ),
+        Generate(
+            input="x",
+            context="moby",
+            sampling=SAMPLING,
+            provenance=Provenance(
+                span_tokens=32, num_spans=64, layers=(0, 7), per_token=True, ranking="contrast", confirm=True
+            ),
+            hidden=((0, 3), (3, 5), (9, 2**62)),
+        ),
+        Generate(input="x", context="moby", sampling=SAMPLING, provenance=Provenance()),
     ],
 )
 def test_requests_survive(request_: Generate) -> None:
@@ -305,6 +318,48 @@ def test_requests_survive(request_: Generate) -> None:
     assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
     data = codec.encode_generate(**values).SerializeToString()
     assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"provenance": Provenance(num_spans=65)},
+        {"provenance": Provenance(span_tokens=2**40)},
+        {"provenance": Provenance(layers=(-1,))},
+        {"provenance": Provenance(ranking=cast(Any, "best"))},
+        {"hidden": [(0, 2**63)]},
+    ],
+)
+def test_what_does_not_fit_its_field_is_refused_before_it_is_sent(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="provenance|hidden"):
+        codec.encode_generate("x", context="moby", use_chat_template=None, sampling={}, **options)
+
+
+SOURCES = (
+    Source(token_start=64, token_end=128, share=0.5, largest_share=1.0, largest_layer=3, largest_head=11),
+    Source(
+        token_start=0,
+        token_end=64,
+        share=0.25,
+        largest_share=0.75,
+        largest_layer=0,
+        largest_head=0,
+        contrast=-0.125,
+        drop=-(2.0**-40),
+        bytes=(0, 2**40),
+        file="a.txt",
+    ),
+)
+ATTRIBUTION = Attribution(
+    sources=SOURCES, context_share=0.5, prompt_share=0.25, answer_share=0.125, sink_share=0.125, num_tokens=3
+)
+
+
+@pytest.mark.parametrize("attribution", [None, Attribution(), ATTRIBUTION])
+def test_attributions_survive(attribution: Attribution | None) -> None:
+    for event in (Delta(3, (7,), "x", attribution=attribution), Finished("length", attribution=attribution)):
+        data = codec.encode_event(event).SerializeToString()
+        assert codec.decode_event(service_pb.GenerateResponse.FromString(data)) == event
 
 
 def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
@@ -329,6 +384,18 @@ def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
         ({"return_token_bytes": True, "sampling": {"top_k": 1}}, "return_token_bytes"),
         ({"priority": -(2**31)}, "priority"),
         ({"client_id": "ü" * 129}, "client_id"),
+        ({"provenance": {"span_token_count": 16}}, "provenance.span_token_count"),
+        ({"provenance": {"span_token_count": 96}}, "provenance.span_token_count"),
+        ({"provenance": {"span_token_count": -64}}, "provenance.span_token_count"),
+        ({"provenance": {"span_count": 0}}, "provenance.span_count"),
+        ({"provenance": {"span_count": 65}}, "provenance.span_count"),
+        ({"provenance": {"layers": [1] * 4097}}, "provenance.layers"),
+        ({"provenance": {"ranking": 3}}, "provenance.ranking"),
+        ({"hidden": [{"token_start": 1, "token_end": 1}]}, "hidden[0]"),
+        ({"hidden": [{"token_start": -1, "token_end": 1}]}, "hidden[0]"),
+        ({"hidden": [{"token_end": 3}, {"token_start": 2, "token_end": 5}]}, "hidden[1]"),
+        ({"hidden": [{"token_start": 5, "token_end": 6}, {"token_end": 2}]}, "hidden[1]"),
+        ({"hidden": [{"token_start": i, "token_end": i + 1} for i in range(1025)]}, "hidden"),
         ({"sampling": {"min_p": 1.5}}, "sampling.min_p"),
         ({"sampling": {"repetition_penalty": 0.0}}, "sampling.repetition_penalty"),
         ({"sampling": {"repetition_penalty": math.inf}}, "sampling.repetition_penalty"),

@@ -1,0 +1,42 @@
+"""The engine, as those see it who have prompts."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from coordinator import events
+from coordinator.calls.text_limit import Capacity
+
+
+class EventStream(Protocol):
+    """One request's events. Raises WorkerLost when the last rank is lost."""
+
+    def __aiter__(self) -> AsyncIterator[events.Event]: ...
+
+    async def aclose(self) -> None:
+        """Ends the request, and returns at once when it has ended."""
+        ...
+
+    def cancel_sample(self, sample: int) -> None:
+        """Ends one sample, whose Ended will not come. Idempotent."""
+        ...
+
+
+class Submitter(Capacity, Protocol):
+    """The engine, as generations see it."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether answers are what the model alone would say."""
+        ...
+
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
+        """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
+        ...
+
+    def grounds(self, context_id: str) -> events.Grounds:
+        """What can be told of where answers about a context come from. Raises NotFound."""
+        ...
+
+    def submit(self, prompt: events.Prompt) -> EventStream:
+        """Raises InvalidArgument, NotFound, ResourceExhausted or Unavailable."""
+        ...

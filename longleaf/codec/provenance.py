@@ -1,0 +1,139 @@
+"""Where answers come from, on the wire."""
+
+from collections.abc import Iterable, Sequence
+from typing import get_args
+
+from longleaf.codec.names import within
+from longleaf.errors import InvalidArgument
+from longleaf.messages import Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.v1 import generation_pb2 as generation_pb
+from longleaf.v1 import generation_service_pb2 as service_pb
+
+RANKINGS: tuple[Ranking, ...] = ("raw", *get_args(Ranking))
+"""By their numbers: what is not set is raw."""
+MAX_LAYERS = 4096
+MAX_HIDDEN = 1024
+"""Ranges."""
+MAX_SPANS = 64
+
+
+def encode_provenance(provenance: Provenance) -> generation_pb.Provenance:
+    """Raises InvalidArgument when a value does not fit its field."""
+    if provenance.ranking not in RANKINGS:
+        raise InvalidArgument("provenance.ranking", f"{provenance.ranking!r} is neither raw nor contrast")
+    message = generation_pb.Provenance(
+        ranking=generation_pb.Ranking.Name(RANKINGS.index(provenance.ranking, 1)),
+        span_count=within("provenance.span_count", provenance.num_spans, 1, MAX_SPANS),
+        per_token=provenance.per_token,
+        confirm=provenance.confirm,
+    )
+    if provenance.span_tokens is not None:
+        message.span_token_count = within("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)
+    message.layers.extend(
+        within(f"provenance.layers[{i}]", layer, 0, 2**31 - 1) for i, layer in enumerate(provenance.layers)
+    )
+    return message
+
+
+def decode_provenance(message: generation_pb.Provenance) -> Provenance:
+    """Raises InvalidArgument naming the field."""
+    if len(message.layers) > MAX_LAYERS:
+        raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,}")
+    if not 0 <= message.ranking < len(RANKINGS):
+        raise InvalidArgument("provenance.ranking", f"{message.ranking} is no ranking that this service knows")
+    given = message.span_token_count if message.HasField("span_token_count") else None
+    if given is not None and (given < 32 or given & (given - 1)):
+        raise InvalidArgument("provenance.span_token_count", f"{given:,} is no power of two from 32 on")
+    count = message.span_count if message.HasField("span_count") else Provenance().num_spans
+    return Provenance(
+        span_tokens=given,
+        num_spans=within("provenance.span_count", count, 1, MAX_SPANS),
+        layers=tuple(message.layers),
+        per_token=message.per_token,
+        ranking=RANKINGS[message.ranking],
+        confirm=message.confirm,
+    )
+
+
+def encode_hidden(hidden: Sequence[TokenRange]) -> list[generation_pb.TokenRange]:
+    """Raises InvalidArgument when a value does not fit its field."""
+    if len(hidden) > MAX_HIDDEN:
+        raise InvalidArgument("hidden", f"must be at most {MAX_HIDDEN:,} ranges")
+    return [
+        generation_pb.TokenRange(
+            token_start=within(f"hidden[{i}]", start, 0, 2**63 - 1), token_end=within(f"hidden[{i}]", end, 0, 2**63 - 1)
+        )
+        for i, (start, end) in enumerate(hidden)
+    ]
+
+
+def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]:
+    """Raises InvalidArgument naming the field: for what is empty, overlaps, or comes before the one before it."""
+    if len(message.hidden) > MAX_HIDDEN:
+        raise InvalidArgument("hidden", f"must be at most {MAX_HIDDEN:,} ranges")
+    found = tuple((each.token_start, each.token_end) for each in message.hidden)
+    last = 0
+    for i, (start, end) in enumerate(found):
+        told = f"tokens {start:,} to {end:,}"
+        if not 0 <= start < end:
+            raise InvalidArgument(f"hidden[{i}]", f"{told} are none")
+        if start < last:
+            raise InvalidArgument(f"hidden[{i}]", f"{told} begin before those of the range before it end")
+        last = end
+    return found
+
+
+def encode_attribution(attribution: Attribution) -> generation_pb.Attribution:
+    return generation_pb.Attribution(
+        sources=map(_encode_source, attribution.sources),
+        context_share=attribution.context_share,
+        prompt_share=attribution.prompt_share,
+        answer_share=attribution.answer_share,
+        sink_share=attribution.sink_share,
+        token_count=attribution.num_tokens,
+    )
+
+
+def _encode_source(source: Source) -> generation_pb.Source:
+    message = generation_pb.Source(
+        token_start=source.token_start,
+        token_end=source.token_end,
+        share=source.share,
+        largest_share=source.largest_share,
+        largest_layer=source.largest_layer,
+        largest_head=source.largest_head,
+        contrast=source.contrast,
+        drop=source.drop,
+        file=source.file,
+    )
+    if source.bytes is not None:
+        start, end = source.bytes
+        message.bytes.CopyFrom(generation_pb.ByteRange(byte_start=start, byte_end=end))
+    return message
+
+
+def decode_attribution(message: generation_pb.Attribution) -> Attribution:
+    return Attribution(
+        sources=tuple(_decode_sources(message.sources)),
+        context_share=message.context_share,
+        prompt_share=message.prompt_share,
+        answer_share=message.answer_share,
+        sink_share=message.sink_share,
+        num_tokens=message.token_count,
+    )
+
+
+def _decode_sources(sources: Iterable[generation_pb.Source]) -> Iterable[Source]:
+    for each in sources:
+        yield Source(
+            token_start=each.token_start,
+            token_end=each.token_end,
+            share=each.share,
+            largest_share=each.largest_share,
+            largest_layer=each.largest_layer,
+            largest_head=each.largest_head,
+            contrast=each.contrast if each.HasField("contrast") else None,
+            drop=each.drop if each.HasField("drop") else None,
+            bytes=(each.bytes.byte_start, each.bytes.byte_end) if each.HasField("bytes") else None,
+            file=each.file,
+        )
