@@ -120,6 +120,7 @@ class Rank:
             bytes_per_token=kv_bytes_per_token(sharded_layers(self.model, config), self.model.dtype, config),
             kv_dtype=kv_dtype(self.model, config),
             rotary=self.model.rotary,
+            full_layers=tuple(layer for layer, spec in sorted(self.model.layers.items()) if spec.reach.is_full),
             windows=windows,
             kernels=self.backend.name,
             form=form_of(self.pool, of_windows=False),

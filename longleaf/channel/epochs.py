@@ -93,6 +93,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     notes: tuple[str, ...] = ()
     """What the member logged while it loaded and joined, for people."""
     rotary: Rotary = Rotary()
+    full_layers: tuple[int, ...] = ()
+    """The attention layers that see all keys before them."""
     windows: Windows | None = None
     """With replicated windows, if the model has windowed layers; `num_blocks` and `bytes_per_token` are then of the
     other layers alone."""
