@@ -11,7 +11,6 @@ from longleaf.geometry import OWN_ROPE, Rope
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
 
-
 Positions = tuple[int, int]
 """[start, end) of a path."""
 
