@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from door import callers
+from door import app, callers
+from door.bodies import Bodies
 from tests.support.doors import opened
 from tests.support.service import FakeEngine, Served, ids, serving
 
@@ -198,6 +200,38 @@ async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served,
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.head("/v1/contexts/short", params={"upload_id": "u"})
         assert (answer.headers["upload-offset"], answer.headers["upload-complete"]) == ("1", "?0")
+        assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+
+async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "Bodies", partial(Bodies, part_seconds=0.2))
+    async with opened(service.address) as url:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        for length in ("Content-Length: 99", "Transfer-Encoding: chunked"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), 10)  # until the connection ends
+            assert answer.startswith(b"HTTP/1.1 408") and b'{"error":{"message":"the body did not come"' in answer
+            writer.close()
+        async with httpx2.AsyncClient(base_url=url) as client:
+            assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+
+async def test_bodies_that_are_too_many_together_are_told_to_come_again(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "Bodies", partial(Bodies, 1000))
+    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950\r\n"
+        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # it is waited for
+        answer = await client.post(CHAT, json=GOOD)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+        writer.close()
+        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the door has noticed
+            pass
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
 
