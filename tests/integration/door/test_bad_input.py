@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from door import app, callers
 from door.bodies import Bodies
-from tests.support.doors import opened
+from tests.support.doors import opened, standing
 from tests.support.service import FakeEngine, Served, ids, serving
 
 CHAT = "/v1/chat/completions"
@@ -244,28 +244,61 @@ FIELDS = (
     "model messages max_tokens temperature top_p n stop seed logit_bias logprobs top_logprobs user stream context "
     "top_k min_p priority request_id prompt stream_options echo tools"
 ).split()
-BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
+VALUES = st.sampled_from(
+    [0, 1, -1, 0.5, 1e308, 1 << 63, "", "x", "fake", "fake:book", "book", True, False, None, [], {}]
+)
+"""What is often nearly right."""
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+        optional={
+            "content": st.text(max_size=8)
+            | st.lists(st.fixed_dictionaries({"type": VALUES, "text": VALUES}), max_size=2),
+            "name": VALUES,
+        },
+    ),
+    max_size=4,
+)
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON | VALUES, max_size=4) | st.fixed_dictionaries(
+    {"messages": MESSAGES}
+)
+OTHERS = st.dictionaries(
+    st.sampled_from("id tokens display_name pinned expires ttl".split()), JSON | VALUES, max_size=3
+)
+PLACES: dict[str, tuple[str, st.SearchStrategy[dict[str, Any]]]] = {
+    CHAT: ("POST", CHANGES),
+    "/v1/completions": ("POST", CHANGES),
+    "/v1/contexts/book/fork": ("POST", OTHERS),
+    "/v1/contexts/book": ("PATCH", OTHERS),
+}
+EXAMPLES = (400, pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/contexts/book/fork"])
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_body_is_a_500(path: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A few bodies for each of a few doors: one costs more than its bodies."""
-    bodies = data.draw(st.lists(st.tuples(BODIES, st.booleans()), min_size=5, max_size=5))
+@st.composite
+def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> bytes:
+    """A body, or what is left of one that was cut and written over."""
+    base = draw(st.sampled_from([{}, GOOD, GOOD | {"stream": True}, {"model": "fake", "prompt": "x", "max_tokens": 2}]))
+    content = json.dumps(base | draw(changes), ensure_ascii=draw(st.booleans())).encode(errors="surrogatepass")
+    if draw(st.sampled_from([False, False, False, True])):
+        place = draw(st.integers(0, len(content)))
+        content = content[:place] + draw(st.binary(max_size=3)) + content[place + draw(st.integers(0, 3)) :]
+    return content
 
-    async def run() -> None:
-        engine = FakeEngine()
-        engine.answer = (ids("x"),)
-        folder = tmp_path_factory.mktemp("model")
-        async with (
-            serving(engine, folder) as (_, address),
-            opened(address) as url,
-            httpx2.AsyncClient(base_url=url) as client,
-        ):
-            for change, is_based in bodies:
-                content = json.dumps((GOOD | {"prompt": "x"} if is_based else {}) | change).encode()
-                assert (await client.post(path, content=content)).status_code < 500, content
-            assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
-    asyncio.run(run())
+@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_no_body_is_a_500(path: str, examples: int, tmp_path: Path) -> None:
+    """The door is one and the same for all examples, and answers after each."""
+    method, changes = PLACES[path]
+    with standing(tmp_path / "model") as door:
+        door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))
+
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @given(content=contents(changes))
+        def bears(content: bytes) -> None:
+            answer = door.run(door.client.request(method, path, content=content))
+            assert answer.status_code < 500, (content, answer.text)
+            assert '"code":"internal"' not in answer.text and "event: error" not in answer.text
+            assert door.run(door.client.post(CHAT, json=GOOD)).status_code == 200
+
+        bears()
