@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from door import cluster, static
+from door.bodies import Bodies
 from door.contexts import resources, upload
 from door.errors import Problem, problem_of
 from door.guards import Guards
@@ -51,7 +52,7 @@ def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
     }
     app = Starlette(routes=list(_routes()), exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.client, app.state.model = client, KnownModel()
+    app.state.client, app.state.model, app.state.bodies = client, KnownModel(), Bodies()
     return Guards(app, config.allow_host, config.public_url)
 
 

@@ -26,10 +26,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Raises StartError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections have it from here; asyncio sees no TCP
+    return listener
 
 
 def client_for(config: DoorConfig) -> Relay:

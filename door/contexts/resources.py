@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import converted, read_json
+from door.bodies import converted, json_of
 from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
@@ -89,7 +89,7 @@ async def get_context(request: Request) -> Response:
 
 async def update_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
-    changes = converted(await read_json(request), Changes)
+    changes = converted(await json_of(request), Changes)
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
     }
@@ -107,7 +107,7 @@ async def delete_context(request: Request) -> Response:
 
 async def fork_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
-    fork = converted(await read_json(request), Fork)
+    fork = converted(await json_of(request), Fork)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
     return await _told(request, client, made, 201)
 

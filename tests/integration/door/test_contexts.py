@@ -1,7 +1,9 @@
 """Contexts over HTTP: uploaded in pieces, told, changed, forked, deleted; and the cluster."""
 
 import asyncio
+import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -9,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.doors import opened
-from tests.support.service import TEXT, FakeEngine, Served, ids, serving
+from tests.support.doors import standing
+from tests.support.service import TEXT, Served, ids
 
 PLAIN = {"content-type": "text/plain"}
 
@@ -92,49 +94,58 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
         assert (await client.post("/v1/contexts/NO", content=b"x", headers=PLAIN)).status_code == 404
 
 
-CUTS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=6)
+CUTS = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8)
+EXAMPLES = (150, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(min_size=1, max_size=30), cuts=CUTS)
-def test_any_cut_break_and_resume_gives_the_whole(
-    text: str, cuts: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_cut_break_and_resume_gives_the_whole(examples: int, tmp_path: Path) -> None:
+    """The door is one and the same for all examples."""
+    numbers = itertools.count()
+    with standing(tmp_path / "model") as door:
+
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @given(text=st.text(min_size=1, max_size=40), cuts=CUTS, is_appended=st.booleans())
+        def is_whole(text: str, cuts: list[tuple[int, bool]], is_appended: bool) -> None:
+            number = next(numbers)
+            whole, cut = f"whole{number}", f"cut{number}"
+            door.run(uploaded(door.client, whole, cut, text.encode(), cuts, is_appended))
+            assert door.engine.contexts.pop(cut) == door.engine.contexts.pop(whole)
+
+        is_whole()
+
+
+async def uploaded(
+    client: httpx2.AsyncClient, whole: str, cut: str, content: bytes, cuts: list[tuple[int, bool]], is_appended: bool
 ) -> None:
-    content = text.encode()
-
-    async def run() -> None:
-        engine = FakeEngine()
-        folder = tmp_path_factory.mktemp("model")
-        async with (
-            serving(engine, folder) as (_, address),
-            opened(address) as url,
-            httpx2.AsyncClient(base_url=url) as client,
-        ):
-            await client.post("/v1/contexts/whole", content=content, headers=PLAIN)
-            for size, is_broken in cuts:
-                await send(client, size, is_broken)
-            assert events_of(await send(client, len(content), is_broken=False))[-1]["phase"] == "ready"
-        assert engine.contexts["cut"] == engine.contexts["whole"]
-
-    async def send(client: httpx2.AsyncClient, size: int, is_broken: bool) -> Any:
-        path = "/v1/contexts/cut?upload_id=u"
-        known = await client.head(path)
-        offset = int(known.headers["upload-offset"])
+    """Makes two contexts, one at once, one in pieces."""
+    for name in (whole, cut) if is_appended else ():
+        await client.post(f"/v1/contexts/{name}", content=b"It begins. ", headers=PLAIN)
+    more = "append=true" if is_appended else ""
+    assert events_of(await client.post(f"/v1/contexts/{whole}?{more}", content=content, headers=PLAIN))[-1]["context"]
+    path = f"/v1/contexts/{cut}?upload_id=u{cut}&{more}"
+    for size, is_broken in [*cuts, (len(content), False)]:
+        offset = int((await client.head(path)).headers["upload-offset"])
         part = content[offset : offset + size]
         headers = {**PLAIN, "Upload-Offset": str(offset), "Upload-Length": str(len(content))}
-        if not is_broken:
-            return await client.post(path, content=part, headers=headers)
-        host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + part)
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        return None
+        if is_broken:
+            await break_off(client, path, part, headers)
+        else:
+            answer = await client.post(path, content=part, headers=headers)
+            is_all = offset + len(part) == len(content)
+            assert events_of(answer)[-1]["phase"] == ("ready" if is_all else "incomplete"), answer.text
 
-    asyncio.run(run())
+
+async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers: dict[str, str]) -> None:
+    """Sends a part of a slice, and leaves."""
+    host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + part)
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url: str) -> None:
