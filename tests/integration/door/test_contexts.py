@@ -66,6 +66,21 @@ async def test_an_upload_is_resumed_where_it_was(service: Served, url: str) -> N
         assert events_of(again)[-1]["phase"] == "ready"
 
 
+async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(service: Served, url: str) -> None:
+    service.engine.contexts["book"] = [1]
+    path = "/v1/contexts/book?upload_id=u"
+    async with httpx2.AsyncClient(base_url=url) as client:
+        headers = {**PLAIN, "Upload-Length": "100"}
+        assert events_of(await client.post(f"{path}&append=true", content=b"some", headers=headers))[-1][
+            "received_bytes"
+        ]
+        assert (await client.delete(path)).status_code == 204
+        for wrong, status in ((path, 404), (f"{path}&append=true", 400), ("/v1/contexts/book?upload_id=", 400)):
+            assert (await client.delete(wrong)).status_code == status
+        assert (await client.head(f"{path}&append=true")).headers["upload-offset"] == "0"
+        assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
+
+
 async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         both = [client.post(f"/v1/contexts/book?upload_id={u}", content=b"text", headers=PLAIN) for u in "ab"]
