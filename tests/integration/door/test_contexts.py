@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx2
@@ -163,3 +164,13 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             service.engine.changes.note()
             assert await anext(lines) == ""
             assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
+
+
+async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:
+    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
+        url = await door.enter_async_context(opened(service.address, drain_seconds=600))
+        async with client.stream("GET", f"{url}/v1/cluster") as stream:
+            lines = aiter(stream.aiter_lines())
+            assert (await anext(lines)).startswith("data: ")
+            await door.aclose()
+            assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"
