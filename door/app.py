@@ -1,5 +1,6 @@
 """What is asked where."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +42,8 @@ ROUTES = (
 )
 
 
-def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
-    """The application in front of the service of `client`."""
+def make_app(client: Relay, config: DoorConfig, ending: asyncio.Event) -> ASGIApp:
+    """The application in front of the service of `client`. From `ending` on nobody is kept who only watches."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         Problem: _on_problem,
         LongleafError: _on_error,
@@ -52,7 +53,8 @@ def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
     }
     app = Starlette(routes=list(_routes()), exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.client, app.state.model, app.state.bodies = client, KnownModel(), Bodies()
+    app.state.client, app.state.model = client, KnownModel()
+    app.state.bodies, app.state.ending = Bodies(), ending
     return Guards(app, config.allow_host, config.public_url)
 
 

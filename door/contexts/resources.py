@@ -101,7 +101,14 @@ async def update_context(request: Request) -> Response:
 
 
 async def delete_context(request: Request) -> Response:
-    await _tried(client_of(request).delete_context(named(request)))
+    """With an upload id it is that upload which ends, and the context stays."""
+    client, name, given = client_of(request), named(request), dict(request.query_params)
+    upload_id = given.pop("upload_id", None)
+    if given:
+        raise Problem(400, f"{min(given)}: is no parameter of this", param=min(given))
+    if upload_id == "":  # whoever forgot it does not mean the context
+        raise Problem(400, "upload_id: name the upload", param="upload_id")
+    await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 
 

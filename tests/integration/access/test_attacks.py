@@ -38,6 +38,7 @@ REQUEST_IDS = ("acme/held", "bolt/../acme/held", "acme%2Fheld", "held\n", "a" * 
 NAMED: dict[str, tuple[str, ...]] = {
     "GetContext": ("name",),
     "DeleteContext": ("name",),
+    "CancelIngest": ("name",),
     "ExportContext": ("name",),
     "RereadContext": ("name",),
     "ForkContext": ("name", "new_name"),

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ async def test_an_upload_is_resumed_where_it_was(service: Served, url: str) -> N
         assert known.headers["upload-complete"] == "?1"
         again = await client.post(path, headers={**length, "Upload-Offset": str(len(content))})
         assert events_of(again)[-1]["phase"] == "ready"
+
+
+async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(service: Served, url: str) -> None:
+    service.engine.contexts["book"] = [1]
+    path = "/v1/contexts/book?upload_id=u"
+    async with httpx2.AsyncClient(base_url=url) as client:
+        headers = {**PLAIN, "Upload-Length": "100"}
+        assert events_of(await client.post(f"{path}&append=true", content=b"some", headers=headers))[-1][
+            "received_bytes"
+        ]
+        assert (await client.delete(path)).status_code == 204
+        for wrong, status in ((path, 404), (f"{path}&append=true", 400), ("/v1/contexts/book?upload_id=", 400)):
+            assert (await client.delete(wrong)).status_code == status
+        assert (await client.head(f"{path}&append=true")).headers["upload-offset"] == "0"
+        assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
 
 
 async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:
@@ -159,3 +175,13 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             service.engine.changes.note()
             assert await anext(lines) == ""
             assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
+
+
+async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:
+    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
+        url = await door.enter_async_context(opened(service.address, drain_seconds=600))
+        async with client.stream("GET", f"{url}/v1/cluster") as stream:
+            lines = aiter(stream.aiter_lines())
+            assert (await anext(lines)).startswith("data: ")
+            await door.aclose()
+            assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"

@@ -28,6 +28,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "Generate": [{"context": "contexts/book", "text": SECRET, "sampling": {"max_token_count": 1}}],
     "CancelGeneration": [{"request_id": "held"}],
     "IngestContext": [{"config": {"name": "contexts/new"}}, {"text": SECRET.encode()}],
+    "CancelIngest": [{"name": "contexts/begun", "upload_id": "mine"}],
     "GetContext": [{"name": "contexts/book"}],
     "ListContexts": [{}],
     "ForkContext": [{"name": "contexts/book", "new_name": "contexts/fork"}],
@@ -49,6 +50,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 CONTEXTS = {
     **dict.fromkeys(("Generate", "GetContext", "UpdateContext", "DeleteContext", "ExportContext"), "book"),
     "IngestContext": "new",
+    "CancelIngest": "begun",
     "ForkContext": "fork",
     "RereadContext": "old",
     "ImportContext": "came",

@@ -54,6 +54,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
     "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
+    "CancelIngestRequest": ({"name": f"contexts/{HELD}", "upload_id": "mine"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
     "TokenizeRequest": ({"text": "some text", "return_spans": True},),
