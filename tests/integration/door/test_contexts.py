@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.doors import standing
+from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
 
 PLAIN = {"content-type": "text/plain"}
