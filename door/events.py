@@ -60,7 +60,7 @@ class EventResponse:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             work = asyncio.create_task(self._tell(send))
-            tasks = {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
+            tasks.update((work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))))
             if self._end is not None:
                 tasks.add(asyncio.create_task(self._end.wait()))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
