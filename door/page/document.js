@@ -41,7 +41,7 @@ export function Document({ context }) {
         ${context.pinned ? "Pinned" : "Pin"}
       </button>
       <${Expiry} context=${context} onChange=${(changes) => attempt(() => changeContext(id, changes), "Changed when it expires.")} />
-      <${AddButton} end=${context}>Add to its end…<//>
+      <${AddButton} end=${context}>Add to it…<//>
       <button onClick=${() => setAsked("fork")}>Fork…</button>
       <button class="danger" onClick=${() => setAsked("delete")}>Delete…</button>
     </div>

@@ -138,7 +138,7 @@ def test_what_is_being_sent_is_stopped_and_nothing_is_kept_of_it(reader: Reader,
 def add_to_the_end(reader: Reader, name: str) -> None:
     file = {"name": name, "mimeType": "text/plain", "buffer": b"amber-12 = 4711\n" + FILLER.encode()}
     with reader.page.expect_file_chooser() as chooser:
-        reader.page.get_by_role("button", name="Add to its end…").click()
+        reader.page.get_by_role("button", name="Add to it…").click()
     chooser.value.set_files([file])
     reader.page.get_by_role("dialog", name="Add to the end of notes").wait_for()
     reader.page.keyboard.press("Enter")
