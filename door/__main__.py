@@ -15,10 +15,9 @@ import msgspec
 import uvloop
 from msgspec.structs import fields
 
-from door.server import serve
 from door.settings import DoorConfig
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.logs import Logs, formatter_of
+from longleaf.logs import Logs, Repeats, formatter_of
 from longleaf.operations import TelemetryConfig
 
 LISTENING = "listening on "
@@ -28,14 +27,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # which the library reads when it is imported
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")  # whose threads cost 0.05 s of 1,000 deltas
+    from door.server import serve
+
     for number in SIGNALS:  # uvicorn takes them meanwhile, and gives them back at the end
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever became this program may have kept one waiting
     config = parse(arguments)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("door", "longleaf"))
+    logging.getLogger("door").addFilter(Repeats())
     try:
         config.check()
         uvloop.run(serve(config, lambda url, metrics: announce(config, url, metrics)))

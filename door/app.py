@@ -1,5 +1,6 @@
 """What is asked where."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from door import cluster, static
+from door.bodies import Bodies
 from door.contexts import resources, upload
 from door.errors import Problem, problem_of
 from door.guards import Guards
@@ -40,8 +42,8 @@ ROUTES = (
 )
 
 
-def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
-    """The application in front of the service of `client`."""
+def make_app(client: Relay, config: DoorConfig, ending: asyncio.Event) -> ASGIApp:
+    """The application in front of the service of `client`. From `ending` on nobody is kept who only watches."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         Problem: _on_problem,
         LongleafError: _on_error,
@@ -52,6 +54,7 @@ def make_app(client: Relay, config: DoorConfig) -> ASGIApp:
     app = Starlette(routes=list(_routes()), exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.client, app.state.model = client, KnownModel()
+    app.state.bodies, app.state.ending = Bodies(), ending
     return Guards(app, config.allow_host, config.public_url)
 
 

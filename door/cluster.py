@@ -80,7 +80,9 @@ async def cluster(request: Request) -> Response:
     except BaseException:
         await watching.aclose()
         raise
-    return cast(Response, EventResponse(_events(first, watching), lambda: "nothing has changed"))
+    return cast(
+        Response, EventResponse(_events(first, watching), lambda: "nothing has changed", end=request.app.state.ending)
+    )
 
 
 async def _events(first: Cluster, watching: AsyncGenerator[Cluster, None]) -> AsyncGenerator[bytes, None]:

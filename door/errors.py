@@ -106,6 +106,7 @@ FIELDS = {
 """What fields of the service are called here, where that is not their own name."""
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
 """What follows is for operators: the library tells addresses."""
+AWAY = "the service cannot be reached: %s"
 log = logging.getLogger("door")
 _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
 
@@ -115,7 +116,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     of what does not exist."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
-        log.info("%s", error)
+        log.warning(AWAY, error)
         return Problem(503, "the service cannot be reached", kind="server_error", code="unavailable", headers=SOON)
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
@@ -136,7 +137,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
 def _message_of(error: LongleafError) -> str:
     """What callers may know of it."""
     if _UNREACHED.match(str(error)):
-        log.info("%s", error)
+        log.warning(AWAY, error)
     return _UNREACHED.sub(r"\1", str(error))
 
 

@@ -48,9 +48,11 @@ class EventResponse:
         waiting: Callable[[], str] = lambda: "waiting",
         left: Callable[[Receive], Awaitable[None]] = gone,
         heartbeat: float = HEARTBEAT_SECONDS,
+        end: asyncio.Event | None = None,
     ) -> None:
+        """`end` ends it though there is more to tell."""
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
-        self._num_sent = 0
+        self._end, self._num_sent, self._is_whole = end, 0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -58,7 +60,9 @@ class EventResponse:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             work = asyncio.create_task(self._tell(send))
-            tasks = {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
+            tasks |= {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
+            if self._end is not None:
+                tasks.add(asyncio.create_task(self._end.wait()))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 await work
@@ -68,11 +72,17 @@ class EventResponse:
             if tasks:
                 await asyncio.wait(tasks)
             await self._events.aclose()
+        if self._end is not None and self._end.is_set() and not self._is_whole:
+            await self._close(send)
 
     async def _tell(self, send: Send) -> None:
         async for content in self._events:
             self._num_sent += 1
             await send({"type": "http.response.body", "body": content, "more_body": True})
+        await self._close(send)
+
+    async def _close(self, send: Send) -> None:
+        self._is_whole = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _leave(self, receive: Receive) -> None:

@@ -26,10 +26,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Raises StartError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections have it from here; asyncio sees no TCP
+    return listener
 
 
 def client_for(config: DoorConfig) -> Relay:
@@ -43,6 +45,18 @@ def client_for(config: DoorConfig) -> Relay:
     return Relay(config.server, retries=Retries(limit=0), **access)
 
 
+class Server(uvicorn.Server):
+    """Tells `ending` when it begins to end, whatever has ended it."""
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self._ending = ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending.set()
+        await super().shutdown(sockets)
+
+
 async def serve(
     config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
 ) -> None:
@@ -50,7 +64,8 @@ async def serve(
     StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen(config.host, config.port) as listener:
-        async with client_for(config) as client, counted(make_app(client, config), config) as (app, metrics):
+        ending = asyncio.Event()
+        async with client_for(config) as client, counted(make_app(client, config, ending), config) as (app, metrics):
             told = uvicorn.Config(
                 app,
                 lifespan="off",
@@ -63,7 +78,7 @@ async def serve(
             )
             told.load()
             told.ssl = certificate.context if certificate is not None else None
-            server = uvicorn.Server(told)
+            server = Server(told, ending)
             tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))

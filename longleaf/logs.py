@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from traceback import format_exception, format_tb
@@ -11,6 +13,8 @@ from longleaf.operations import TelemetryConfig
 Facts = Mapping[str, object]
 """What is known of where a line comes from, by the names in FACTS; what is not known is left out, or empty."""
 FACTS = tuple("request tenant trace rank node epoch method code field context host seconds".split())
+REPEAT_SECONDS = 60.0
+"""How soon a line is told again that says the same."""
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -97,6 +101,22 @@ def _without_messages(error: BaseException) -> str:
 def formatter_of(config: TelemetryConfig, facts: Callable[[], Facts] = nothing) -> LineFormatter:
     """That of the format which the settings ask for."""
     return JsonFormatter(facts) if config.log_format == "json" else TextFormatter(facts, config.has_plain_log)
+
+
+class Repeats(logging.Filter):
+    """Of a logger's lines that say the same thing, whatever about, lets one pass in `REPEAT_SECONDS`: calls must not
+    fill a log. Failures pass, each is another one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._passed = clock, dict[str, float]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now, thing = self._clock(), str(record.msg)
+        if record.exc_info or now - self._passed.get(thing, -math.inf) >= REPEAT_SECONDS:
+            self._passed[thing] = now
+            return True
+        return False
 
 
 class Logs:

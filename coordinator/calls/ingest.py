@@ -116,6 +116,20 @@ class Ingest:
                 yield report
                 owner.check()
 
+    async def cancel(self, context: str, upload_id: str) -> None:
+        """Ends an ingest, and keeps nothing of it. Raises NotFound, also when its context is there by now."""
+        header = IngestHeader(context=context, upload_id=upload_id)
+        was_kept = self._uploads.kept is not None and self._uploads.kept.forget(header)
+        upload = self._uploads.called(header)
+        latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
+        is_there = (latest is not None and latest.context is not None) or self._made(header) is not None
+        if upload is not None and not is_there:
+            upload.is_cancelled = True
+            async with self._uploads.owned(upload):  # with this one it ends
+                self._uploads.forget(upload)
+        if is_there or (upload is None and not was_kept):
+            raise NotFound(f"upload {upload_id} of contexts/{context}")
+
     def _known(self, header: IngestHeader) -> Upload | None:
         """The ingest that is resumed, if it is one and there is something to resume."""
         upload = self._uploads.find(header) if header.upload_id else None
@@ -189,6 +203,7 @@ class Ingest:
         assert upload.prefill is not None
         async for report in upload.prefill.follow():
             yield report
+        owner.check()  # whoever ended the prefill has told nothing
 
     async def _receive(
         self, owner: Owner, document: Intake, pieces: AsyncIterator[IngestPiece]
@@ -198,6 +213,7 @@ class Ingest:
         upload, reported = owner.upload, _report("receiving", document)
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
+            owner.check()  # one that has lost it counts nothing
             self._uploads.count(upload, _num_bytes(piece))
             steps = _take(owner, document, piece)
             del piece  # it may be large, and the next one long in coming

@@ -117,12 +117,14 @@ class KeptUploads:
             if record.key in self._num_kept:  # else it has ended meanwhile
                 self._records[record.key] = record
 
-    def forget(self, header: IngestHeader) -> None:
-        """A document is part of its context, or nobody will go on with it."""
+    def forget(self, header: IngestHeader) -> bool:
+        """A document is part of its context, or nobody will go on with it. Says whether something of it was kept."""
         key = _key(header)
         is_kept = self._records.pop(key, None) is not None
-        if self._num_kept.pop(key, 0) or is_kept:
+        is_kept = self._num_kept.pop(key, 0) > 0 or is_kept
+        if is_kept:
             self._start(self._drop(key))
+        return is_kept
 
     async def _drop(self, key: UploadKey) -> None:
         try:

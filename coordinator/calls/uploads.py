@@ -14,7 +14,7 @@ from coordinator.calls.replay import CallLater, Timer, call_later
 from coordinator.calls.shares import loser_of, shares_of
 from coordinator.changes import Changes
 from coordinator.text.threads import TextThreads
-from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import Account, IngestHeader, IngestProgress
 
 KEEP_SECONDS = 600.0
@@ -94,6 +94,8 @@ class Upload:
         """Bytes that are counted among those of all."""
         self.idle_since: float | None = None
         """When the last stream left; None while there is one."""
+        self.is_cancelled = False
+        """A call of its own has ended it."""
         self._work: Future[None] | None = None
 
     @property
@@ -139,7 +141,9 @@ class Owner:
         return self.upload.owner is self
 
     def check(self) -> None:
-        """Raises Unavailable when another stream took over."""
+        """Raises Unavailable when another stream took over, and Cancelled when a call ended the upload."""
+        if self.upload.is_cancelled:
+            raise Cancelled(f"the ingest into contexts/{self.upload.header.context} was cancelled")
         if not self.is_current:
             raise Unavailable("another stream goes on with this upload")
 
@@ -194,11 +198,15 @@ class Uploads:
 
     def find(self, header: IngestHeader) -> Upload | None:
         """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
-        self._trim()
-        upload = self._by_key.get(_key(header))
+        upload = self.called(header)
         if upload is not None:
             check_same(upload.header, header)
         return upload
+
+    def called(self, header: IngestHeader) -> Upload | None:
+        """The ingest of that context and upload id, however it began."""
+        self._trim()
+        return self._by_key.get(_key(header))
 
     def add(self, upload: Upload) -> None:
         """Raises ResourceExhausted when there are too many."""

@@ -124,6 +124,11 @@ class ContextServicer(ContextServiceServicer):
             async for report in reports:
                 yield codec.encode_ingest_progress(tenancy.shown_report(report))
 
+    async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
+        name = tenancy.scope_context(codec.context_id(request.name))
+        await self._lobby.use_cases.ingest.cancel(name, request.upload_id)
+        return Empty()
+
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(tenancy.scope_context(codec.context_id(request.name)))
         return codec.encode_context(tenancy.shown(view))

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import converted, read_json
+from door.bodies import converted, json_of
 from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
@@ -89,7 +89,7 @@ async def get_context(request: Request) -> Response:
 
 async def update_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
-    changes = converted(await read_json(request), Changes)
+    changes = converted(await json_of(request), Changes)
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
     }
@@ -101,13 +101,20 @@ async def update_context(request: Request) -> Response:
 
 
 async def delete_context(request: Request) -> Response:
-    await _tried(client_of(request).delete_context(named(request)))
+    """With an upload id it is that upload which ends, and the context stays."""
+    client, name, given = client_of(request), named(request), dict(request.query_params)
+    upload_id = given.pop("upload_id", None)
+    if given:
+        raise Problem(400, f"{min(given)}: is no parameter of this", param=min(given))
+    if upload_id == "":  # whoever forgot it does not mean the context
+        raise Problem(400, "upload_id: name the upload", param="upload_id")
+    await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 
 
 async def fork_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
-    fork = converted(await read_json(request), Fork)
+    fork = converted(await json_of(request), Fork)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
     return await _told(request, client, made, 201)
 

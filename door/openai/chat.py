@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import read_json
+from door.bodies import json_of
 from door.callers import client_of, peer_of
 from door.openai.answers import answer, new_id, now, reason_of
 from door.openai.lengths import with_length
@@ -19,7 +19,7 @@ NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
 
 async def chat(request: Request) -> Response:
     client = client_of(request)
-    asked, conversation = decode_chat(await read_json(request))
+    asked, conversation = decode_chat(await json_of(request))
     target = await target_of(request, client, asked.model, asked.context)
     given = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     options = with_length(asked.options(peer_of(request)), given)

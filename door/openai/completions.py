@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import read_json
+from door.bodies import json_of
 from door.callers import client_of, peer_of
 from door.errors import Problem
 from door.openai.answers import answer, new_id, now, reason_of
@@ -25,7 +25,7 @@ NAMES = {
 
 async def completions(request: Request) -> Response:
     client = client_of(request)
-    asked = decode_text(await read_json(request))
+    asked = decode_text(await json_of(request))
     target = await target_of(request, client, asked.model, asked.context)
     options = with_length(asked.options(peer_of(request)), asked.max_tokens)
     if asked.logprobs is not None:

@@ -10,25 +10,26 @@ import { uploads } from "./uploads.js";
 /** Files that wait to be named: [{file, id, append, objection}]. */
 const chosen = new Store([]);
 
-async function choose(files) {
+/** `end` is the document at whose end they are to be added; without one each becomes a document of its own. */
+async function choose(files, end) {
   const taken = new Set([...contexts.ids, ...uploads.store.value.map(({ what }) => what.id)]);
   const rows = [];
   for (const file of files) {
-    const id = freeName(nameOf(file.name), taken);
+    const id = end?.id ?? freeName(nameOf(file.name), taken);
     taken.add(id);
-    rows.push({ file, id, append: false, objection: await objection(file) });
+    rows.push({ file, id, end, append: !!end, objection: await objection(file) });
   }
   chosen.set(rows);
 }
 
-export function AddButton({ isMain }) {
+export function AddButton({ isMain, end, children = "Add documents…" }) {
   const input = useRef(null);
-  return html`<button class=${isMain ? "main" : ""} onClick=${() => input.current.click()}>Add documents…</button>
-    <input ref=${input} class="unseen" type="file" multiple tabindex="-1" aria-hidden="true"
+  return html`<button class=${isMain ? "main" : ""} onClick=${() => input.current.click()}>${children}</button>
+    <input ref=${input} class="unseen" type="file" multiple=${!end} tabindex="-1" aria-hidden="true"
       onChange=${({ currentTarget: { files } }) => {
         const picked = [...files];
         input.current.value = ""; // so that the same file can be chosen again
-        choose(picked);
+        choose(picked, end);
       }} />`;
 }
 
@@ -78,14 +79,18 @@ export function NameForm() {
     uploads.add(going);
     close();
   };
-  return html`<${Dialog} title=${rows.length === 1 ? "Add a document" : `Add ${rows.length} documents`} onClose=${close} onSubmit=${add}>
-    <p class="quiet">The name is what programs ask the document by, and what stands in its address.</p>
+  const [{ end }] = rows;
+  const title = end ? `Add to the end of ${titleOf(end)}` : rows.length === 1 ? "Add a document" : `Add ${rows.length} documents`;
+  return html`<${Dialog} title=${title} onClose=${close} onSubmit=${add}>
+    <p class="quiet">${end
+      ? "It is read after what is there, and the document goes on with it. That cannot be taken back: fork it before, to keep it as it is."
+      : "The name is what programs ask the document by, and what stands in its address."}</p>
     <ul class="rows">
       ${rows.map((row, index) => html`<${NameRow} key=${row.file} ...${{ row, rows, index, change }} />`)}
     </ul>
     <div class="choices">
       <button type="button" onClick=${close}>Cancel</button>
-      <button type="submit" class="main" disabled=${!isReady}>Add to the shelf</button>
+      <button type="submit" class="main" autofocus=${!!end} disabled=${!isReady}>${end ? "Add to its end" : "Add to the shelf"}</button>
     </div>
   <//>`;
 }
@@ -96,14 +101,14 @@ function NameRow({ row, rows, index, change }) {
   const note = `name-note-${index}`;
   return html`<li>
     <p><b>${row.file.name}</b> <span class="quiet">${bytes(row.file.size)}</span></p>
-    ${!row.objection && html`<label class="field">Name
+    ${!row.objection && !row.end && html`<label class="field">Name
       <input value=${row.id} autofocus=${index === 0} spellcheck=${false} autocomplete="off" autocapitalize="none" maxlength="80"
         aria-invalid=${problem || (other && !row.append) ? "true" : null} aria-describedby=${note}
         onInput=${(event) => change(row, { id: event.currentTarget.value.trim(), append: false })} />
     </label>`}
     <div id=${note} aria-live="polite">
       ${problem && html`<p class="trouble">${problem}</p>`}
-      ${other && html`<p>${titleOf(other)} has this name.
+      ${other && !row.end && html`<p>${titleOf(other)} has this name.
         <span class="choices near">
           <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>
             Call it ${freeName(row.id, contexts.ids)}

@@ -77,6 +77,11 @@ export async function lookAtUpload(what, signal) {
   return { offset: Number(headers.get("upload-offset")), complete: headers.get("upload-complete") === "?1" };
 }
 
+/** Ends an upload, also while it is read. Nothing of it stays. */
+export async function endUpload({ id, uploadId }) {
+  await call(`${context(id)}?${new URLSearchParams({ upload_id: uploadId })}`, { method: "DELETE" });
+}
+
 /** Sends bytes that begin at `offset`; the stream tells how far the document is. */
 export function sendPart(what, offset, bytes, signal) {
   return call(uploadPath(what), {

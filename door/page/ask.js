@@ -49,7 +49,9 @@ const othersBefore = (place) => (place === "2" ? "one is" : `${count(place - 1)}
 
 function Trouble({ error, conversation, isLast }) {
   const [failed] = useState(() => Date.now() / 1000);
-  const left = Math.ceil(failed + ((error instanceof Refusal && error.retryAfter) || 0) - useNow());
+  const now = useNow();
+  const wait = (error instanceof Refusal && error.retryAfter) || 0;
+  const left = wait && Math.ceil(failed + wait - now); // the clock may be a second behind
   return html`<div class="trouble" role="alert"><p>${sentence(error)}</p>
     ${isLast && html`<button disabled=${left > 0} onClick=${() => conversation.again()}>
       ${left > 0 ? `Ask again in ${duration(left)}` : "Ask again"}
@@ -74,7 +76,8 @@ function Foot({ turn: { answer, usage, seconds, firstSeconds, reason } }) {
 function Field({ conversation, turns }) {
   const [text, setText] = useState("");
   const field = useRef(null);
-  const end = useRef(null);
+  const form = useRef(null);
+  const seen = useRef({ end: 0, turns: 0 });
   const { isBusy } = conversation;
   useStore(goingOn.store);
   const isFirst = turns.length === 0;
@@ -84,9 +87,12 @@ function Field({ conversation, turns }) {
     area.style.height = `${Math.min(area.scrollHeight, 240)}px`;
   }, [text]);
   useEffect(() => {
-    // an answer is followed as it grows, unless the reader went back up
-    const below = document.documentElement.scrollHeight - innerHeight - scrollY;
-    if (turns.length && below < 160) end.current.scrollIntoView({ block: "end" });
+    // a new question is shown, and its answer followed as it grows, unless the reader went back up. The field sticks to
+    // the window, and other things may come below: what counts is where all of this ends.
+    const end = form.current.parentElement.getBoundingClientRect().bottom + scrollY;
+    const isFollowed = seen.current.end - innerHeight - scrollY < 80 || turns.length > seen.current.turns;
+    seen.current = { end, turns: turns.length };
+    if (turns.length && isFollowed && end - innerHeight > scrollY) scrollTo(0, end - innerHeight);
   }, [turns]);
   const ask = () => {
     if (!text.trim() || isBusy) return;
@@ -100,7 +106,7 @@ function Field({ conversation, turns }) {
       ask();
     } else if (event.key === "Escape" && isBusy) conversation.stop();
   };
-  return html`<form class="field-of-question" ref=${end} onSubmit=${(event) => {
+  return html`<form class="field-of-question" ref=${form} onSubmit=${(event) => {
     event.preventDefault();
     ask();
   }}>

@@ -1,4 +1,5 @@
 // The open document: what it is, what can be done with it, and where it lies.
+import { AddButton } from "./adding.js";
 import { changeContext, deleteContext, forkContext } from "./api.js";
 import { Ask } from "./ask.js";
 import { useNow } from "./clock.js";
@@ -40,6 +41,7 @@ export function Document({ context }) {
         ${context.pinned ? "Pinned" : "Pin"}
       </button>
       <${Expiry} context=${context} onChange=${(changes) => attempt(() => changeContext(id, changes), "Changed when it expires.")} />
+      <${AddButton} end=${context}>Add to it…<//>
       <button onClick=${() => setAsked("fork")}>Fork…</button>
       <button class="danger" onClick=${() => setAsked("delete")}>Delete…</button>
     </div>

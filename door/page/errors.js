@@ -23,17 +23,34 @@ export class Refusal extends Error {
   }
 }
 
-/** An `error` event: its status is in its type, since that of the response was sent long before. */
+const CODES = {
+  context_not_found: 404,
+  model_not_found: 404,
+  not_found: 404,
+  already_exists: 409,
+  wrong_offset: 409,
+  cancelled: 409,
+  checkpoint_changed: 409,
+  failed_precondition: 409,
+  context_lost: 410,
+  data_loss: 410,
+  not_finite: 410,
+  bad_gateway: 502,
+  unavailable: 503,
+};
+const TYPES = {
+  invalid_request_error: 400,
+  authentication_error: 401,
+  permission_error: 403,
+  rate_limit_error: 429,
+  timeout_error: 504,
+};
+
+/** An `error` event: its status is in its code or type, since that of the response was sent long before. */
 export function refusalOf(error) {
-  const statuses = {
-    invalid_request_error: 400,
-    authentication_error: 401,
-    permission_error: 403,
-    not_found_error: 404,
-    rate_limit_error: 429,
-  };
-  const byCode = { context_not_found: 404, model_not_found: 404, already_exists: 409, wrong_offset: 409 };
-  return new Refusal(byCode[error.code] ?? statuses[error.type] ?? 500, error);
+  // nor are there headers: only the code tells whether waiting helps
+  const headers = new Headers(error.code === "rate_limit_exceeded" ? { "retry-after": "1" } : {});
+  return new Refusal(CODES[error.code] ?? TYPES[error.type] ?? 500, error, headers);
 }
 
 /** Whether waiting and trying again is all that can be done, and may help. */

@@ -12,7 +12,7 @@ import { uploads } from "./uploads.js";
 export function Sending() {
   const list = useStore(uploads.store);
   if (!list.length) return null;
-  return html`<section aria-labelledby="sending-title">
+  return html`<section class="on-their-way" aria-labelledby="sending-title">
     <h2 id="sending-title">On their way</h2>
     <ul class="sending">${list.map((upload) => html`<${OneUpload} key=${upload.what.uploadId} upload=${upload} />`)}</ul>
   </section>`;
@@ -22,7 +22,7 @@ function OneUpload({ upload }) {
   const state = useStore(upload.store);
   const { what } = upload;
   return html`<li class="card">
-    <p class="line"><b>${what.title}</b>
+    <p class="line"><span><b>${what.title}</b>${what.append && html` <span class="quiet">to the end of ${what.id}</span>`}</span>
       <${DropButton} ...${{ upload, state }} /></p>
     <${Bar} ...${{ what, state }} />
     <${Numbers} ...${{ what, state }} />
@@ -37,8 +37,10 @@ function OneUpload({ upload }) {
 const isAllThere = ({ phase }) => phase === "reading" || phase === "recovering";
 
 function DropButton({ upload, state }) {
-  const word = isAllThere(state) ? "Hide" : state.phase === "failed" ? "Dismiss" : "Stop";
-  return html`<button class="plain" aria-label="${word} ${upload.what.title}" onClick=${() => uploads.drop(upload)}>${word}</button>`;
+  const isOver = state.phase === "failed";
+  const word = isOver ? "Dismiss" : "Stop";
+  return html`<button class="plain" aria-label="${word} ${upload.what.title}" disabled=${state.phase === "stopping"}
+    onClick=${() => (isOver ? uploads.drop(upload) : uploads.cancel(upload))}>${word}</button>`;
 }
 
 /** Two bars in one: what was sent, and before it what was read. */
@@ -53,7 +55,7 @@ function Bar({ what, state }) {
   </div>`;
 }
 
-const PHASES = { queued: "Waits for its turn", recovering: "A rank was lost; its part is read again", sending: "Sending", reading: "Reading" };
+const PHASES = { queued: "Waits for its turn", recovering: "A rank was lost; its part is read again", sending: "Sending", reading: "Reading", stopping: "Stopping" };
 
 function Numbers({ what, state }) {
   const { phase, received, processed, rate } = state;

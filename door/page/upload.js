@@ -15,7 +15,7 @@ const NOTHING = { received: 0, receivedTokens: 0, processed: 0, total: 0, rate: 
 /** `what` is {id, uploadId, append, title, fileName, size}; `file` may be missing after a reload.
  *
  * Its `store` says: phase "queued", "sending", "reading", "recovering", "waiting" (and `until`), "file" (choose it
- * again), "failed" (and `error`), "done" (and `context`); and the numbers of NOTHING. */
+ * again), "failed" (and `error`), "stopping", "done" (and `context`); and the numbers of NOTHING. */
 export class Upload {
   #abort = new AbortController();
   #offset = null;

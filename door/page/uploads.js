@@ -1,4 +1,5 @@
 // All uploads of this tab, one sending at a time; what a reload must know of them is kept for the tab alone.
+import { endUpload } from "./api.js";
 import { contexts } from "./contexts.js";
 import { say } from "./live.js";
 import { open, opened } from "./route.js";
@@ -36,6 +37,26 @@ class Uploads {
     this.store.set(this.store.value.map((each) => (each === upload ? other : each)));
     this.#keep();
     this.#start(other);
+  }
+
+  /** Ends it wherever it is, unless it has become a document by now. */
+  async cancel(upload) {
+    const { what, file, store } = upload;
+    // of one that waits in this tab for its first turn the service knows nothing
+    const isKnown = store.value.phase !== "queued" || !file;
+    upload.stop();
+    store.patch({ phase: "stopping" });
+    try {
+      if (isKnown) await endUpload(what);
+    } catch (error) {
+      if (error.status !== 404) {
+        store.patch({ phase: "failed", error });
+        return;
+      }
+    }
+    say(`${what.fileName} is stopped.`);
+    this.drop(upload);
+    contexts.refresh();
   }
 
   drop(upload) {

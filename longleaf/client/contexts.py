@@ -113,6 +113,13 @@ class ContextCalls:
         request = ingest_pb.DeleteContextRequest(name=codec.context_name(context))
         await self._calls.once(self._contexts.DeleteContext, "DeleteContext", request, nothing, timeout)
 
+    async def cancel_ingest(self, context: str, upload_id: str, *, timeout: float | None = None) -> None:
+        """Ends an ingest by its upload id, and keeps nothing of it: whoever waits for it gets Cancelled. Raises
+        NotFound, also when its context is there by now."""
+        upload_id = codec.encodable(upload_id, "upload_id")
+        request = ingest_pb.CancelIngestRequest(name=codec.context_name(context), upload_id=upload_id)
+        await self._calls.once(self._contexts.CancelIngest, "CancelIngest", request, nothing, timeout)
+
     async def export_context(
         self,
         context: str,

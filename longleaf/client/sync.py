@@ -160,6 +160,9 @@ class Client:
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.delete_context, context, timeout=timeout)
 
+    def cancel_ingest(self, context: str, upload_id: str, *, timeout: float | None = None) -> None:
+        self._loop.run(self._client.cancel_ingest, context, upload_id, timeout=timeout)
+
     def export_context(
         self,
         context: str,

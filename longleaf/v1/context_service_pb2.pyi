@@ -214,6 +214,14 @@ class DeleteContextRequest(_message.Message):
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
+class CancelIngestRequest(_message.Message):
+    __slots__ = ("name", "upload_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    upload_id: str
+    def __init__(self, name: _Optional[str] = ..., upload_id: _Optional[str] = ...) -> None: ...
+
 class ExportContextRequest(_message.Message):
     __slots__ = ("name", "offset", "digest", "without_keys")
     NAME_FIELD_NUMBER: _ClassVar[int]

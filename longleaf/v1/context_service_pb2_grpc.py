@@ -42,6 +42,11 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.IngestContextRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__service__pb2.IngestContextResponse.FromString,
                 _registered_method=True)
+        self.CancelIngest = channel.unary_unary(
+                '/longleaf.v1.ContextService/CancelIngest',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.CancelIngestRequest.SerializeToString,
+                response_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                _registered_method=True)
         self.GetContext = channel.unary_unary(
                 '/longleaf.v1.ContextService/GetContext',
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.GetContextRequest.SerializeToString,
@@ -104,6 +109,15 @@ class ContextServiceServicer:
         (an existing context is left as it was), unless the config names an upload_id: then it can be resumed. Whether the
         deadline can be met is looked at once the document is there; an ingest with an upload_id outlives it, like its
         stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelIngest(self, request, context):
+        """Ends an ingest that names an upload_id, whether its document arrives, is read, or is kept to be resumed: nothing of it
+        is kept, an existing context is left as it was, and a stream of it ends with ABORTED. NOT_FOUND when there is none,
+        and when it is acknowledged by now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +211,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.IngestContextRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__service__pb2.IngestContextResponse.SerializeToString,
             ),
+            'CancelIngest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelIngest,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.CancelIngestRequest.FromString,
+                    response_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            ),
             'GetContext': grpc.unary_unary_rpc_method_handler(
                     servicer.GetContext,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.GetContextRequest.FromString,
@@ -276,6 +295,33 @@ class ContextService:
             '/longleaf.v1.ContextService/IngestContext',
             longleaf_dot_v1_dot_context__service__pb2.IngestContextRequest.SerializeToString,
             longleaf_dot_v1_dot_context__service__pb2.IngestContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelIngest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/CancelIngest',
+            longleaf_dot_v1_dot_context__service__pb2.CancelIngestRequest.SerializeToString,
+            google_dot_protobuf_dot_empty__pb2.Empty.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from longleaf.client import Client
 from longleaf.messages import Delta
+from tests.support.behind_door import Behind
 from tests.support.command_line import CLI, Served, url_of
 
 LAUNCHERS = ("local", "ray")
@@ -95,6 +96,32 @@ def test_the_door_ends_with_its_service(launcher: Literal["local", "ray"]) -> No
 def _listens(process: psutil.Process, url: str) -> bool:
     port = int(url.rpartition(":")[2])
     return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+
+
+def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
+    with Behind("--kv-bytes", "60000000") as behind, httpx2.Client(base_url=behind.url, timeout=60) as client:
+
+        def ask() -> httpx2.Response:
+            body = {"model": "lookup", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
+            return client.post("/v1/chat/completions", json=body)
+
+        first = ask().json()
+        endless = {"model": "lookup", "prompt": "a", "stream": True, "logit_bias": {"257": -100}}
+        with client.stream("POST", "/v1/completions", json=endless) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            behind.lose_service()
+            told = [line for line in lines if line]
+        assert told[-2] == "event: error" and '"code":"unavailable"' in told[-1]
+        for _ in range(3):
+            gone, readiness = ask(), client.get("/readyz")
+            assert (gone.status_code, readiness.status_code) == (503, 503)
+            assert gone.headers["retry-after"] and gone.json()["error"]["code"] == "unavailable"
+        behind.find_service()
+        behind.wait(lambda: ask().status_code == 200)
+        again = ask().json()
+        assert again["choices"] == first["choices"]
+        assert client.get("/readyz").status_code == 200
 
 
 def test_a_taken_port_is_an_error() -> None:

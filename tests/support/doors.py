@@ -1,12 +1,18 @@
 """Doors for HTTP in front of services, in this process."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
 
 from door.server import serve
 from door.settings import DoorConfig
+from tests.support.service import FakeEngine, serving
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -24,3 +30,36 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
     finally:
         end.set()
         await asyncio.wait([serving])
+
+
+class Standing:
+    """A service on a fake engine, a door in front of it, and a client of that, which stay for many examples. Between
+    what is run nothing happens."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, client: httpx2.AsyncClient) -> None:
+        self._loop, self.engine, self.client = loop, engine, client
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+
+@contextmanager
+def standing(folder: Path) -> Generator[Standing, None, None]:
+    loop, engine = asyncio.new_event_loop(), FakeEngine()
+
+    @asynccontextmanager
+    async def entered() -> AsyncGenerator[httpx2.AsyncClient, None]:
+        async with (
+            serving(engine, folder) as (_, address),
+            opened(address) as url,
+            httpx2.AsyncClient(base_url=url, timeout=60) as client,
+        ):
+            yield client
+
+    it = entered()
+    try:
+        yield Standing(loop, engine, loop.run_until_complete(it.__aenter__()))
+        loop.run_until_complete(it.__aexit__(None, None, None))
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()

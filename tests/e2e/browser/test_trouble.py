@@ -1,5 +1,6 @@
 """What the page says, and does by itself, when something is not as it should be."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from door.errors import TABLE
 from tests.support.behind_door import Behind
 from tests.support.browser import GONE, OF_A_STATUS, Reader
 from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
@@ -135,3 +137,35 @@ def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code:
       return sentence(new Refusal(status, { message: 'why', code }, new Headers(headers)));
     }"""
     assert told in reader.page.evaluate(script, [status, code, headers])
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.error.__name__)
+def test_an_error_in_a_stream_is_the_same_sentence_as_one_before_it(reader: Reader, row: Any):
+    script = """async ([status, kind, code]) => {
+      const { Refusal, refusalOf, sentence } = await import('/page/errors.js');
+      const error = { message: 'why', type: kind, code };
+      const headers = new Headers(code === 'rate_limit_exceeded' ? { 'retry-after': '1' } : {});
+      return [sentence(refusalOf(error)), sentence(new Refusal(status, error, headers))];
+    }"""
+    [event, answer] = reader.page.evaluate(script, [row.status, row.kind, row.code])
+    assert event == answer
+
+
+def test_an_answer_that_fails_in_the_middle_keeps_what_came_and_says_why(reader: Reader, behind: Behind):
+    behind.ingest("notes", TEXT)
+    page = reader.page
+    page.get_by_role("link", name="notes").click()
+    chunk = {"choices": [{"index": 0, "delta": {"content": "amber-12 is"}, "finish_reason": None}]}
+    error = {"message": "the ranks that held it are gone", "type": "invalid_request_error", "code": "context_lost"}
+    body = f"data: {json.dumps(chunk)}\n\nevent: error\ndata: {json.dumps({'error': error})}\n\n"
+    page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.locator("#question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    told = page.get_by_role("alert").inner_text()
+    assert told.startswith("What was kept of this is damaged: the ranks that held it are gone. Add the file again.")
+    assert page.locator(".answer").inner_text() == "amber-12 is"
+    page.unroute("**/chat/completions")
+    page.get_by_role("button", name="Ask again").click()
+    page.locator(".foot").wait_for()
+    assert page.locator(".answer").inner_text().strip() == ANSWER
+    reader.audit()

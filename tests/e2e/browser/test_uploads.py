@@ -97,6 +97,64 @@ def test_a_name_that_somebody_took_meanwhile_can_be_changed_or_appended_to(reade
     reader.audit(OF_A_STATUS.format(409))
 
 
+def test_what_is_being_read_is_stopped_for_good(reader: Reader, behind: Behind):
+    page = reader.page
+    behind.ingest("notes", FILLER)
+    with behind.standing_still():
+        reader.add(("long.txt", LONG))
+        page.get_by_text("All is sent").wait_for()
+        page.get_by_role("button", name="Stop long").click()
+        page.locator(".sending").wait_for(state="detached")
+    behind.wait_idle()
+    page.get_by_role("link", name="notes").click()
+    with behind.standing_still():
+        add_to_the_end(reader, "more.txt")
+        page.get_by_text("All is sent").wait_for()
+        page.get_by_role("button", name="Stop more").click()
+        page.locator(".sending").wait_for(state="detached")
+    behind.wait_idle()
+    page.reload()
+    page.get_by_role("heading", name="notes").wait_for()
+    assert page.locator(".sending").count() == 0
+    assert behind.tokens() == {"notes": len(FILLER) + 1}
+    reader.audit()
+
+
+def test_what_is_being_sent_is_stopped_and_nothing_is_kept_of_it(reader: Reader, behind: Behind):
+    page = reader.page
+    reader.slow_uploads(40_000)
+    reader.add(("one.txt", LONG), ("two.txt", FILLER))
+    page.locator(".sending .numbers", has_text="kB of 108 kB sent").first.wait_for()
+    page.get_by_role("button", name="Stop two").click()  # it has not begun
+    page.get_by_role("button", name="Stop one").click()
+    reader.slow_uploads(None)
+    page.locator(".sending").wait_for(state="detached")
+    deleted = [each.url for each in reader.requests if each.method == "DELETE"]
+    assert len(deleted) == 1 and "/v1/contexts/one?" in deleted[0]
+    assert behind.tokens() == {}
+    reader.audit()
+
+
+def add_to_the_end(reader: Reader, name: str) -> None:
+    file = {"name": name, "mimeType": "text/plain", "buffer": b"amber-12 = 4711\n" + FILLER.encode()}
+    with reader.page.expect_file_chooser() as chooser:
+        reader.page.get_by_role("button", name="Add to it…").click()
+    chooser.value.set_files([file])
+    reader.page.get_by_role("dialog", name="Add to the end of notes").wait_for()
+    reader.page.keyboard.press("Enter")
+
+
+def test_a_document_that_is_open_is_added_to(reader: Reader, behind: Behind):
+    behind.ingest("notes", FILLER)
+    page = reader.page
+    page.get_by_role("link", name="notes").click()
+    add_to_the_end(reader, "More.txt")
+    page.locator("article .numbers").first.filter(has_text=f"{1 + 2 * len(FILLER) + 16} tokens").wait_for()
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    assert behind.tokens() == {"notes": 1 + 2 * len(FILLER) + 16}
+    reader.audit()
+
+
 def test_what_is_no_text_is_refused_before_anything_is_sent(reader: Reader):
     page = reader.page
     bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]

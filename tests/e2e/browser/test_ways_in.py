@@ -61,6 +61,9 @@ CONTRAST = """() => {
   }
   return low;
 }"""
+# whether the field, which sticks to the window, hides nothing of what was answered
+LAST_IN_SIGHT = """() => document.querySelector('.turns').getBoundingClientRect().bottom
+  <= document.querySelector('.field-of-question').getBoundingClientRect().top"""
 
 
 def focused(reader: Reader) -> str:
@@ -180,6 +183,24 @@ def test_on_a_small_screen_the_shelf_makes_room_for_the_document(browser: Any, b
         page.get_by_role("heading", name="Shelf").wait_for()
         page.go_back()
         page.locator("#question").wait_for()
+        reader.audit()
+
+
+def test_on_a_small_screen_the_last_answer_is_in_sight_unless_the_reader_went_up(browser: Any, behind: Behind):
+    behind.ingest("notes", TEXT)
+    with Reader(browser, behind.url, viewport={"width": 320, "height": 640}) as reader:
+        page = reader.page
+        page.get_by_role("link", name="notes").click()
+        for _ in range(4):
+            reader.ask("What is the value of amber-12?")
+        page.wait_for_function(LAST_IN_SIGHT)
+        page.locator("#question").fill("What is the value of jade-7?")
+        with behind.standing_still():
+            page.keyboard.press("Enter")
+            page.get_by_text("Asking…").wait_for()
+            page.evaluate("scrollTo(0, 0)")
+        page.locator(".foot").nth(4).wait_for()
+        assert page.evaluate("scrollY") == 0
         reader.audit()
 
 

@@ -39,6 +39,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "GetContext": ("name",),
     "GetContextText": ("name",),
     "DeleteContext": ("name",),
+    "CancelIngest": ("name",),
     "ExportContext": ("name",),
     "RereadContext": ("name",),
     "ForkContext": ("name", "new_name"),

@@ -46,6 +46,7 @@ ROWS: dict[str, Row] = {
     "Generate": Row({"context": "contexts/book", "text": "who?", "sampling": SAMPLING}),
     "CancelGeneration": Row({"request_id": "held"}),
     "IngestContext": Row({"config": BOOK | {"append": True}}, more=({"text": b"more"},)),
+    "CancelIngest": free(BOOK | {"upload_id": "mine"}, NOT_FOUND),
     "GetContext": Row(BOOK),
     "GetContextText": Row(BOOK | {"token_range": {"start": 0, "end": 2}}),
     "ListContexts": free(),

@@ -24,7 +24,7 @@ from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
-from longleaf.errors import InvalidArgument, StorageUnavailable
+from longleaf.errors import InvalidArgument, NotFound, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
 
@@ -193,6 +193,17 @@ async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> No
     async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
         one.kept.begin()
         await asyncio.sleep(0)
+        assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
+
+
+async def test_what_an_earlier_service_kept_can_be_cancelled(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[:150_001]), ends=False)
+    async with desk(tmp_path) as one:
+        await one.ingest.cancel("moby", "mine")
+        with pytest.raises(NotFound):
+            await one.ingest.cancel("moby", "mine")
+    async with desk(tmp_path) as one:
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 

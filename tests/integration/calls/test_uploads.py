@@ -19,7 +19,7 @@ from longleaf.client.documents import Document, Part, pieces_of
 from longleaf.client.upload import header_of
 from longleaf.codec.status import decode_error
 from longleaf.config import MAX_REQUEST_BYTES
-from longleaf.errors import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from longleaf.messages import IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
@@ -225,6 +225,47 @@ async def test_an_acknowledged_ingest_can_be_asked_again(service: Served, append
     assert service.engine.contexts["moby"] == ([1] if append else OPENING) + list(ids("some text"))
     with pytest.raises(InvalidArgument, match=r"config\.append"):
         await service.client.ingest("moby", "some text", append=not append, upload_id="mine")
+
+
+async def test_a_cancelled_ingest_ends_wherever_it_is_and_leaves_nothing(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
+    service.engine.contexts["book"] = [1]
+    receiving, reading = Raw(channel), Raw(channel, name="contexts/book", append=True)
+    await receiving.open()
+    await receiving.call.write(ingest_pb.IngestContextRequest(text=b"some"))
+    service.engine.is_endless = True
+    await reading.open()
+    await reading.call.write(ingest_pb.IngestContextRequest(text=b"text"))
+    await reading.call.done_writing()
+    await service.engine.opened.wait()
+    for name, stream in (("moby", receiving), ("book", reading)):
+        await service.client.cancel_ingest(name, "mine")
+        with pytest.raises(grpc.aio.AioRpcError, match="was cancelled") as caught:
+            await stream.finish()
+        assert caught.value.code() == grpc.StatusCode.ABORTED
+        with pytest.raises(NotFound, match="upload mine of contexts/"):
+            await service.client.cancel_ingest(name, "mine")
+    [stream] = service.engine.streams
+    assert stream.closed.is_set()
+    assert service.engine.contexts == {"book": [1]}
+    assert (await Raw(channel).open()).received_size_bytes == 0
+
+
+async def test_what_was_left_is_cancelled_and_what_is_there_is_not(service: Served, channel: grpc.aio.Channel) -> None:
+    left = Raw(channel)
+    await left.open()
+    await left.call.write(ingest_pb.IngestContextRequest(text=b"some"))
+    left.call.cancel()
+    await service.client.cancel_ingest("moby", "mine")
+    assert (await Raw(channel).open()).received_size_bytes == 0
+    made = await service.client.ingest("book", "some text", upload_id="mine")
+    with pytest.raises(NotFound):
+        await service.client.cancel_ingest("book", "mine")
+    assert await service.client.get_context("book") == made
+    for wrong in ("", "yours"):
+        with pytest.raises(NotFound):
+            await service.client.cancel_ingest("moby", wrong)
 
 
 async def test_another_upload_is_another_ingest(service: Served) -> None:

@@ -37,6 +37,7 @@ CALLS: dict[str, Call] = {
     "Generate": lambda client, seconds: drained(client.generate("x", timeout=seconds)),
     "CancelGeneration": lambda client, seconds: client.cancel_generation("x", timeout=seconds),
     "IngestContext": lambda client, seconds: client.ingest("x", "some text", timeout=seconds),
+    "CancelIngest": lambda client, seconds: client.cancel_ingest("x", "y", timeout=seconds),
     "GetContext": lambda client, seconds: client.get_context("x", timeout=seconds),
     "GetContextText": lambda client, seconds: client.get_context_text("x", 0, 5, timeout=seconds),
     "ListContexts": lambda client, seconds: client.list_contexts(timeout=seconds),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from door import callers
-from tests.support.doors import opened
+from door import app, callers
+from door.bodies import Bodies
+from tests.support.doors import opened, standing
 from tests.support.service import FakeEngine, Served, ids, serving
 
 CHAT = "/v1/chat/completions"
@@ -201,6 +203,38 @@ async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served,
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
 
+async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "Bodies", partial(Bodies, part_seconds=0.2))
+    async with opened(service.address) as url:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        for length in ("Content-Length: 99", "Transfer-Encoding: chunked"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
+            answer = await asyncio.wait_for(reader.read(), 10)  # until the connection ends
+            assert answer.startswith(b"HTTP/1.1 408") and b'{"error":{"message":"the body did not come"' in answer
+            writer.close()
+        async with httpx2.AsyncClient(base_url=url) as client:
+            assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+
+async def test_bodies_that_are_too_many_together_are_told_to_come_again(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "Bodies", partial(Bodies, 1000))
+    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950\r\n"
+        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # it is waited for
+        answer = await client.post(CHAT, json=GOOD)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+        writer.close()
+        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the door has noticed
+            pass
+        assert (await client.post(CHAT, json=GOOD)).status_code == 200
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -210,28 +244,61 @@ FIELDS = (
     "model messages max_tokens temperature top_p n stop seed logit_bias logprobs top_logprobs user stream context "
     "top_k min_p priority request_id prompt stream_options echo tools"
 ).split()
-BODIES = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4)
+VALUES = st.sampled_from(
+    [0, 1, -1, 0.5, 1e308, 1 << 63, "", "x", "fake", "fake:book", "book", True, False, None, [], {}]
+)
+"""What is often nearly right."""
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+        optional={
+            "content": st.text(max_size=8)
+            | st.lists(st.fixed_dictionaries({"type": VALUES, "text": VALUES}), max_size=2),
+            "name": VALUES,
+        },
+    ),
+    max_size=4,
+)
+CHANGES = st.dictionaries(st.sampled_from(FIELDS), JSON | VALUES, max_size=4) | st.fixed_dictionaries(
+    {"messages": MESSAGES}
+)
+OTHERS = st.dictionaries(
+    st.sampled_from("id tokens display_name pinned expires ttl".split()), JSON | VALUES, max_size=3
+)
+PLACES: dict[str, tuple[str, st.SearchStrategy[dict[str, Any]]]] = {
+    CHAT: ("POST", CHANGES),
+    "/v1/completions": ("POST", CHANGES),
+    "/v1/contexts/book/fork": ("POST", OTHERS),
+    "/v1/contexts/book": ("PATCH", OTHERS),
+}
+EXAMPLES = (400, pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/contexts/book/fork"])
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_no_body_is_a_500(path: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A few bodies for each of a few doors: one costs more than its bodies."""
-    bodies = data.draw(st.lists(st.tuples(BODIES, st.booleans()), min_size=5, max_size=5))
+@st.composite
+def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> bytes:
+    """A body, or what is left of one that was cut and written over."""
+    base = draw(st.sampled_from([{}, GOOD, GOOD | {"stream": True}, {"model": "fake", "prompt": "x", "max_tokens": 2}]))
+    content = json.dumps(base | draw(changes), ensure_ascii=draw(st.booleans())).encode(errors="surrogatepass")
+    if draw(st.sampled_from([False, False, False, True])):
+        place = draw(st.integers(0, len(content)))
+        content = content[:place] + draw(st.binary(max_size=3)) + content[place + draw(st.integers(0, 3)) :]
+    return content
 
-    async def run() -> None:
-        engine = FakeEngine()
-        engine.answer = (ids("x"),)
-        folder = tmp_path_factory.mktemp("model")
-        async with (
-            serving(engine, folder) as (_, address),
-            opened(address) as url,
-            httpx2.AsyncClient(base_url=url) as client,
-        ):
-            for change, is_based in bodies:
-                content = json.dumps((GOOD | {"prompt": "x"} if is_based else {}) | change).encode()
-                assert (await client.post(path, content=content)).status_code < 500, content
-            assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
-    asyncio.run(run())
+@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_no_body_is_a_500(path: str, examples: int, tmp_path: Path) -> None:
+    """The door is one and the same for all examples, and answers after each."""
+    method, changes = PLACES[path]
+    with standing(tmp_path / "model") as door:
+        door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))
+
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @given(content=contents(changes))
+        def bears(content: bytes) -> None:
+            answer = door.run(door.client.request(method, path, content=content))
+            assert answer.status_code < 500, (content, answer.text)
+            assert '"code":"internal"' not in answer.text and "event: error" not in answer.text
+            assert door.run(door.client.post(CHAT, json=GOOD)).status_code == 200
+
+        bears()

@@ -1,7 +1,10 @@
 """Contexts over HTTP: uploaded in pieces, told, changed, forked, deleted; and the cluster."""
 
 import asyncio
+import itertools
 import json
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -9,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.doors import opened
-from tests.support.service import TEXT, FakeEngine, Served, ids, serving
+from tests.support.doors import opened, standing
+from tests.support.service import TEXT, Served, ids
 
 PLAIN = {"content-type": "text/plain"}
 
@@ -66,6 +69,21 @@ async def test_an_upload_is_resumed_where_it_was(service: Served, url: str) -> N
         assert events_of(again)[-1]["phase"] == "ready"
 
 
+async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(service: Served, url: str) -> None:
+    service.engine.contexts["book"] = [1]
+    path = "/v1/contexts/book?upload_id=u"
+    async with httpx2.AsyncClient(base_url=url) as client:
+        headers = {**PLAIN, "Upload-Length": "100"}
+        assert events_of(await client.post(f"{path}&append=true", content=b"some", headers=headers))[-1][
+            "received_bytes"
+        ]
+        assert (await client.delete(path)).status_code == 204
+        for wrong, status in ((path, 404), (f"{path}&append=true", 400), ("/v1/contexts/book?upload_id=", 400)):
+            assert (await client.delete(wrong)).status_code == status
+        assert (await client.head(f"{path}&append=true")).headers["upload-offset"] == "0"
+        assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
+
+
 async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         both = [client.post(f"/v1/contexts/book?upload_id={u}", content=b"text", headers=PLAIN) for u in "ab"]
@@ -92,49 +110,58 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
         assert (await client.post("/v1/contexts/NO", content=b"x", headers=PLAIN)).status_code == 404
 
 
-CUTS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=6)
+CUTS = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8)
+EXAMPLES = (150, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(min_size=1, max_size=30), cuts=CUTS)
-def test_any_cut_break_and_resume_gives_the_whole(
-    text: str, cuts: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_cut_break_and_resume_gives_the_whole(examples: int, tmp_path: Path) -> None:
+    """The door is one and the same for all examples."""
+    numbers = itertools.count()
+    with standing(tmp_path / "model") as door:
+
+        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @given(text=st.text(min_size=1, max_size=40), cuts=CUTS, is_appended=st.booleans())
+        def is_whole(text: str, cuts: list[tuple[int, bool]], is_appended: bool) -> None:
+            number = next(numbers)
+            whole, cut = f"whole{number}", f"cut{number}"
+            door.run(uploaded(door.client, whole, cut, text.encode(), cuts, is_appended))
+            assert door.engine.contexts.pop(cut) == door.engine.contexts.pop(whole)
+
+        is_whole()
+
+
+async def uploaded(
+    client: httpx2.AsyncClient, whole: str, cut: str, content: bytes, cuts: list[tuple[int, bool]], is_appended: bool
 ) -> None:
-    content = text.encode()
-
-    async def run() -> None:
-        engine = FakeEngine()
-        folder = tmp_path_factory.mktemp("model")
-        async with (
-            serving(engine, folder) as (_, address),
-            opened(address) as url,
-            httpx2.AsyncClient(base_url=url) as client,
-        ):
-            await client.post("/v1/contexts/whole", content=content, headers=PLAIN)
-            for size, is_broken in cuts:
-                await send(client, size, is_broken)
-            assert events_of(await send(client, len(content), is_broken=False))[-1]["phase"] == "ready"
-        assert engine.contexts["cut"] == engine.contexts["whole"]
-
-    async def send(client: httpx2.AsyncClient, size: int, is_broken: bool) -> Any:
-        path = "/v1/contexts/cut?upload_id=u"
-        known = await client.head(path)
-        offset = int(known.headers["upload-offset"])
+    """Makes two contexts, one at once, one in pieces."""
+    for name in (whole, cut) if is_appended else ():
+        await client.post(f"/v1/contexts/{name}", content=b"It begins. ", headers=PLAIN)
+    more = "append=true" if is_appended else ""
+    assert events_of(await client.post(f"/v1/contexts/{whole}?{more}", content=content, headers=PLAIN))[-1]["context"]
+    path = f"/v1/contexts/{cut}?upload_id=u{cut}&{more}"
+    for size, is_broken in [*cuts, (len(content), False)]:
+        offset = int((await client.head(path)).headers["upload-offset"])
         part = content[offset : offset + size]
         headers = {**PLAIN, "Upload-Offset": str(offset), "Upload-Length": str(len(content))}
-        if not is_broken:
-            return await client.post(path, content=part, headers=headers)
-        host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + part)
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        return None
+        if is_broken:
+            await break_off(client, path, part, headers)
+        else:
+            answer = await client.post(path, content=part, headers=headers)
+            is_all = offset + len(part) == len(content)
+            assert events_of(answer)[-1]["phase"] == ("ready" if is_all else "incomplete"), answer.text
 
-    asyncio.run(run())
+
+async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers: dict[str, str]) -> None:
+    """Sends a part of a slice, and leaves."""
+    host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    writer.write("\r\n".join([*lines, "", ""]).encode() + part)
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url: str) -> None:
@@ -148,3 +175,13 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             service.engine.changes.note()
             assert await anext(lines) == ""
             assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
+
+
+async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:
+    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
+        url = await door.enter_async_context(opened(service.address, drain_seconds=600))
+        async with client.stream("GET", f"{url}/v1/cluster") as stream:
+            lines = aiter(stream.aiter_lines())
+            assert (await anext(lines)).startswith("data: ")
+            await door.aclose()
+            assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"

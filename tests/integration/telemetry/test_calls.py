@@ -28,6 +28,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "Generate": [{"context": "contexts/book", "text": SECRET, "sampling": {"max_token_count": 1}}],
     "CancelGeneration": [{"request_id": "held"}],
     "IngestContext": [{"config": {"name": "contexts/new"}}, {"text": SECRET.encode()}],
+    "CancelIngest": [{"name": "contexts/begun", "upload_id": "mine"}],
     "GetContext": [{"name": "contexts/book"}],
     "GetContextText": [{"name": "contexts/book", "token_range": {"start": 0, "end": 2}}],
     "ListContexts": [{}],
@@ -52,6 +53,7 @@ CONTEXTS = {
         ("Generate", "GetContext", "GetContextText", "UpdateContext", "DeleteContext", "ExportContext"), "book"
     ),
     "IngestContext": "new",
+    "CancelIngest": "begun",
     "ForkContext": "fork",
     "RereadContext": "old",
     "ImportContext": "came",

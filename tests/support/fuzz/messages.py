@@ -64,6 +64,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
         {"name": f"contexts/{HELD}", "byte_range": {"end": "3"}},
     ),
     "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
+    "CancelIngestRequest": ({"name": f"contexts/{HELD}", "upload_id": "mine"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),
     "TokenizeRequest": ({"text": "some text", "return_spans": True},),

@@ -1,0 +1,57 @@
+"""Streams through a door: what is told while nothing is, and who reads slowly."""
+
+from functools import partial
+from typing import Any
+
+import httpx2
+import pytest
+
+from coordinator import events
+from door.contexts import upload
+from door.events import EventResponse
+from door.openai import answers
+from longleaf.messages import Progress
+from tests.support.service import TEXT, Served, ids
+
+QUESTION = {"model": "fake", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
+PLAIN = {"content-type": "text/plain"}
+
+
+async def until(lines: Any, line: str) -> None:
+    async for found in lines:
+        if found == line:
+            return
+    raise AssertionError(f"{line} was not told")
+
+
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (events.Admitted(9, 0, queue_position=3), ": queued 3"),
+        (Progress(4096, 60_000), ": read 4096 of 60000 tokens"),
+    ],
+    ids=["waits", "reads"],
+)
+async def test_an_answer_that_has_not_begun_tells_why(
+    service: Served, url: str, happens: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "EventResponse", partial(EventResponse, heartbeat=0.01))
+    service.engine.script, service.engine.is_endless = (happens,), True
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for path, body in (("chat/completions", QUESTION), ("completions", {"prompt": "Who?", "stream": True})):
+            async with client.stream("POST", f"/v1/{path}", json={"model": "fake", **body}) as stream:
+                await until(aiter(stream.aiter_lines()), told)
+
+
+async def test_a_document_that_is_read_tells_how_far(
+    service: Served, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "EventResponse", partial(EventResponse, heartbeat=0.01))
+    service.engine.is_endless = True
+    async with (
+        httpx2.AsyncClient(base_url=url) as client,
+        client.stream("POST", "/v1/contexts/book", content=TEXT.encode(), headers=PLAIN) as stream,
+    ):
+        num_tokens = len(ids(TEXT)) + 2
+        lines = aiter(stream.aiter_lines())
+        await until(lines, f": prefilling, {num_tokens} of {num_tokens} tokens")

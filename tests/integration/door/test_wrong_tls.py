@@ -1,0 +1,135 @@
+"""Doors that were told wrongly how their service is encrypted: an operator reads why, a caller that it is away."""
+
+import logging
+import sys
+from asyncio import create_subprocess_exec, subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from coordinator.serving.certificates import Certificates
+from door.server import serve
+from door.settings import DoorConfig
+from longleaf.credentials import new_credential
+from longleaf.errors import InvalidArgument
+from longleaf.operations import SecurityConfig
+from tests.support.authority import Authority
+from tests.support.doors import opened
+from tests.support.service import FakeEngine, serving
+
+CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("POST", "/v1/chat/completions", {"json": {"model": "fake", "messages": [{"role": "user", "content": "Who?"}]}}),
+    ("POST", "/v1/completions", {"json": {"model": "fake", "prompt": "Who?", "stream": True}}),
+    ("GET", "/v1/models", {}),
+    ("GET", "/v1/models/fake", {}),
+    ("GET", "/v1/contexts", {}),
+    ("GET", "/v1/contexts/book", {}),
+    ("PATCH", "/v1/contexts/book", {"json": {"pinned": True}}),
+    ("DELETE", "/v1/contexts/book", {}),
+    ("POST", "/v1/contexts/book/fork", {"json": {"id": "half"}}),
+    ("HEAD", "/v1/contexts/book?upload_id=u", {}),
+    ("POST", "/v1/contexts/book?upload_id=u", {"content": b"x", "headers": {"content-type": "text/plain"}}),
+    ("GET", "/v1/cluster", {}),
+    ("GET", "/v1/cluster?once=true", {}),
+    ("GET", "/readyz", {}),
+)
+
+
+class Files:
+    """An authority, and another one that nobody trusts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ours, self.theirs = Authority(folder / "ours"), Authority(folder / "theirs")
+
+    @asynccontextmanager
+    async def service(self, folder: Path, kind: str) -> AsyncIterator[str]:
+        cert, key = map(str, self.ours.write("service"))
+        client_ca = str(self.ours.file) if kind == "mutual" else None
+        config = SecurityConfig(tls_cert=cert, tls_key=key, tls_client_ca=client_ca)
+        options = {} if kind == "plain" else {"certificates": Certificates.of(config)}
+        host = "127.0.0.2" if kind == "elsewhere" else "127.0.0.1"
+        async with serving(FakeEngine(), folder, host, **options) as (_, address):
+            yield address
+
+    def told(self, kind: str) -> dict[str, Any]:
+        """What a door is told."""
+        ours, theirs = str(self.ours.file), str(self.theirs.file)
+        cert, key = map(str, self.theirs.write("door"))
+        found: dict[str, dict[str, Any]] = {
+            "nothing": {},
+            "ours": {"tls_ca": ours},
+            "theirs": {"tls_ca": theirs},
+            "another's": {"tls_ca": ours, "server_tls_cert": cert, "server_tls_key": key},
+        }
+        return found[kind]
+
+
+@pytest.mark.parametrize(
+    ("service", "told", "why"),
+    [
+        ("encrypted", "nothing", "serves encrypted connections alone"),
+        ("encrypted", "theirs", "no authority"),
+        ("plain", "ours", "serves plain connections"),
+        ("mutual", "ours", "client certificate"),
+        ("mutual", "another's", "client certificate"),
+        ("elsewhere", "ours", "not for that name"),
+    ],
+)
+async def test_callers_are_told_that_the_service_is_away_and_operators_why(
+    service: str, told: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, credential = Files(tmp_path), new_credential()
+    caplog.set_level(logging.WARNING, "door")
+    async with files.service(tmp_path / "model", service) as address:
+        bearer = {"authorization": f"Bearer {credential}"}
+        async with opened(address, **files.told(told)) as url, httpx2.AsyncClient(base_url=url, timeout=20) as client:
+            for method, path, sent in CALLS:
+                sent = sent | {"headers": sent.get("headers", {}) | bearer}
+                answer = await client.request(method, path, **sent)
+                assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), (path, answer.text)
+                if method != "HEAD":
+                    error = answer.json()["error"]
+                    assert (error["type"], error["code"], error["param"]) == ("server_error", "unavailable", None)
+                for secret in (address, address.rpartition(":")[2], str(tmp_path), "LONGLEAF", "TLS", credential):
+                    assert secret not in answer.text, path
+            assert (await client.get("/healthz")).status_code == 200
+    assert why in caplog.text and credential not in caplog.text
+
+
+async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    async with files.service(tmp_path / "model", "encrypted") as address:
+        command = [sys.executable, "-m", "door", f"--server={address}", "--port=0", f"--tls-ca={files.theirs.file}"]
+        door = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert door.stdout is not None
+        url = (await door.stdout.readline()).decode().removeprefix("listening on ").strip()
+        async with httpx2.AsyncClient(base_url=url) as client:
+            for _ in range(5):
+                assert (await client.get("/v1/models")).status_code == 503
+        door.terminate()
+        _, told = await door.communicate()
+    (line,) = told.decode().splitlines()
+    assert "no authority given here" in line and "the service cannot be reached" in line
+
+
+async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    cert, key = map(str, files.ours.write("one"))
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for settings, field in (
+        ({"tls_ca": str(tmp_path / "none.pem")}, "tls_ca"),
+        ({"tls_ca": str(empty)}, "tls_ca"),
+        ({"tls_ca": key}, "tls_ca"),
+        ({"server_tls_cert": cert, "server_tls_key": key}, "tls_cert"),
+        ({"tls_ca": cert, "server_tls_cert": cert}, "tls_cert"),
+        ({"tls_ca": cert, "server_tls_cert": str(empty), "server_tls_key": key}, "tls_cert"),
+        ({"tls_ca": cert, "server_tls_cert": cert, "server_tls_key": cert}, "tls_key"),
+    ):
+        with pytest.raises(InvalidArgument) as told:
+            await serve(DoorConfig(server="127.0.0.1:1", port=0, **settings), lambda *_: None)  # type: ignore[arg-type]
+        assert told.value.field == field, settings

@@ -1,0 +1,143 @@
+"""JSON bodies as they come: what is held of all callers together, and for how long one is waited for."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from door import bodies
+from door.bodies import Bodies
+from door.errors import Problem
+
+MOST = 100
+GOOD = b'{"a": 1}'
+
+
+class Sending:
+    """A caller whose body comes as a test says."""
+
+    def __init__(self, declared: int | None = None) -> None:
+        self._messages = asyncio.Queue[dict[str, Any]]()
+        self.num_asked = 0
+        self.asked = asyncio.Semaphore(0)
+        headers = [] if declared is None else [(b"content-length", str(declared).encode())]
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+        self.request = Request(scope, self._receive)
+
+    async def _receive(self) -> dict[str, Any]:
+        self.num_asked += 1
+        self.asked.release()
+        return await self._messages.get()
+
+    def send(self, body: bytes, more: bool = False) -> "Sending":
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more})
+        return self
+
+    def leave(self) -> "Sending":
+        self._messages.put_nowait({"type": "http.disconnect"})
+        return self
+
+
+def problem(told: pytest.ExceptionInfo[Problem]) -> tuple[int, str | None, str, str | None]:
+    error = told.value
+    return error.status, error.code, error.kind, error.headers.get("retry-after")
+
+
+FULL = (503, "unavailable", "server_error", "1")
+
+
+@pytest.mark.parametrize(
+    ("sending", "status"),
+    [
+        (lambda: Sending(len(GOOD)).send(GOOD), 200),
+        (lambda: Sending().send(GOOD[:3], more=True).send(GOOD[3:]), 200),
+        (lambda: Sending(bodies.MAX_JSON_BYTES + 1), 413),
+        (lambda: Sending().send(b" " * (bodies.MAX_JSON_BYTES + 1)), 413),
+        (lambda: Sending(MOST + 1), 503),
+        (lambda: Sending().send(b" " * MOST, more=True).send(b" "), 503),
+        (lambda: Sending(50).send(b" " * 10, more=True), 408),
+        (lambda: Sending(50).send(b" " * 10, more=True).leave(), 400),
+        (lambda: Sending(1).send(b"{"), 400),
+        (lambda: Sending(2).send(b"[]"), 400),
+        (lambda: Sending(1).send(b"\xff"), 400),
+    ],
+    ids="whole chunked declared-large large declared-full full idle left broken list no-text".split(),
+)
+async def test_what_is_held_is_given_back_however_a_body_ends(sending, status):
+    most = 2 * bodies.MAX_JSON_BYTES if status == 413 else MOST
+    held = Bodies(most, part_seconds=0.05)
+    reading = asyncio.ensure_future(held.read_json(sending().request))
+    await asyncio.wait([reading])
+    error = reading.exception()
+    assert (error.status if isinstance(error, Problem) else 200) == status
+    held.audit()
+
+
+async def test_what_is_held_is_given_back_when_who_waits_is_ended():
+    held, sending = Bodies(MOST), Sending(50)
+    reading = asyncio.create_task(held.read_json(sending.request))
+    await sending.asked.acquire()
+    reading.cancel()
+    await asyncio.wait([reading])
+    held.audit()
+
+
+async def test_one_body_too_many_is_refused_before_it_is_read():
+    held, first, second = Bodies(MOST), Sending(60), Sending(60)
+    reading = asyncio.create_task(held.read_json(first.request))
+    await first.asked.acquire()
+    with pytest.raises(Problem) as told:
+        await held.read_json(second.send(GOOD).request)
+    assert problem(told) == FULL and second.num_asked == 0
+    assert await held.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
+    first.send(GOOD)
+    assert await reading == {"a": 1}
+    assert await held.read_json(Sending(60).send(GOOD).request) == {"a": 1}
+    held.audit()
+
+
+async def test_bodies_of_no_told_length_are_counted_as_they_come():
+    held, first, second = Bodies(MOST), Sending(), Sending()
+    reading = asyncio.create_task(held.read_json(first.send(b" " * 90, more=True).request))
+    for _ in range(2):  # the first part has been read
+        await first.asked.acquire()
+    with pytest.raises(Problem) as told:
+        await held.read_json(second.send(b" " * 11, more=True).request)
+    assert problem(told) == FULL
+    first.send(GOOD)
+    assert await reading == {"a": 1}
+    held.audit()
+
+
+async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
+    large = b" " * bodies.LARGE_BYTES + GOOD
+    held, may_end, begun = Bodies(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
+    loop, decode = asyncio.get_running_loop(), bodies.decode
+
+    def decoded(content):
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result()
+        return decode(content)
+
+    monkeypatch.setattr(bodies, "decode", decoded)
+    reading = asyncio.create_task(held.read_json(Sending(len(large)).send(large).request))
+    await begun.wait()
+    with pytest.raises(Problem) as told:
+        await held.read_json(Sending(len(large)).request)
+    assert problem(told) == FULL
+    may_end.set()
+    assert await reading == {"a": 1}
+    held.audit()
+
+
+async def test_a_body_that_comes_and_comes_is_not_waited_for_for_ever():
+    held, sending = Bodies(MOST, part_seconds=3600, seconds=0.05), Sending()
+    reading = asyncio.create_task(held.read_json(sending.request))
+    while not reading.done():  # each part is in time
+        sending.send(b"", more=True)
+        await asyncio.sleep(0.001)
+    with pytest.raises(Problem) as told:
+        await reading
+    assert told.value.status == 408 and told.value.headers["connection"] == "close"
+    held.audit()

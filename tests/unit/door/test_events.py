@@ -1,0 +1,78 @@
+"""Responses of events: what is told while nothing happens, and how they end."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from door.events import EventResponse, event
+from door.openai.answers import Waiting
+from longleaf.messages import Progress, Recovering, Started
+
+OFTEN = 0.005
+
+
+class Reading:
+    """A caller of a response; leaves when told."""
+
+    def __init__(self, response: EventResponse) -> None:
+        self.left = asyncio.Event()
+        self._bodies = asyncio.Queue[bytes]()
+        self.going = asyncio.create_task(response({"type": "http"}, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message.get("body"):
+            self._bodies.put_nowait(message["body"])
+
+    async def next(self) -> bytes:
+        async with asyncio.timeout(10):
+            return await self._bodies.get()
+
+    async def until(self, body: bytes) -> int:
+        """How many others come before it."""
+        num_others = 0
+        while await self.next() != body:
+            num_others += 1
+        return num_others
+
+
+async def test_comments_tell_what_is_waited_for_and_events_go_on():
+    waiting, may_go_on = Waiting(), asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await may_go_on.wait()
+        yield event({"n": 1})
+
+    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    assert [await reading.next() for _ in range(2)] == [b": waiting\n\n"] * 2
+    for told, comment in (
+        (Started(9, 0, queue_position=3), b": queued 3\n\n"),
+        (Progress(4096, 60_000), b": read 4096 of 60000 tokens\n\n"),
+        (Recovering(lost_tokens=8, recovered_tokens=2, total_tokens=8), b": recovering, 2 of 8 tokens\n\n"),
+    ):
+        waiting.note(told)
+        assert await reading.until(comment) <= 1  # one may have been on its way
+        assert await reading.next() == comment
+    may_go_on.set()
+    assert await reading.until(b'data: {"n":1}\n\n') <= 1
+    await reading.going
+
+
+async def test_who_leaves_while_nothing_happens_ends_what_is_told():
+    is_closed = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            is_closed.set()
+
+    reading = Reading(EventResponse(events(), heartbeat=OFTEN))
+    await reading.next()
+    reading.left.set()
+    await reading.going
+    assert is_closed.is_set()
