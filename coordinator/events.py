@@ -1,11 +1,13 @@
 """What goes into the engine and what comes out, in token ids; text is the business of `coordinator.calls`."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from longleaf.channel.step import Attention, Comparison
+from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
 from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress, Recovering, TokenRange
 from longleaf.sampling import Sampling, Token
@@ -167,7 +169,18 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the context that is created."""
     upload_id: str = ""
     """What its client calls this ingest, if anything."""
+    text: DocumentText | None = None
+    """Which text the tokens are, where that is known."""
     claim: Claim = NO_CLAIM
+
+
+class DocumentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one document that a context has."""
+
+    token_ids: "array[int]"
+    """All of the document's; the context may have only the first `num_tokens`."""
+    num_tokens: int
+    text: DocumentText | None
 
 
 class Admitted(msgspec.Struct, frozen=True):

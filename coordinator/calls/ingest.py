@@ -153,7 +153,7 @@ class Ingest:
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
-        document = Intake(encoder, limit, self._tokenizer.vocabulary_size)
+        document = Intake(encoder, limit, self._tokenizer.vocabulary_size, header.files)
         if self._uploads.kept is not None:
             await self._uploads.kept.take_up(header, document)
         document.expect(header.total_bytes)
@@ -246,6 +246,7 @@ class Ingest:
             append=header.append,
             settings=header.settings,
             upload_id=header.upload_id,
+            text=document.text,
             claim=claim,
         )
         self._ledger.check_rate_in()

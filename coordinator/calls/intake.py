@@ -8,11 +8,15 @@ from coordinator.calls.text_limit import TextLimit
 from coordinator.text.encoder import Encoder, Settled
 from coordinator.text.threads import STEP_CHARACTERS
 from coordinator.text.vocabulary import check_known
+from longleaf.document_text import DocumentText, TextFile, check_files, packed
 from longleaf.errors import InvalidArgument
 
 STEP_BYTES = 1 << 16
 """Text taken at once."""
 SIZE = "config.total_size_bytes"
+FILES = "config.files"
+FILE_BYTES = 160
+"""Memory of what is said of a file, beside its name."""
 
 
 class CutShort(InvalidArgument):
@@ -26,7 +30,13 @@ class Intake:
     of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
     """
 
-    def __init__(self, encoder: Encoder, limit: TextLimit, vocabulary_size: int) -> None:
+    def __init__(
+        self, encoder: Encoder, limit: TextLimit, vocabulary_size: int, files: Sequence[TextFile] = ()
+    ) -> None:
+        """`files` are those that the text is put together of. Raises InvalidArgument where they cannot be."""
+        check_files(files, FILES)
+        self._files = tuple(files)
+        self._file_bytes = sum(FILE_BYTES + len(file.name) for file in self._files)
         self._encoder = encoder
         self._limit = limit
         self._vocabulary_size = vocabulary_size
@@ -58,10 +68,29 @@ class Intake:
         settled = self._encoder.settled
         return settled if settled.num_bytes and not self._is_complete else None
 
-    def go_on(self, token_ids: "array[int]", settled: Settled) -> None:
-        """Goes on where another intake of the same document had come, which may have been one of ids."""
+    @property
+    def starts(self) -> "array[int]":
+        """Where those of `token_ids` begin that it is kept of; see `coordinator.text.starts`."""
+        return self._encoder.starts.kept if self._encoder.starts is not None else array("Q")
+
+    @property
+    def text(self) -> DocumentText | None:
+        """What is kept of the text once it is complete; None of ids, and where somebody went on who was not told where
+        tokens begin."""
+        starts = self._encoder.starts
+        if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
+            return None
+        return DocumentText(
+            num_lead=starts.num_lead, starts=packed(starts.kept), num_bytes=self.num_bytes, files=self._files
+        )
+
+    def go_on(self, token_ids: "array[int]", settled: Settled, starts: "array[int] | None" = None) -> None:
+        """Goes on where another intake of the same document had come, which may have been one of ids; `starts` is what
+        that one had of these."""
         if settled.num_bytes:
             self._encoder.go_on(token_ids, settled)
+            if self._encoder.starts is not None:
+                self._encoder.starts.go_on(array("Q") if starts is None else starts, len(token_ids))
             self.num_bytes, self._num_checked = settled.num_bytes, len(token_ids)
         else:
             self._ids = token_ids
@@ -74,7 +103,7 @@ class Intake:
     @property
     def num_held_bytes(self) -> int:
         """Bytes of memory, about."""
-        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting)
+        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting) + self._file_bytes
 
     def expect(self, num_bytes: int | None) -> None:
         """Takes the declared size, if it is. Raises InvalidArgument when it is no size, can never fit, is not what was
@@ -119,6 +148,8 @@ class Intake:
             raise InvalidArgument("token_ids", "cannot be mixed with text")
         if self._declared:
             raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
+        if self._files:
+            raise InvalidArgument(FILES, "are of text: token_ids have none")
         self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
         check_known(token_ids, self._vocabulary_size, offset=offset)
         self._ids.extend(token_ids)
@@ -135,6 +166,9 @@ class Intake:
         self.digest()
         self._encoder.finish()
         self._check_text()
+        if self._files and self._files[-1].start > self.num_bytes:
+            told = f"{self._files[-1].start:,} is behind the text, which has {self.num_bytes:,} bytes"
+            raise InvalidArgument(f"{FILES}[{len(self._files) - 1}].byte_start", told)
         if not self.num_tokens:
             raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
         self._is_complete = True

@@ -13,6 +13,7 @@ from coordinator.calls.intake import Intake
 from coordinator.catalog.ports import UploadCatalog
 from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.encoder import Settled
+from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
 from longleaf.messages import IngestHeader
 
@@ -72,13 +73,14 @@ class KeptUploads:
         check_same(beginning.header, header)
         try:
             ids = await self._catalog.upload_ids(key)
+            starts = await self._catalog.upload_starts(key)
             if beginning.num_tokens not in (None, len(ids)):
                 raise DataLoss(f"upload {key[1]} of {key[0]}", f"it has {len(ids)} ids of {beginning.num_tokens}")
         except DataLoss as error:
             log.warning("%s", error)
             self.forget(header)
             return
-        document.go_on(ids, Settled(record.settled_bytes, beginning.num_lead))
+        document.go_on(ids, Settled(record.settled_bytes, beginning.num_lead), starts)
         self._num_kept[key] = len(ids)
 
     def keep(self, header: IngestHeader, document: Intake) -> None:
@@ -88,6 +90,7 @@ class KeptUploads:
         if settled is None or not header.upload_id or document.num_tokens <= num_kept:
             return
         ids, self._num_kept[key] = document.token_ids[num_kept:], document.num_tokens
+        starts = document.starts[count_starts(num_kept) :]
         record = UploadRecord(
             context=header.context,
             upload_id=header.upload_id,
@@ -95,17 +98,17 @@ class KeptUploads:
             settled_bytes=settled.num_bytes,
             updated=self._wall_clock(),
         )
-        self._start(self._append(record, num_kept, ids))
+        self._start(self._append(record, num_kept, ids, starts))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the loop itself keeps only weak references
         task.add_done_callback(self._tasks.discard)
 
-    async def _append(self, record: UploadRecord, start: int, ids: "array[int]") -> None:
+    async def _append(self, record: UploadRecord, start: int, ids: "array[int]", starts: "array[int]") -> None:
         """What comes behind one that could not be kept is refused, as its ids do not follow those that are."""
         try:
-            await self._catalog.append_upload(record, start, ids)
+            await self._catalog.append_upload(record, start, ids, starts)
         except (StorageUnavailable, DataLoss) as error:
             if self._num_kept.get(record.key, NEVER) != NEVER:  # it is still on its way, and this is its first failure
                 log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
@@ -153,6 +156,8 @@ def check_same(began: IngestHeader, header: IngestHeader) -> None:
         raise InvalidArgument("config.append", "is not what this upload began with")
     if began.system != header.system:
         raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
+    if began.files and began.files != header.files:  # early clients told of none
+        raise InvalidArgument("config.files", "are not those that this upload began with")
 
 
 def _key(header: IngestHeader) -> UploadKey:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from coordinator.access.ledger import Ledger
 from coordinator.access.usage import Room, Usage
+from coordinator.calls.context_text import ContextTexts, TextSource
 from coordinator.calls.generation import Generation, Submitter
 from coordinator.calls.house.exports import Exports
 from coordinator.calls.house.imports import Imports
@@ -58,7 +59,7 @@ class Rereader(Protocol):
     async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread: ...
 
 
-class ServedEngine(Submitter, Ingester, ContextStore, Rereader, Protocol):
+class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Protocol):
     """All that the use cases ask of the engine."""
 
     def usage(self, tenant: str) -> Usage:
@@ -107,6 +108,7 @@ class UseCases:
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
+        self.texts = ContextTexts(engine, tokenizer, self.threads)
         self._rereader: Rereader = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)

@@ -14,6 +14,7 @@ from coordinator.catalog import writing
 from coordinator.catalog.database import BUSY_SECONDS, Database
 from coordinator.catalog.faults import at_start
 from coordinator.catalog.loading import load
+from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
 from longleaf.errors import Unavailable
 
@@ -67,11 +68,16 @@ class Catalog:
     async def note_epoch(self, epoch: int) -> None:
         await self._call(self._write, writing.write_epoch, epoch)
 
-    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
-        await self._call(self._write, writing.append_upload, record, start, new_ids)
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        await self._call(self._write, writing.append_upload, record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return await self._call(self._write, writing.read_upload, key)
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return await self._call(self._write, writing.read_upload_starts, key)
 
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))

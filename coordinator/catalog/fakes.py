@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SegmentRecord, UploadKey, UploadRecord
 from longleaf.errors import DataLoss, LongleafError, Unavailable
 
@@ -25,6 +26,7 @@ class FakeCatalog:
         """Each is raised by one of the next calls that write, in this order."""
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
+        self._upload_starts: dict[UploadKey, array[int]] = {}
         self._outbox: dict[int, Outgoing] = {}
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
@@ -46,11 +48,16 @@ class FakeCatalog:
     async def note_epoch(self, epoch: int) -> None:
         await self._do(self._note_epoch, epoch)
 
-    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
-        await self._do(self._append_upload, record, start, new_ids)
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        await self._do(self._append_upload, record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return self._upload_ids.get(key, array("I"))[:]
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return self._upload_starts.get(key, array("Q"))[:]
 
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
@@ -84,6 +91,7 @@ class FakeCatalog:
         self.kept, committed = changed(self.kept, change)
         left = {each.key for each in self.kept.uploads}
         self._upload_ids = {key: ids for key, ids in self._upload_ids.items() if key in left}
+        self._upload_starts = {key: starts for key, starts in self._upload_starts.items() if key in left}
         for outgoing in (*change.outgoing, *(Outgoing(name, None) for name in committed.manifests)):
             self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
             self._outbox[self.kept.next_outgoing] = outgoing
@@ -93,11 +101,12 @@ class FakeCatalog:
     def _note_epoch(self, epoch: int) -> None:
         self.kept = replace(self.kept, epoch=max(self.kept.epoch, epoch))
 
-    def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+    def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]") -> None:
         known = self._upload_ids.get(record.key, array("I"))
         if len(known) != start:
             raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
         self._upload_ids[record.key] = known + new_ids
+        self._upload_starts[record.key] = self._upload_starts.get(record.key, array("Q")) + new_starts
         uploads = {**{each.key: each for each in self.kept.uploads}, record.key: record}
         self.kept = replace(self.kept, uploads=tuple(uploads[key] for key in sorted(uploads)))
 

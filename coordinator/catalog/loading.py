@@ -2,7 +2,7 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,17 @@ from coordinator.catalog import rows
 from coordinator.catalog.faults import damaged
 from coordinator.catalog.records import Kept, SegmentRecord
 from coordinator.catalog.rows import Found
-from coordinator.catalog.tables import contexts, outbox, segment_ids, segments, service, snapshots, uploads
+from coordinator.catalog.tables import (
+    contexts,
+    outbox,
+    segment_ids,
+    segment_texts,
+    segments,
+    service,
+    snapshots,
+    uploads,
+)
+from longleaf.document_text import DocumentText
 
 T = TypeVar("T")
 DAMAGED_ROW = "its record is damaged"
@@ -24,7 +34,9 @@ def load(path: Path, connection: Connection) -> Kept:
     if state is None or not rows.is_whole(service, state):
         raise damaged(path, "its counters are damaged")
     other: list[str] = []
-    kept_segments, lost_segments = _segments(connection)
+    texts, lost = _split(connection, segment_texts, rows.text_of)
+    other += [f"what text segment {row['segment']} is" for row in lost]
+    kept_segments, lost_segments = _segments(connection, dict(texts))
     kept_contexts, lost_contexts = _split(connection, contexts, rows.context_of)
     kept_snapshots, lost = _split(connection, snapshots, rows.snapshot_of)
     other += [f"the snapshot of segment {row['segment']}" for row in lost]
@@ -63,7 +75,7 @@ def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> 
     return kept, lost
 
 
-def _segments(connection: Connection) -> tuple[list[SegmentRecord], dict[int, str]]:
+def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tuple[list[SegmentRecord], dict[int, str]]:
     """Records, and those whose row or ids are damaged."""
     pieces: defaultdict[Any, list[Found]] = defaultdict(list)
     for piece in _rows(connection, segment_ids):
@@ -73,7 +85,7 @@ def _segments(connection: Connection) -> tuple[list[SegmentRecord], dict[int, st
     lost = {row["id"]: DAMAGED_ROW for row in lost_rows}
     for row in whole:
         try:
-            kept.append(rows.segment_of(row, _take(pieces, row)))
+            kept.append(rows.segment_of(row, _take(pieces, row), texts.get(row["id"])))
         except ValueError as error:
             lost[row["id"]] = str(error)
     return kept, lost

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
 
+NO_STARTS = array("Q")
+
 
 class ContextCatalog(Protocol):
     """Keeps contexts."""
@@ -38,13 +40,20 @@ class ContextCatalog(Protocol):
 class UploadCatalog(Protocol):
     """Keeps documents on their way."""
 
-    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
         """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
-        it has. Raises DataLoss when it has others, as after a call that failed: nothing is changed then."""
+        it has, with where they begin in the text (of each STRIDE-th, or none). Raises DataLoss when it has others, as
+        after a call that failed: nothing is changed then."""
         ...
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         """The ids of an upload, none when it is not there. Raises DataLoss when they are damaged."""
+        ...
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        """Where they begin in its text, as far as it was told with them. Raises DataLoss when that is damaged."""
         ...
 
     async def drop_upload(self, key: UploadKey) -> None:

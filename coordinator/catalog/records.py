@@ -5,6 +5,7 @@ from functools import cached_property
 
 import msgspec
 
+from longleaf.document_text import DocumentText
 from longleaf.errors import DataLoss
 from longleaf.geometry import OWN_ROPE, Rope
 
@@ -21,6 +22,8 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     rope: Rope = OWN_ROPE
     token_ids: "array[int]"
     """Of type `I`."""
+    text: DocumentText | None = None
+    """Which text they are, where that is known."""
 
     @property
     def end(self) -> int:

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -11,6 +11,7 @@ from sqlalchemy import Table
 
 from coordinator.catalog import tables
 from coordinator.catalog.records import ContextRecord, Outgoing, SegmentRecord, SnapshotRecord, UploadRecord
+from longleaf.document_text import DocumentText
 from longleaf.geometry import Rope
 
 PIECE_IDS = 1 << 16
@@ -43,9 +44,20 @@ def segment_row(record: SegmentRecord) -> Row:
     return signed(tables.segments, row)
 
 
-def segment_of(row: Found, token_ids: "array[int]") -> SegmentRecord:
+def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -> SegmentRecord:
     rope = Rope(row["scaled_for"], bool(row["is_double"]))
-    return SegmentRecord(id=row["id"], parent=row["parent"], start=row["start"], rope=rope, token_ids=token_ids)
+    told = {"id": row["id"], "parent": row["parent"], "start": row["start"]}
+    return SegmentRecord(**told, rope=rope, token_ids=token_ids, text=text)
+
+
+def text_row(segment: int, text: DocumentText) -> Row:
+    content = msgspec.msgpack.encode(text)
+    return signed(tables.segment_texts, {"segment": segment, "padding": PADDING, "content": content})
+
+
+def text_of(row: Found) -> tuple[int, DocumentText]:
+    """With the id of its segment."""
+    return row["segment"], msgspec.msgpack.decode(row["content"], type=DocumentText)
 
 
 def context_row(record: ContextRecord) -> Row:
@@ -89,24 +101,34 @@ def outgoing_of(row: Found) -> tuple[int, Outgoing]:
     return row["key"], Outgoing(row["name"], row["content"])
 
 
-def piece_rows(table: Table, key: Row, token_ids: "array[int]", start: int = 0) -> Iterator[Row]:
-    """The ids of a segment or an upload in pieces, the first of them at position `start`."""
-    for first in range(0, len(token_ids), PIECE_IDS):
-        content = little_endian(token_ids[first : first + PIECE_IDS]).tobytes()
+def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:
+    """The ids of a segment or an upload in pieces, the first of them at position `start`; or where its tokens begin."""
+    for first in range(0, len(numbers), PIECE_IDS):
+        content = little_endian(numbers[first : first + PIECE_IDS]).tobytes()
         yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
 def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
     """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
-    found = array("I")
-    for row in rows:
-        if not is_whole(table, row) or row["start"] != len(found):
-            raise ValueError(f"its token ids from {len(found):,} on are damaged")
-        piece = array("I")
-        piece.frombytes(row["content"])
-        found += little_endian(piece)
+    found = _joined(table, rows, "I", "token ids")
     if len(found) != num_tokens:
         raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
+    return found
+
+
+def joined_starts(table: Table, rows: Iterable[Found]) -> "array[int]":
+    """The same of where tokens begin: as many as there are, for early versions kept none."""
+    return _joined(table, rows, "Q", "places in its text")
+
+
+def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: str) -> "array[int]":
+    found = array(kind)
+    for row in rows:
+        if not is_whole(table, row) or row["start"] != len(found):
+            raise ValueError(f"its {noun} from {len(found):,} on are damaged")
+        piece = array(kind)
+        piece.frombytes(row["content"])
+        found += little_endian(piece)
     return found
 
 

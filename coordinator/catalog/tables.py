@@ -17,7 +17,7 @@ from sqlalchemy import (
     Text,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 """The revision of the last migration."""
 
 metadata = MetaData()
@@ -75,6 +75,16 @@ segment_ids = Table(
 )
 """Token ids in pieces, little-endian with 4 bytes each; `start` counts from the segment's first token."""
 
+segment_texts = Table(
+    "segment_texts",
+    metadata,
+    Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+)
+"""Which text the tokens of a segment are (longleaf.document_text), where that is known; in MessagePack."""
+
 contexts = Table(
     "contexts",
     metadata,
@@ -131,6 +141,20 @@ upload_ids = Table(
     ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
 )
 """As `segment_ids`, in pieces of any size."""
+
+upload_starts = Table(
+    "upload_starts",
+    metadata,
+    Column("context", Text, primary_key=True),
+    Column("upload_id", Text, primary_key=True),
+    Column("start", Integer, primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
+)
+"""Where tokens begin in the text of an upload, in pieces of any size, little-endian with 8 bytes each; `start` counts
+them."""
 
 outbox = Table(
     "outbox",

@@ -17,7 +17,19 @@ from coordinator.catalog.records import (
     UploadKey,
     UploadRecord,
 )
-from coordinator.catalog.tables import contexts, outbox, segment_ids, segments, service, snapshots, upload_ids, uploads
+from coordinator.catalog.tables import (
+    contexts,
+    outbox,
+    segment_ids,
+    segment_texts,
+    segments,
+    service,
+    snapshots,
+    upload_ids,
+    upload_starts,
+    uploads,
+)
+from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss
 
 AT_ONCE = 500
@@ -81,6 +93,8 @@ def _manifests(connection: Connection, of_segments: Sequence[int]) -> set[str]:
 def _add_segment(connection: Connection, record: SegmentRecord) -> None:
     connection.execute(insert(segments), rows.segment_row(record))
     _add_pieces(connection, segment_ids, rows.piece_rows(segment_ids, {"segment": record.id}, record.token_ids))
+    if record.text is not None:
+        connection.execute(insert(segment_texts), rows.text_row(record.id, record.text))
     state = _state(connection)
     if record.id >= state["next_segment"]:
         _set_state(connection, {**state, "next_segment": record.id + 1})
@@ -132,9 +146,11 @@ def write_epoch(connection: Connection, epoch: int) -> None:
 # --- documents on their way ---
 
 
-def append_upload(connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
-    """Its row, and the ids behind the first `start`, which it has. Raises DataLoss when it has others, or the row is
-    damaged."""
+def append_upload(
+    connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]"
+) -> None:
+    """Its row, the ids behind the first `start`, which it has, and where these begin. Raises DataLoss when it has
+    others, or the row is damaged."""
     row = _upload(connection, record.key)
     if (num_tokens := row["num_tokens"] if row else 0) != start:
         raise _lost_upload(record.key, f"{num_tokens} ids of it are kept, and those behind {start} do not follow them")
@@ -145,6 +161,7 @@ def append_upload(connection: Connection, record: UploadRecord, start: int, new_
         connection.execute(insert(uploads), new)
     key = {"context": record.context, "upload_id": record.upload_id}
     _add_pieces(connection, upload_ids, rows.piece_rows(upload_ids, key, new_ids, start))
+    _add_pieces(connection, upload_starts, rows.piece_rows(upload_starts, key, new_starts, count_starts(start)))
 
 
 def read_upload(connection: Connection, key: UploadKey) -> "array[int]":
@@ -152,11 +169,22 @@ def read_upload(connection: Connection, key: UploadKey) -> "array[int]":
     row = _upload(connection, key)
     if row is None:
         return array("I")
-    pieces = select(upload_ids).where(_is_upload(upload_ids, key)).order_by(upload_ids.c.start)
     try:
-        return rows.joined(upload_ids, connection.execute(pieces).mappings(), row["num_tokens"])
+        return rows.joined(upload_ids, _pieces(connection, upload_ids, key), row["num_tokens"])
     except ValueError as error:
         raise _lost_upload(key, str(error)) from error
+
+
+def read_upload_starts(connection: Connection, key: UploadKey) -> "array[int]":
+    """Where its tokens begin; none when that is not kept. Raises DataLoss."""
+    try:
+        return rows.joined_starts(upload_starts, _pieces(connection, upload_starts, key))
+    except ValueError as error:
+        raise _lost_upload(key, str(error)) from error
+
+
+def _pieces(connection: Connection, table: Table, key: UploadKey) -> Iterable[rows.Found]:
+    return connection.execute(select(table).where(_is_upload(table, key)).order_by(table.c.start)).mappings()
 
 
 def drop_upload(connection: Connection, key: UploadKey) -> None:

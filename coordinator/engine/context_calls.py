@@ -9,7 +9,7 @@ from coordinator.access.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
-from coordinator.events import LAST_IDS, Grounds
+from coordinator.events import LAST_IDS, DocumentPart, Grounds
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
@@ -85,6 +85,14 @@ class ContextCalls(ABC):
         """Raises NotFound, ContextLost or CheckpointChanged."""
         with self._recoveries.explaining():
             return self._open().contexts.get(context_id)
+
+    def text_parts(self, context_id: str) -> list[DocumentPart]:
+        """The tokens of a context, and which text they are. Raises NotFound, ContextLost or CheckpointChanged."""
+        path = self.named(context_id).path
+        return [
+            DocumentPart(token_ids=segment.token_ids, num_tokens=end - start, text=segment.text)
+            for segment, start, end in path.parts()
+        ]
 
     def get_context(self, context_id: str) -> messages.Context:
         """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""

@@ -1,7 +1,6 @@
 """Contexts that an earlier checkpoint has read, made anew for the one that is served."""
 
 import asyncio
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -81,11 +80,15 @@ def anew(
         told = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
         raise CheckpointChanged(name, told)
     rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
-    cut = [replace(each, rope=rope, token_ids=_cut(each, end)) for each, end in zip(path, ends, strict=True)]
+    cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
     if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
         raise CheckpointChanged(name, f"it has token {largest:,}, and this one knows {vocabulary_size:,}")
     return replace(record, capacity=capacity), cut
 
 
-def _cut(segment: SegmentRecord, end: int) -> "array[int]":
-    return segment.token_ids[: end - segment.start]
+def _cut(segment: SegmentRecord, end: int) -> SegmentRecord:
+    num_tokens = end - segment.start
+    if num_tokens == len(segment.token_ids):
+        return segment
+    text = segment.text and segment.text.cut(num_tokens)
+    return replace(segment, token_ids=segment.token_ids[:num_tokens], text=text)

@@ -14,7 +14,12 @@ def segment_record(segment: Segment) -> SegmentRecord:
     before = segment.before.segments
     parent = before[-1].id if before else None
     return SegmentRecord(
-        id=segment.id, parent=parent, start=segment.start, rope=segment.rope, token_ids=segment.token_ids
+        id=segment.id,
+        parent=parent,
+        start=segment.start,
+        rope=segment.rope,
+        token_ids=segment.token_ids,
+        text=segment.text,
     )
 
 
@@ -22,6 +27,7 @@ def segment_of(record: SegmentRecord, before: Path, tenant: str) -> Segment:
     """The segment of a tenant that was kept, behind the path that it continues."""
     segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
     segment.extend(record.token_ids)
+    segment.text = record.text
     return segment
 
 

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from longleaf.document_text import DocumentText
 from longleaf.geometry import OWN_ROPE, Rope, Windows
 from longleaf.tenants import DEFAULT_TENANT
 
@@ -101,6 +102,8 @@ class Segment:
         self.is_adopted = False
         """Its keys may be those of a parcel, which whoever imported it could have made up."""
         self.token_ids = array("I")
+        self.text: DocumentText | None = None
+        """Which text they are, where they are those of a document that came as text."""
         self.is_sealed = False
 
     @property

@@ -221,6 +221,10 @@ class IngestJob(Job):
         super().__init__(request, request.id, reading, num_blocks)
         self.document = document
 
+    def begin(self, tail: Tail, step: int) -> None:
+        super().begin(tail, step)
+        tail.segment.text = self.document.text
+
     @property
     def context(self) -> str:
         return self.document.context

@@ -29,7 +29,6 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1.cluster_service_pb2_grpc import ClusterServiceServicer
 from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
-from longleaf.v1.generation_pb2 import TokenIds
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
@@ -39,8 +38,8 @@ Drain = Callable[[bool], Awaitable[Draining]]
 Refill = Callable[[], int]
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-MANY_IDS = 1 << 14
-"""Token ids above which decoding a message would keep other calls waiting."""
+MANY_ITEMS = 1 << 14
+"""Token ids or files above which decoding a message would keep other calls waiting."""
 
 
 class Call(Protocol):
@@ -63,13 +62,13 @@ def caller(call: Call) -> str:
 
 async def _decoded(
     threads: TextThreads,
-    token_ids: TokenIds,
+    num_items: int,
     decode: Callable[Given, Decoded],
     *arguments: Given.args,
     **options: Given.kwargs,
 ) -> Decoded:
-    """What `decode` makes of a message that carries `token_ids`: in a thread, if they are many."""
-    if len(token_ids.ids) > MANY_IDS:
+    """What `decode` makes of a message of so many token ids or files: in a thread, if they are many."""
+    if num_items > MANY_ITEMS:
         return await threads.run(decode, *arguments, **options)
     return decode(*arguments, **options)
 
@@ -90,7 +89,8 @@ class GenerationServicer(GenerationServiceServicer):
         self, request: service_pb.GenerateRequest, context: Call
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         use_cases = self._lobby.use_cases
-        decoded = await _decoded(use_cases.threads, request.token_ids, codec.decode_generate, request, self._seed())
+        num_ids = len(request.token_ids.ids)
+        decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed())
         if isinstance(decoded, Generate):
             decoded = tenancy.scope_generate(decoded, caller(context))
         else:
@@ -127,6 +127,12 @@ class ContextServicer(ContextServiceServicer):
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(tenancy.scope_context(codec.context_id(request.name)))
         return codec.encode_context(tenancy.shown(view))
+
+    async def GetContextText(
+        self, request: ingest_pb.GetContextTextRequest, context: object
+    ) -> ingest_pb.GetContextTextResponse:
+        wanted = tenancy.scope_text(codec.decode_get_text(request))
+        return codec.encode_context_text(await self._lobby.use_cases.texts.read(wanted))
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -187,7 +193,8 @@ async def _pieces(
 ) -> AsyncGenerator[IngestPiece, None]:
     """The requests decoded; they come from `client`."""
     async for request in requests:
-        piece = await _decoded(threads, request.token_ids, codec.decode_ingest_piece, request)
+        num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
+        piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader):
             piece = tenancy.scope_ingest(piece, client)
         yield piece
@@ -240,7 +247,8 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
         message, keep_special = request.token_ids, request.keep_special_tokens
-        token_ids = await _decoded(self._lobby.use_cases.threads, message, codec.decode_ids, message, MAX_TOKENS)
+        threads, num_ids = self._lobby.use_cases.threads, len(message.ids)
+        token_ids = await _decoded(threads, num_ids, codec.decode_ids, message, MAX_TOKENS)
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
 

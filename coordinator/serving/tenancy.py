@@ -14,6 +14,7 @@ from longleaf.messages import (
     ExportContext,
     ForkContext,
     Generate,
+    GetContextText,
     ImportHeader,
     ImportProgress,
     IngestHeader,
@@ -90,6 +91,10 @@ def scope_fork(fork: ForkContext) -> ForkContext:
 
 
 def scope_export(wanted: ExportContext) -> ExportContext:
+    return replace(wanted, context=scope_context(wanted.context))
+
+
+def scope_text(wanted: GetContextText) -> GetContextText:
     return replace(wanted, context=scope_context(wanted.context))
 
 

@@ -17,6 +17,7 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
+from coordinator.text.starts import Starts
 from longleaf.errors import InvalidArgument
 
 LONGEST_SECONDS = 1.0
@@ -82,13 +83,16 @@ class Encoder:
         *,
         clock: Callable[[], float] = time.perf_counter,
         sizes: WindowSizes = USUAL_WINDOW,
+        starts: Starts | None = None,
     ) -> None:
-        """`before` and `after` are ids around those of the text. `clock` counts seconds."""
+        """`before` and `after` are ids around those of the text. `clock` counts seconds. `starts`, if given, notes
+        where tokens begin."""
         self._tokenizer = tokenizer
         self._after = tuple(after)
         self._clock = clock
         self._is_local = type(tokenizer.model).__name__ == "BPE"
         self._sizes = sizes
+        self.starts = starts
         self._wanted = sizes.usual
         self._text = ""
         self._start = 0
@@ -129,7 +133,7 @@ class Encoder:
         """Settles all that was pushed: the text is complete. Idempotent."""
         if self._text:
             encoding = self._encode(self._text)
-            self._settle(encoding, len(encoding))
+            self._settle(encoding, self._text, len(encoding))
         self.token_ids.extend(self._after)
         self._text, self._after = "", ()
 
@@ -148,14 +152,16 @@ class Encoder:
                 raise InvalidArgument("text", f"has {told}")
             self._wanted = min(2 * self._wanted, self._sizes.longest)
             return
-        self._settle(encoding, cut.index)
+        self._settle(encoding, window, cut.index)
         self._num_bytes += len(self._text[: cut.start].encode())
         self._text = self._text[cut.start :]
         self._start += cut.start
         self._num_lead = cut.num_lead
         self._wanted = self._sizes.usual
 
-    def _settle(self, encoding: Encoding, end: int) -> None:
+    def _settle(self, encoding: Encoding, window: str, end: int) -> None:
+        if self.starts is not None:
+            self.starts.note(encoding, window, self._num_bytes, range(self._num_lead, end), len(self.token_ids))
         self.token_ids.extend(encoding.ids[self._num_lead : end])
         if self.spans is not None:
             spans = encoding.offsets[self._num_lead : end]

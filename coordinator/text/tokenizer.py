@@ -14,6 +14,7 @@ from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import Renderer
 from coordinator.text.shapes import Ids, NoTemplate, Parts, Shapes
 from coordinator.text.spelling import spell_of
+from coordinator.text.starts import Starts
 from coordinator.text.template import Rendering, Shape
 from longleaf.errors import ModelRefused
 
@@ -75,9 +76,9 @@ class Tokenizer:
 
     def document_encoder(self, is_first: bool, opening: Sequence[int] | None = None) -> Encoder:
         """Makes the ids of a document; those that start a context carry an opening before them, the template's unless
-        another one is given."""
-        before = self.shapes.question[0] if opening is None else opening
-        return Encoder(self._plain, before if is_first else ())
+        another one is given. Notes where tokens begin."""
+        before = (self.shapes.question[0] if opening is None else opening) if is_first else ()
+        return Encoder(self._plain, before, starts=Starts(len(before), self.alphabet.spell))
 
     def question_encoder(self) -> Encoder:
         """Makes the ids that follow a document: separator, question, and the template's end."""

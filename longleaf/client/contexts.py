@@ -9,14 +9,16 @@ from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, nothing
 from longleaf.client.documents import Readable, Source
 from longleaf.client.parcels import FileTarget, Target, Writable, export, header_of, import_parcel
-from longleaf.errors import LongleafError, Unavailable
+from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.messages import (
     Context,
     ContextOptions,
     ContextSettings,
+    ContextText,
     ExportContext,
     ExportProgress,
     ForkContext,
+    GetContextText,
     ImportProgress,
     Parcel,
     Reread,
@@ -36,6 +38,25 @@ class ContextCalls:
         """Raises NotFound."""
         request = ingest_pb.GetContextRequest(name=codec.context_name(context))
         return await self._calls.read(self._contexts.GetContext, "GetContext", request, codec.decode_context, timeout)
+
+    async def get_context_text(
+        self,
+        context: str,
+        token_start: int | None = None,
+        token_end: int | None = None,
+        *,
+        byte_start: int | None = None,
+        byte_end: int | None = None,
+        timeout: float | None = None,
+    ) -> ContextText:
+        """The text of tokens [start, end) of a context, or of bytes [start, end) of all texts that it was ingested of,
+        one after the other; in whole characters, with the file and the line where it begins. At most 1 MiB. Raises
+        NotFound, InvalidArgument for a range that the context has not, and FailedPrecondition for bytes of one whose
+        tokens were given as ids."""
+        request = codec.encode_get_text(text_range(context, (token_start, token_end), (byte_start, byte_end)))
+        return await self._calls.read(
+            self._contexts.GetContextText, "GetContextText", request, codec.decode_context_text, timeout
+        )
 
     async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
         """All contexts, by id."""
@@ -148,3 +169,16 @@ class ContextCalls:
         if result is None:
             raise Unavailable(f"{self._calls.called} ended the import before its context was there")
         return result
+
+
+def text_range(
+    context: str, tokens: tuple[int | None, int | None], of_bytes: tuple[int | None, int | None]
+) -> GetContextText:
+    """Raises InvalidArgument unless one range is given, and as a whole."""
+    match tokens, of_bytes:
+        case ((int(start), int(end)), (None, None)):
+            return GetContextText(context, "tokens", start, end)
+        case ((None, None), (int(start), int(end))):
+            return GetContextText(context, "bytes", start, end)
+        case _:
+            raise InvalidArgument("range", "give token_start and token_end, or byte_start and byte_end")

@@ -46,7 +46,7 @@ Document = Part | Iterable[Part] | AsyncIterable[Part]
 
 async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
     """Raises InvalidArgument when a file cannot be read, or a part is none."""
-    are_parts = not _is_part(document) and (is_series(document) or isinstance(document, AsyncIterable))
+    are_parts = not is_part(document) and (is_series(document) or isinstance(document, AsyncIterable))
     parts = cast(Iterable[Part] | AsyncIterable[Part], document) if are_parts else (document,)
     if isinstance(parts, AsyncIterable):
         async for part in parts:
@@ -58,7 +58,8 @@ async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
                 yield piece
 
 
-def _is_part(document: object) -> bool:
+def is_part(document: object) -> bool:
+    """Whether it is one part, and no series of them."""
     if isinstance(document, str | BytesLike | Path | Readable | IdArray):
         return True
     parts = cast(Sequence[object], document) if isinstance(document, Sequence) else ()
@@ -71,7 +72,7 @@ def _is_lasting(document: object) -> bool:
         return False
     if isinstance(document, Path):
         return document.is_file()
-    if _is_part(document):
+    if is_part(document):
         return True
     return isinstance(document, Sequence) and all(_is_lasting(part) for part in cast(Sequence[object], document))
 
@@ -243,7 +244,7 @@ def size_of(document: Document) -> int | None:
             return len(as_bytes(cast(BytesLike, document), "text"))
         case Path():
             return _size_on_disk(document)
-        case list() | tuple() if not _is_part(document):
+        case list() | tuple() if not is_part(document):
             sizes = [size_of(part) for part in cast(Sequence[Part], document)]
             return None if None in sizes else sum(size for size in sizes if size is not None)
         case _:

@@ -18,6 +18,7 @@ from longleaf.messages import (
     Cluster,
     Context,
     ContextOptions,
+    ContextText,
     Conversation,
     Draining,
     Event,
@@ -123,6 +124,19 @@ class Client:
 
     def get_context(self, context: str, *, timeout: float | None = None) -> Context:
         return self._loop.run(self._client.get_context, context, timeout=timeout)
+
+    def get_context_text(
+        self,
+        context: str,
+        token_start: int | None = None,
+        token_end: int | None = None,
+        *,
+        byte_start: int | None = None,
+        byte_end: int | None = None,
+        timeout: float | None = None,
+    ) -> ContextText:
+        given: dict[str, Any] = {"byte_start": byte_start, "byte_end": byte_end, "timeout": timeout}
+        return self._loop.run(self._client.get_context_text, context, token_start, token_end, **given)
 
     def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
         return self._loop.run(self._client.list_contexts, timeout=timeout)

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from longleaf import codec
 from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.files import files_of
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.messages import (
     ContextOptions,
@@ -51,6 +52,7 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
         options.get("system", ""),
         priority=options.get("priority", 0),
         client=options.get("client", ""),
+        files=files_of(document),
     )
 
 

@@ -1,5 +1,6 @@
 """`longleaf contexts`."""
 
+import sys
 from datetime import datetime
 from typing import Annotated, cast
 
@@ -14,7 +15,7 @@ from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.rebuild import rebuild
 from longleaf.commands.reread import reread
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Context, ContextOptions, PositionInfo
+from longleaf.messages import Context, ContextOptions, ContextText, PositionInfo
 from longleaf.units import human_angle, human_bytes
 
 app = typer.Typer(no_args_is_help=True, help="List, show, fork, change, move and delete contexts.")
@@ -65,6 +66,57 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
     print(positions(context.positions))
     if context.shares:
         Console().print(shares_table(context))
+
+
+@app.command("text")
+@takes_server
+def show_text(
+    name: Name,
+    server: Server,
+    tokens: Annotated[
+        str | None, typer.Option(help="The text of tokens A to B-1, from 0 on.", metavar="A-B", show_default="")
+    ] = None,
+    of_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes", help="Bytes A to B-1 of all that was ingested, from 0 on.", metavar="A-B", show_default=""
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show some of a context's text, and where it is. The service makes it of the tokens: it keeps no text.
+
+    Example: longleaf contexts text book --tokens 4096-4160
+    """
+    if (tokens is None) == (of_bytes is None):
+        raise InvalidArgument("text", "give --tokens A-B or --bytes A-B")
+    token_start, token_end = _range("--tokens", tokens)
+    byte_start, byte_end = _range("--bytes", of_bytes)
+    with connect(server) as client:
+        text = client.get_context_text(name, token_start, token_end, byte_start=byte_start, byte_end=byte_end)
+    if as_json:
+        print_json(text)
+    else:
+        print(text.text)
+        print(_place(text), file=sys.stderr)
+
+
+def _range(option: str, value: str | None) -> tuple[int | None, int | None]:
+    if value is None:
+        return None, None
+    start, _, end = value.partition("-")
+    if not (start.isdecimal() and end.isdecimal()):
+        raise InvalidArgument(option, f"{value!r} is not A-B with two whole numbers")
+    return int(start), int(end)
+
+
+def _place(text: ContextText) -> str:
+    """Where a text is."""
+    where = f"tokens {text.token_start:,} to {text.token_end:,}"
+    if text.byte_start is not None and text.byte_end is not None:
+        where += f", bytes {text.byte_start:,} to {text.byte_end:,}"
+    line = f"line {text.line:,}" if text.line is not None else ""
+    return ", ".join(part for part in (text.file, line, where) if part)
 
 
 @app.command("fork")

@@ -3,6 +3,7 @@
 `longleaf.codec` alone turns them into protobuf messages and back.
 """
 
+from longleaf.document_text import TextFile
 from longleaf.messages.claims import Account, Claimed, ClaimOptions
 from longleaf.messages.cluster import (
     Cluster,
@@ -24,7 +25,9 @@ from longleaf.messages.contexts import (
     ContextOptions,
     ContextSettings,
     ContextState,
+    ContextText,
     ForkContext,
+    GetContextText,
     IngestHeader,
     IngestOptions,
     IngestPhase,
@@ -35,6 +38,7 @@ from longleaf.messages.contexts import (
     Precision,
     RankShare,
     Reread,
+    TextUnit,
     Tokenized,
     expired,
 )
@@ -79,6 +83,7 @@ __all__ = [
     "ContextOptions",
     "ContextSettings",
     "ContextState",
+    "ContextText",
     "Conversation",
     "Delta",
     "Draining",
@@ -90,6 +95,7 @@ __all__ = [
     "ForkContext",
     "Generate",
     "GenerateOptions",
+    "GetContextText",
     "ImportHeader",
     "ImportProgress",
     "IngestHeader",
@@ -121,6 +127,8 @@ __all__ = [
     "Source",
     "Started",
     "Storage",
+    "TextFile",
+    "TextUnit",
     "Timings",
     "TokenRange",
     "Tokenized",

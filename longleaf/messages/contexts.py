@@ -7,6 +7,7 @@ from typing import Literal, TypedDict
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument
 from longleaf.messages.claims import Claimed, ClaimOptions
 from longleaf.messages.generation import Recovering
@@ -165,6 +166,8 @@ class IngestHeader(Claimed, frozen=True):
     settings: ContextSettings = UNCHANGED
     system: str = ""
     """A system's message that the chat template puts before the document."""
+    files: tuple[TextFile, ...] = ()
+    """Where files begin in the document's text."""
 
 
 IngestPiece = IngestHeader | bytes | Sequence[int]
@@ -191,3 +194,30 @@ class Tokenized(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] | None = None
+
+
+TextUnit = Literal["tokens", "bytes"]
+
+
+class GetContextText(msgspec.Struct, frozen=True):
+    """Asks for the text of a context's tokens [start, end), or of its bytes."""
+
+    context: str
+    unit: TextUnit
+    start: int
+    end: int
+
+
+class ContextText(msgspec.Struct, frozen=True, kw_only=True):
+    """Some text of a context, in whole characters, and where it is. Bytes are those of all texts that the context was
+    ingested of, one after the other; None where its tokens were given as ids, and nothing is known of a text."""
+
+    text: str
+    token_start: int
+    token_end: int
+    byte_start: int | None = None
+    byte_end: int | None = None
+    file: str = ""
+    """The file in which the first byte lies, if it is known."""
+    line: int | None = None
+    """The line of the first byte within that file, from 1 on; without one, within its document."""

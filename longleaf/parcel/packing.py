@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from blake3 import blake3
 
+from longleaf.document_text import DocumentText
 from longleaf.geometry import Rope
 from longleaf.parcel.frames import PREAMBLE, Frame
 from longleaf.parcel.records import ID_BYTES, IDS_PER_RECORD, Head, Keys, Part, SegmentHead, encode
@@ -29,6 +30,9 @@ class Segment(Protocol):
     def token_ids(self) -> "array[int]":
         """Of type `I`."""
         ...
+
+    @property
+    def text(self) -> DocumentText | None: ...
 
 
 class Stretch(NamedTuple):
@@ -70,10 +74,11 @@ class Packing:
                 yield content, max(0, offset - start)
 
     def _add_segment(self, segment: Segment, num_used: int, manifest: SegmentManifest | None) -> None:
+        text = segment.text
         if num_used < len(segment.token_ids):
-            manifest = None
+            manifest, text = None, text and text.cut(num_used)
         keys = None if manifest is None else keys_of(manifest)
-        told = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys))
+        told = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
         self._add_record(Frame.of("segment", told), memoryview(told))
         for first in range(0, num_used, IDS_PER_RECORD):
             ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from longleaf.document_text import DocumentText
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
 from longleaf.geometry import Rope
@@ -90,6 +91,8 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
     """All of its tokens, which is more than are used only in what early versions wrote, where keys are of all."""
     rope: Rope
     keys: Keys | None
+    text: DocumentText | None = None
+    """Which text the tokens are, where that is known; early versions did not say."""
 
     def check(self, num_left: int, num_room: int) -> None:
         """Raises InvalidArgument where it contradicts itself, has more than `num_left` tokens on the path, or more
@@ -97,6 +100,8 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
         most = self.num_used if self.keys is None else int(self.num_used / MIN_SHARE)
         if not (0 < self.num_used <= num_left and self.num_used <= self.num_tokens <= min(most, num_room)):
             raise InvalidArgument(FIELD, f"a segment has {self.num_tokens} tokens, and {self.num_used} are used")
+        if self.text is not None:
+            self.text.check(self.num_tokens, FIELD)
         for part in () if self.keys is None else self.keys.parts:
             if not 0 < part.num_bytes <= MAX_PIECE_BYTES:
                 raise InvalidArgument(FIELD, f"a piece of {part.num_bytes} bytes is empty or too large")

@@ -31,7 +31,7 @@ INGEST_PHASE_READY: IngestPhase
 INGEST_PHASE_RECOVERING: IngestPhase
 
 class IngestConfig(_message.Message):
-    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned", "capacity_token_count")
+    __slots__ = ("name", "append", "total_size_bytes", "upload_id", "priority", "client_id", "display_name", "expire_time", "ttl", "pinned", "capacity_token_count", "files")
     NAME_FIELD_NUMBER: _ClassVar[int]
     APPEND_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class IngestConfig(_message.Message):
     TTL_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     name: str
     append: bool
     total_size_bytes: int
@@ -54,7 +55,16 @@ class IngestConfig(_message.Message):
     ttl: _duration_pb2.Duration
     pinned: bool
     capacity_token_count: int
-    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., capacity_token_count: _Optional[int] = ...) -> None: ...
+    files: _containers.RepeatedCompositeFieldContainer[IngestFile]
+    def __init__(self, name: _Optional[str] = ..., append: _Optional[bool] = ..., total_size_bytes: _Optional[int] = ..., upload_id: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., display_name: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., pinned: _Optional[bool] = ..., capacity_token_count: _Optional[int] = ..., files: _Optional[_Iterable[_Union[IngestFile, _Mapping]]] = ...) -> None: ...
+
+class IngestFile(_message.Message):
+    __slots__ = ("name", "byte_start")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTE_START_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    byte_start: int
+    def __init__(self, name: _Optional[str] = ..., byte_start: _Optional[int] = ...) -> None: ...
 
 class PrefacedIngestConfig(_message.Message):
     __slots__ = ("config", "system")
@@ -101,6 +111,42 @@ class GetContextRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetContextTextRequest(_message.Message):
+    __slots__ = ("name", "token_range", "byte_range")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_RANGE_FIELD_NUMBER: _ClassVar[int]
+    BYTE_RANGE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token_range: TextRange
+    byte_range: TextRange
+    def __init__(self, name: _Optional[str] = ..., token_range: _Optional[_Union[TextRange, _Mapping]] = ..., byte_range: _Optional[_Union[TextRange, _Mapping]] = ...) -> None: ...
+
+class TextRange(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class GetContextTextResponse(_message.Message):
+    __slots__ = ("text", "byte_start", "byte_end", "token_start", "token_end", "file", "line_start")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    BYTE_START_FIELD_NUMBER: _ClassVar[int]
+    BYTE_END_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    LINE_START_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    byte_start: int
+    byte_end: int
+    token_start: int
+    token_end: int
+    file: str
+    line_start: int
+    def __init__(self, text: _Optional[str] = ..., byte_start: _Optional[int] = ..., byte_end: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., file: _Optional[str] = ..., line_start: _Optional[int] = ...) -> None: ...
 
 class ListContextsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

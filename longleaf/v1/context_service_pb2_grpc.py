@@ -47,6 +47,11 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.GetContextRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
                 _registered_method=True)
+        self.GetContextText = channel.unary_unary(
+                '/longleaf.v1.ContextService/GetContextText',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.GetContextTextRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.GetContextTextResponse.FromString,
+                _registered_method=True)
         self.ListContexts = channel.unary_unary(
                 '/longleaf.v1.ContextService/ListContexts',
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.ListContextsRequest.SerializeToString,
@@ -106,6 +111,14 @@ class ContextServiceServicer:
 
     def GetContext(self, request, context):
         """Gets one context.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetContextText(self, request, context):
+        """Gets the text of some of a context's tokens, or some of its bytes, and tells where they are. FAILED_PRECONDITION where
+        bytes are asked of a context whose tokens were all given as ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,6 +201,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.GetContext,
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.GetContextRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
+            ),
+            'GetContextText': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetContextText,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.GetContextTextRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.GetContextTextResponse.SerializeToString,
             ),
             'ListContexts': grpc.unary_unary_rpc_method_handler(
                     servicer.ListContexts,
@@ -285,6 +303,33 @@ class ContextService:
             '/longleaf.v1.ContextService/GetContext',
             longleaf_dot_v1_dot_context__service__pb2.GetContextRequest.SerializeToString,
             longleaf_dot_v1_dot_context__pb2.Context.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetContextText(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/longleaf.v1.ContextService/GetContextText',
+            longleaf_dot_v1_dot_context__service__pb2.GetContextTextRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__service__pb2.GetContextTextResponse.FromString,
             options,
             channel_credentials,
             insecure,

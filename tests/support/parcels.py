@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from coordinator.catalog.records import SegmentRecord
+from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
 from longleaf.fingerprint import Fingerprint
 from longleaf.geometry import Rope
 from longleaf.parcel.frames import PREAMBLE, Frame, Kind
@@ -86,7 +87,9 @@ def packable(
         ids = array("I", [rng.randrange(vocabulary) for _ in range(num_tokens)])
         parent = path[-1].id if path else None
         rope = Rope(scaled_for=number, is_double=bool(number))
-        path.append(SegmentRecord(id=7 + 3 * number, parent=parent, start=start, rope=rope, token_ids=ids))
+        text = document_text(num_tokens) if number % 2 else None
+        told = {"id": 7 + 3 * number, "parent": parent, "start": start}
+        path.append(SegmentRecord(**told, rope=rope, token_ids=ids, text=text))
         start += num_used
     head = Head(
         fingerprint=FINGERPRINT,
@@ -105,6 +108,13 @@ def packable(
         if has_keys:
             _keep(found, segment, piece_tokens, piece_bytes, has_windows, rng)
     return found
+
+
+def document_text(num_tokens: int) -> DocumentText:
+    """Of a document in two files, whose tokens are four bytes long."""
+    starts = packed(array("Q", range(0, 4 * num_tokens, 4 * STRIDE)))
+    files = (TextFile("a.txt", 0), TextFile("b.txt", 2 * num_tokens))
+    return DocumentText(num_lead=0, starts=starts, num_bytes=4 * num_tokens, files=files)
 
 
 def _keep(

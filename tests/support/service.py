@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from longleaf.channel.fakes import FULL_LAYER
 from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import join_address
+from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.geometry import Rotary
 from longleaf.messages import (
@@ -140,6 +142,8 @@ class FakeEngine:
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
+        self.texts: dict[str, DocumentText | None] = {}
+        """Of contexts of one document."""
         self.earlier: dict[str, list[int] | LongleafError] = {}
         """Contexts of an earlier checkpoint, or why they cannot be read."""
         self.created = 1.5
@@ -189,6 +193,7 @@ class FakeEngine:
         stream.on_release = lambda: self._acknowledge(context, token_ids, document.settings)
         if not self.is_endless and self.late_error is None:
             self._acknowledge(context, token_ids, document.settings)
+        self.texts[context] = None if context in self.texts else document.text
         return stream
 
     def _acknowledge(self, context: str, token_ids: Sequence[int], settings: ContextSettings) -> None:
@@ -212,6 +217,11 @@ class FakeEngine:
 
     def num_tokens(self, context_id: str) -> int:
         return self.get_context(context_id).tokens
+
+    def text_parts(self, context_id: str) -> list[events.DocumentPart]:
+        self.get_context(context_id)
+        held = array("I", self.contexts[context_id])
+        return [events.DocumentPart(token_ids=held, num_tokens=len(held), text=self.texts.get(context_id))]
 
     def made_by(self, context_id: str) -> str:
         self.get_context(context_id)

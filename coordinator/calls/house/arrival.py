@@ -158,16 +158,19 @@ class Arrival:
         """All token ids of a segment are there."""
         assert self._arriving is not None
         before = self._segments[-1] if self._segments else None
-        keys = coming.head.keys
+        keys, text = coming.head.keys, coming.head.text
         if keys is None or keys.form != self._arriving.form:  # then nobody needs what is not used
             del coming.token_ids[coming.head.num_used :]
             keys = None
+        if len(coming.token_ids) < coming.head.num_tokens:
+            text = text and text.cut(len(coming.token_ids))
         segment = SegmentRecord(
             id=coming.id,
             parent=before and before.id,
             start=self._num_used,
             rope=coming.head.rope,
             token_ids=coming.token_ids,
+            text=text,
         )
         if keys is not None:
             attempt = self._arriving.new_attempt(segment.id)

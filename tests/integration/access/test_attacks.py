@@ -37,6 +37,7 @@ NAMES = (
 REQUEST_IDS = ("acme/held", "bolt/../acme/held", "acme%2Fheld", "held\n", "a" * 129, "hëld")
 NAMED: dict[str, tuple[str, ...]] = {
     "GetContext": ("name",),
+    "GetContextText": ("name",),
     "DeleteContext": ("name",),
     "ExportContext": ("name",),
     "RereadContext": ("name",),

@@ -47,6 +47,7 @@ ROWS: dict[str, Row] = {
     "CancelGeneration": Row({"request_id": "held"}),
     "IngestContext": Row({"config": BOOK | {"append": True}}, more=({"text": b"more"},)),
     "GetContext": Row(BOOK),
+    "GetContextText": Row(BOOK | {"token_range": {"start": 0, "end": 2}}),
     "ListContexts": free(),
     "ForkContext": Row(BOOK | {"new_name": "contexts/fork"}),
     "UpdateContext": Row({"context": BOOK | {"pinned": True}, "update_mask": {"paths": ["pinned"]}}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.access.caller import CALLER, Caller
 from coordinator.access.ledger import UNLIMITED, Ledger
@@ -16,11 +17,13 @@ from coordinator.calls.ingest import Ingest
 from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.template import render_shapes
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
+from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
@@ -135,14 +138,19 @@ class Failing:
         self._catalog = catalog
         self.num_calls = 0
 
-    async def append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]") -> None:
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
         self.num_calls += 1
         if self.num_calls == 2:
             raise StorageUnavailable("the disk is full")
-        await self._catalog.append_upload(record, start, new_ids)
+        await self._catalog.append_upload(record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return await self._catalog.upload_ids(key)
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return await self._catalog.upload_starts(key)
 
     async def drop_upload(self, key: UploadKey) -> None:
         await self._catalog.drop_upload(key)
@@ -210,3 +218,34 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         one.ingest = one.ingest_with(one.kept)
         told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in told].count(True) == 2
+
+
+async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(IngestHeader("moby"), *cut(TEXT))
+        expected = one.engine.texts["moby"]
+    assert expected is not None and expected.num_bytes == len(TEXT)
+    sent = 0
+    for _ in range(2):
+        async with desk(tmp_path) as one:
+            (first, *_) = await one.run(HEADER, *cut(TEXT[sent : sent + 150_001]), ends=False)
+            sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(HEADER, ends=False)
+        assert first.received_bytes > sent
+        sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[sent:]))
+        assert one.engine.texts["moby"] == expected
+
+
+async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> None:
+    files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
+    async with desk(tmp_path) as one:
+        await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
+    async with desk(tmp_path) as one:
+        with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
+            await one.run(replace(HEADER, files=files[:1]))
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
+        assert first.received_bytes > 0

@@ -38,6 +38,7 @@ CALLS: dict[str, Call] = {
     "CancelGeneration": lambda client, seconds: client.cancel_generation("x", timeout=seconds),
     "IngestContext": lambda client, seconds: client.ingest("x", "some text", timeout=seconds),
     "GetContext": lambda client, seconds: client.get_context("x", timeout=seconds),
+    "GetContextText": lambda client, seconds: client.get_context_text("x", 0, 5, timeout=seconds),
     "ListContexts": lambda client, seconds: client.list_contexts(timeout=seconds),
     "UpdateContext": lambda client, seconds: client.update_context("x", ttl=5, timeout=seconds),
     "ForkContext": lambda client, seconds: client.fork_context("x", "y", timeout=seconds),

@@ -29,6 +29,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "CancelGeneration": [{"request_id": "held"}],
     "IngestContext": [{"config": {"name": "contexts/new"}}, {"text": SECRET.encode()}],
     "GetContext": [{"name": "contexts/book"}],
+    "GetContextText": [{"name": "contexts/book", "token_range": {"start": 0, "end": 2}}],
     "ListContexts": [{}],
     "ForkContext": [{"name": "contexts/book", "new_name": "contexts/fork"}],
     "UpdateContext": [{"context": {"name": "contexts/book", "pinned": True}, "update_mask": {"paths": ["pinned"]}}],
@@ -47,7 +48,9 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "RefillSlots": [{}],
 }
 CONTEXTS = {
-    **dict.fromkeys(("Generate", "GetContext", "UpdateContext", "DeleteContext", "ExportContext"), "book"),
+    **dict.fromkeys(
+        ("Generate", "GetContext", "GetContextText", "UpdateContext", "DeleteContext", "ExportContext"), "book"
+    ),
     "IngestContext": "new",
     "ForkContext": "fork",
     "RereadContext": "old",

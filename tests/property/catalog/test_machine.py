@@ -24,6 +24,7 @@ from coordinator.catalog.records import (
     SnapshotRecord,
     UploadRecord,
 )
+from longleaf.document_text import DocumentText, TextFile, count_starts, packed
 from longleaf.errors import DataLoss
 from longleaf.geometry import Rope
 from tests.support.catalog import context, ids, remains
@@ -74,7 +75,10 @@ class CatalogMachine(RuleBasedStateMachine):
         self.next_segment += 1
         parent, start = (before.segment, before.num_tokens) if before else (None, 0)
         token_ids = ids(self.next_segment, count)
-        return SegmentRecord(id=self.next_segment, parent=parent, start=start, rope=rope, token_ids=token_ids)
+        starts, files = packed(array("Q", range(count_starts(count)))), (TextFile("a.txt", 0),)
+        text = DocumentText(num_lead=0, starts=starts, num_bytes=count, files=files) if count % 2 else None
+        told = {"id": self.next_segment, "parent": parent, "start": start}
+        return SegmentRecord(**told, rope=rope, token_ids=token_ids, text=text)
 
     @rule(name=NAMES, count=COUNTS, rope=st.builds(Rope, st.integers(0, 9), st.booleans()), data=st.data())
     def ingest(self, name: str, count: int, rope: Rope, data: st.DataObject) -> None:
@@ -124,7 +128,8 @@ class CatalogMachine(RuleBasedStateMachine):
         for catalog in (self.fake, self.catalog):
             with pytest.raises(DataLoss, match=f"{num_kept} ids of it are kept"):
                 self.run(catalog.append_upload(record, num_kept + 1, new_ids))
-            self.run(catalog.append_upload(record, num_kept, new_ids))
+            starts = array("Q", range(count_starts(num_kept), count_starts(num_kept + count)))
+            self.run(catalog.append_upload(record, num_kept, new_ids, starts))
 
     @rule(name=NAMES)
     def end_upload(self, name: str) -> None:
@@ -175,6 +180,8 @@ class CatalogMachine(RuleBasedStateMachine):
         assert kept == self.kept
         for record in kept.uploads:
             assert self.run(self.catalog.upload_ids(record.key)) == self.run(self.fake.upload_ids(record.key))
+            starts = self.run(self.catalog.upload_starts(record.key))
+            assert starts == self.run(self.fake.upload_starts(record.key)) == array("Q", range(len(starts)))
         assert self.run(self.catalog.outgoing(9)) == self.run(self.fake.outgoing(9))
         for each in kept.contexts:
             kept.path(each)

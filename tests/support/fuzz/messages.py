@@ -59,6 +59,10 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
         {"piece": {"offset": 500, "data": b64encode(PARCEL[500:]).decode()}},
     ),
     "GetContextRequest": ({"name": f"contexts/{HELD}"},),
+    "GetContextTextRequest": (
+        {"name": f"contexts/{HELD}", "token_range": {"start": "1", "end": "3"}},
+        {"name": f"contexts/{HELD}", "byte_range": {"end": "3"}},
+    ),
     "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
     "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
     "CountTokensRequest": ({"text": "some text"},),

@@ -25,6 +25,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
     told = unpack(given.packed())
     assert told[0] == given.head
     segments = [one for one in told if isinstance(one, SegmentHead)]
+    assert [one.text is not None for one in segments] == [i % 2 == 1 for i in range(len(segments))]
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
         (8, 8, True),
         (5, 5, False),

@@ -1,0 +1,116 @@
+"""Which text a document's tokens are: the bytes at which they begin, and the files that it was put together of."""
+
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from longleaf.errors import InvalidArgument
+
+STRIDE = 64
+"""Tokens between two of which the byte is kept where they begin."""
+OFFSET_BYTES = 8
+MAX_FILES = 65_536
+MAX_FILE_NAME = 1024
+"""UTF-8 bytes."""
+MAX_TEXT = 1 << 48
+"""Bytes of a text."""
+
+
+class TextFile(msgspec.Struct, frozen=True):
+    """Where a file begins in the text of a document. Without a name: from here on there is text of no file."""
+
+    name: str
+    start: int
+    """In bytes."""
+
+
+class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of one document, by what is kept of it. It belongs to the document's segment: a segment is one document,
+    and never changes once it is sealed, so that forks and appends share it as they share the ids, and a path cut
+    anywhere needs nothing but the places where its segments are cut.
+    """
+
+    num_lead: int
+    """Tokens before its first byte: a template's opening."""
+    starts: bytes
+    """Where each STRIDE-th token of the segment begins, in bytes of the text: little-endian, OFFSET_BYTES each."""
+    num_bytes: int
+    files: tuple[TextFile, ...] = ()
+    is_cut: bool = False
+    """The last token ends before `num_bytes`, which only bounds it: its tokens tell where."""
+
+    def start(self, number: int) -> int:
+        """The byte where token `number` x STRIDE begins."""
+        place = number * OFFSET_BYTES
+        return int.from_bytes(self.starts[place : place + OFFSET_BYTES], "little")
+
+    @property
+    def num_starts(self) -> int:
+        return len(self.starts) // OFFSET_BYTES
+
+    def cut(self, num_tokens: int) -> "DocumentText":
+        """Of the first `num_tokens` tokens, as far as that is told without the ids."""
+        num_kept = count_starts(num_tokens)
+        num_bytes = self.start(num_kept) if num_kept < self.num_starts else self.num_bytes
+        files = tuple(file for file in self.files if file.start < num_bytes)
+        return DocumentText(
+            num_lead=min(self.num_lead, num_tokens),
+            starts=self.starts[: num_kept * OFFSET_BYTES],
+            num_bytes=num_bytes,
+            files=files,
+            is_cut=True,
+        )
+
+    def check(self, num_tokens: int, field: str) -> None:
+        """Raises InvalidArgument naming `field` where it cannot be the text of a segment of so many tokens."""
+        if len(self.starts) != OFFSET_BYTES * count_starts(num_tokens):
+            raise InvalidArgument(field, f"{len(self.starts):,} bytes tell where {num_tokens:,} tokens begin")
+        if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
+            raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
+        if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):
+            raise InvalidArgument(field, "tokens begin before those before them")
+        check_files(self.files, field)
+
+
+def count_starts(num_tokens: int) -> int:
+    """How many places are kept of so many tokens."""
+    return -(-num_tokens // STRIDE)
+
+
+def packed(starts: "array[int]") -> bytes:
+    """As `DocumentText.starts`, of an array of type `Q`."""
+    if sys.byteorder == "big":
+        starts = starts[:]
+        starts.byteswap()
+    return starts.tobytes()
+
+
+def unpacked(starts: bytes) -> "array[int]":
+    found = array("Q", starts)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+def check_files(files: Sequence[TextFile], field: str) -> None:
+    """Raises InvalidArgument naming `field` for too many, too long a name, and those that do not follow one another."""
+    if len(files) > MAX_FILES:
+        raise InvalidArgument(field, f"are {len(files):,}, at most {MAX_FILES:,} are taken")
+    before = -1
+    for i, file in enumerate(files):
+        if (size := len(file.name.encode())) > MAX_FILE_NAME:
+            raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes, at most {MAX_FILE_NAME:,} are taken")
+        if file.start <= before:
+            told = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
+            raise InvalidArgument(f"{field}[{i}].byte_start", told)
+        before = file.start
+
+
+def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:
+    """The one in which a byte of the text lies; None where none has begun."""
+    index = bisect_right(files, byte, key=lambda file: file.start)
+    return files[index - 1] if index else None

@@ -1,0 +1,56 @@
+"""Where the text of contexts is, over services that are killed, forked, appended to and moved from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from longleaf.client import Client
+from longleaf.demo.haystack import make_haystack
+from tests.e2e.test_restart import serving
+
+PROSE = make_haystack(7, 3_000, 2, 0).text.encode()
+NOTES = "\n\nThe whale 白鯨 — \r\nsurfaces.\n".encode()
+
+
+def longleaf(*arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("longleaf")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def check(client: Client, name: str, text: bytes, file: str, begins: int) -> None:
+    """Some text in a file that begins at this byte."""
+    for start, end in ((begins, begins + 20), (begins + 7, len(text)), (len(text) - 3, len(text))):
+        found = client.get_context_text(name, byte_start=start, byte_end=end)
+        assert found.byte_start is not None and found.byte_end is not None
+        assert found.text.encode() == text[found.byte_start : found.byte_end]
+        assert found.byte_start <= start and end <= found.byte_end
+        assert (found.file, found.line) == (file, 1 + text.count(b"\n", begins, found.byte_start))
+
+
+def test_text_lasts_and_moves_with_its_context(tmp_path: Path) -> None:
+    book, notes, parcel = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
+    book.write_bytes(PROSE)
+    notes.write_bytes(NOTES)
+    with serving(tmp_path / "data", 2) as (service, client):
+        longleaf("ingest", str(book), str(notes), "--name", "book", "--server", client.server)
+        check(client, "book", PROSE + NOTES, str(notes), len(PROSE))
+        cut = client.get_context_text("book", byte_start=0, byte_end=1_003).token_end
+        client.fork_context("book", "twig", num_tokens=cut)
+        client.ingest("twig", notes, append=True)
+        held = client.get_context_text("book", 0, cut).byte_end
+        assert held is not None and held < len(PROSE)
+        twig = PROSE[:held] + NOTES
+        check(client, "twig", twig, str(notes), held)
+        service.kill()
+    with serving(tmp_path / "data", 1) as (_, client):
+        check(client, "book", PROSE + NOTES, str(notes), len(PROSE))
+        check(client, "twig", twig, str(notes), held)
+        client.export_context("twig", parcel, with_keys=False)
+    with serving(tmp_path / "there", 1) as (_, client):
+        client.import_context(parcel, "came")
+        check(client, "came", twig, str(notes), held)
+        given = ("contexts", "text", "came", "--bytes", f"{held}-{held + 12}", "--server", client.server)
+        assert longleaf(*given) == NOTES[:12].decode() + "\n"
+        told = json.loads(longleaf(*given, "--json"))
+        assert (told["file"], told["line"], told["byte_start"]) == (str(notes), 1, held)
