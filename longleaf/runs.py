@@ -59,6 +59,16 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def without(start: int, end: int, hidden: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What is left of the positions [start, end) without those that are hidden, which are in order."""
+    for low, high in hidden:
+        if start < min(low, end):
+            yield start, min(low, end)
+        start = max(start, high)
+    if start < end:
+        yield start, end
+
+
 def extents(run: Run, block_size: int) -> Iterator[Extent]:
     """Cuts a run where its blocks are not neighbours, so that each extent is one stretch of memory."""
     first = 0

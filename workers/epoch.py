@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -31,12 +32,14 @@ from workers.keys.slots import Pool
 from workers.model.model import Model
 from workers.pending import Pending, done
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
+from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Sampler
 from workers.snapshots.desk import Desk
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.step.layers import RowLayer
+from workers.step.masses import Masses
 from workers.step.moving import move
 from workers.step.past import PastBuilder
 from workers.step.restoring import restore
@@ -215,7 +218,8 @@ class Epoch:
     def _decode(self, work: Decode, result: StepResult) -> Pending:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
-        begun = (self._fixed and self._fixed.begin(rows, sampled)) or self._begin(rows, sampled)
+        begun = self._fixed.begin(rows, sampled) if self._fixed and rows.is_plain else None
+        begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored])
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
@@ -224,16 +228,23 @@ class Epoch:
             pending.result()  # logits that are compared must not be overwritten by the next step
         return pending
 
-    def _begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched:
+    def _begin(self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row]) -> Launched:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
-        logits_RV = self._logits(inputs)
+        comm = self.peers.comm if self.peers else None
+        masses = Masses(rows.asked, self._means.pool, comm) if rows.asked else None
+        logits_RV = self._logits(inputs, masses)
+        told = masses.told() if masses else None
+        scores = None
+        if logits_RV is not None and scored:
+            logits_RV, scored_SV = logits_RV.split([len(sampled), len(rows.scored_rows)])
+            scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         if sampled:
             ids_R = choice.ids() if choice else inputs.token_ids_T.new_zeros(len(sampled))
             self._means.last_ids.note(sampled, self._tell(ids_R))
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
-        return Launched(end, choice, logits_RV)
+        return Launched(end, choice, logits_RV, scores, told)
 
     def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
         """What is to be answered, once the device is done with a step."""
@@ -248,6 +259,8 @@ class Epoch:
             tokens={row.sequence: token for row, token in zip(sampled, tokens, strict=True) if token is not None},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
             comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
+            attention=begun.told.attention() if begun.told else {},
+            scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
         )
 
     def _agree(self, is_so: bool) -> bool:
@@ -261,9 +274,9 @@ class Epoch:
         """The ids that rank 0 has chosen."""
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
-    def _logits(self, inputs: Inputs[RowLayer]) -> Tensor | None:
-        """Goes through the model. On rank 0 logits [R, V] of the R rows to sample from."""
-        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers)
+    def _logits(self, inputs: Inputs[RowLayer], masses: Masses | None = None) -> Tensor | None:
+        """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses)
         if self._number != 0:
             self._forward(self._means.model.decoder, inputs, step)
             return None
@@ -276,3 +289,9 @@ class Epoch:
         self._means.model.ropes.rows = inputs.ropes
         arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
+
+
+def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:
+    """The scores of each row that is scored."""
+    left = iter(scores)
+    return {row.sequence: tuple(islice(left, row.num_scored)) for row in rows if row.num_scored}

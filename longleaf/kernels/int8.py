@@ -80,6 +80,15 @@ def read(kept: Int8Layer, slots_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     return k_KTD.to(dtype), v_KTD.to(dtype)
 
 
+def keys_between(kept: Int8Layer, start: int, end: int) -> Tensor:
+    """Keys [K, S, D] in slots [start, end), float32."""
+    first, last = start // kept.block_size, (end - 1) // kept.block_size
+    powers_KBD = powers(kept.exponents_KBD[:, first : last + 1])
+    before = start - first * kept.block_size
+    powers_KSD = powers_KBD.repeat_interleave(kept.block_size, dim=1)[:, before : before + end - start]
+    return kept.keys_KSD[:, start:end].float().add_(0.5).mul_(powers_KSD)
+
+
 def powers(exponents: Tensor) -> Tensor:
     """2^e in float32, to the bit."""
     return ((exponents.int() + 127) << 23).view(torch.float32)

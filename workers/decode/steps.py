@@ -19,7 +19,8 @@ from workers.sampling.sampler import Choice
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds
 from workers.step.layers import RowLayer
-from workers.transfers import Moment
+from workers.step.masses import Told
+from workers.transfers import Moment, ToHost
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,11 @@ class Launched(NamedTuple):
     choice: Choice | None
     """On rank 0, if rows are sampled."""
     logits_RV: Tensor | None
-    """On rank 0; valid until the next step is begun."""
+    """Of these, on rank 0; valid until the next step is begun."""
+    scores: ToHost | None = None
+    """On rank 0, if tokens are scored: logprobs of those of all rows, in the order of the plan."""
+    told: Told | None = None
+    """On rank 0, if rows tell of their attention."""
 
 
 def try_out(buckets: Sequence[Bucket], backend: FixedBackend, forward: Forward) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from longleaf.channel.epochs import SegmentLayout
 from longleaf.channel.step import Transfer
 from longleaf.geometry import EVERY_RANK
-from longleaf.runs import Extent, Run, extents, join, union
+from longleaf.runs import Extent, Run, extents, join, union, without
 
 
 class Part(NamedTuple):
@@ -156,10 +156,18 @@ class Ledger:
         held = self._held[segment].get(self.rank if rank is None else rank)
         return held.within(start, end) if held else iter(())
 
-    def extents(self, path: Sequence[int], start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
-        """Extents of a path."""
+    def extents(
+        self,
+        path: Sequence[int],
+        start: int,
+        end: int,
+        rank: int | None = None,
+        hidden: Sequence[tuple[int, int]] = (),
+    ) -> Iterator[Extent]:
+        """Extents of a path, without hidden positions."""
         for part in self.parts(path, end):
-            yield from self.held(part.segment, max(part.start, start), part.end, rank)
+            for low, high in without(max(part.start, start), part.end, hidden):
+                yield from self.held(part.segment, low, high, rank)
 
 
 def slots_of(extents: Iterable[Extent]) -> list[int]:

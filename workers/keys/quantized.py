@@ -62,6 +62,13 @@ class QuantizedPool:
         """Bytes of a token's keys and values in a layer."""
         return ceil_div(self._bytes[layer], self.block_size)
 
+    def num_kv_heads(self, layer: int) -> int:
+        return len(self._layers[layer].keys_KSD)
+
+    def keys_between(self, layer: int, start: int, end: int) -> Tensor:
+        """The keys [K, S, D] in slots [start, end), float32."""
+        return int8.keys_between(self._layers[layer], start, end)
+
     def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Rounds the keys and values of T tokens into their slots."""
         backend.store_int8(self._layers[layer], slots_T, k_KTD, v_KTV)

@@ -42,6 +42,12 @@ class Slots(Protocol):
         """Bytes of a token's keys and values in a layer."""
         ...
 
+    def num_kv_heads(self, layer: int) -> int: ...
+
+    def keys_between(self, layer: int, start: int, end: int) -> Tensor:
+        """The keys [K, S, D] in slots [start, end), float32."""
+        ...
+
     def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Writes the keys and values of T tokens into their slots."""
         ...
@@ -111,6 +117,13 @@ class Pool:
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes of a token's keys and values in a layer."""
         return self._layers[layer].num_stored * self.dtype.itemsize
+
+    def num_kv_heads(self, layer: int) -> int:
+        return self._layers[layer].num_kv_heads
+
+    def keys_between(self, layer: int, start: int, end: int) -> Tensor:
+        """The keys [K, S, D] in slots [start, end), float32; a view where they are kept so."""
+        return self.keys[layer][:, start:end].float()
 
     def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from longleaf.sampling import Logprobs, TokenLogprob
 from workers.sampling import draws
+from workers.transfers import to_device
+
+MAX_LOGITS = 1 << 22
+"""Logits that are computed on together, unless one row alone has more."""
 
 
 def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
@@ -30,3 +34,11 @@ def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Te
     ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
     below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
     return ids_RN, below_RN + logprob_R1
+
+
+def logprobs_of(logits_SV: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """The logprob of one token per row, [S], float32; NaN where a logit is none."""
+    ids_S1 = to_device(torch.tensor(token_ids, dtype=torch.long)[:, None], str(logits_SV.device))
+    step = max(1, MAX_LOGITS // logits_SV.shape[-1])
+    parts = zip(logits_SV.split(step), ids_S1.split(step), strict=True)
+    return torch.cat([torch.log_softmax(rows_RV.float(), dim=-1).gather(1, ids_R1)[:, 0] for rows_RV, ids_R1 in parts])

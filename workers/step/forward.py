@@ -18,6 +18,7 @@ from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
+from workers.step.masses import Masses
 
 
 class PrefillDone(Exception):
@@ -63,10 +64,19 @@ class DecodeStep:
     """Replicated rows: every rank computes the same queries and gets the same merged output. Where it holds all keys
     that they see, nothing is merged."""
 
-    def __init__(self, inputs: Inputs[RowLayer], pool: Slots, backend: Backend, peers: Peers | None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs[RowLayer],
+        pool: Slots,
+        backend: Backend,
+        peers: Peers | None,
+        masses: Masses | None = None,
+    ) -> None:
+        """`masses` counts what rows tell of their attention, if any of them do."""
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
+        self._masses = masses
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
@@ -74,7 +84,10 @@ class DecodeStep:
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
-                return (self._peers.merge.to_all(partial) if self._peers else partial).out_THD
+                merged = self._peers.merge.to_all(partial) if self._peers else partial
+                if self._masses is not None:
+                    self._masses.add(layer, q_THD, merged.lse_TH, call)
+                return merged.out_THD
             case Replicated():
                 return with_sink(local.over_pool(layer, q_THD, work.reads, call), call).out_THD
 

@@ -26,6 +26,7 @@ from workers.step.last_ids import LastIds
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.past import PastBuilder
 from workers.step.rows import Query, most_together, order, row_reads
+from workers.step.spans import Asked, asked
 from workers.step.windows import WindowBuilder
 from workers.transfers import to_device
 
@@ -43,7 +44,7 @@ class Inputs(Generic[LayerT]):
     num_own_tokens: int = 0
     """In prefill, tokens of the own piece; what follows them is padding."""
     sample_rows_R: Tensor | None = None
-    """In decode, rows whose logits are wanted, in the order of the plan."""
+    """In decode, rows whose logits are wanted: to sample from, then to score, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
     """By which rope each token's queries and keys are rotated."""
 
@@ -61,11 +62,17 @@ class RowNumbers:
     """Of keys that every rank holds; empty where there are none."""
     ropes: Sequence[Rope]
     sample_rows: Sequence[int]
-    """Rows whose logits are wanted, in the order of the plan."""
+    """Rows that are sampled from, in the order of the plan."""
     reads: dict[Reach, Reads]
     """From this rank's pool."""
     most_together: int
     """Rows that may read keys together, at most; the same on all ranks."""
+    scored_rows: Sequence[int] = ()
+    """Rows of which the next token is scored, in the order of the plan."""
+    asked: Sequence[Asked] = ()
+    """Whatever rows tell of their attention."""
+    is_plain: bool = True
+    """Whether rows see all that is before them, and nothing but tokens is wanted; all ranks say the same."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -89,6 +96,7 @@ class InputBuilder:
         self.pool = pool
         self._reaches = {layer: spec.reach for layer, spec in layers.items()}
         self.reaches = frozenset(self._reaches.values())
+        self._full_layers = sorted(layer for layer, reach in self._reaches.items() if reach.is_full)
         self._bytes_per_key = dict.fromkeys(self.reaches, 0)
         for layer, reach in self._reaches.items():
             self._bytes_per_key[reach] += pool.bytes_per_slot(layer)
@@ -112,8 +120,7 @@ class InputBuilder:
         rest = {layer: reach for layer, reach in self._reaches.items() if layer not in layers}
         past_row = (0, num_tokens * self._world_size)
         sharded = {
-            reach: Sharded(slots_T, self._chunk_reads(work.path, queries, reach, past_row))
-            for reach in set(rest.values())
+            reach: Sharded(slots_T, self._chunk_reads(work, queries, reach, past_row)) for reach in set(rest.values())
         }
         return Inputs(
             token_ids_T=token_ids_T,
@@ -141,13 +148,16 @@ class InputBuilder:
         found.sort(key=lambda pair: order(pair[1], pair[0].start))
         for row, parts in found:
             end = row.start + row.num_tokens
-            queries.append(Query(QueryRun(row.start, end, len(ids)), parts))
+            queries.append(Query(QueryRun(row.start, end, len(ids)), parts, row.hidden))
             ids += row.token_ids or (last_ids[row.sequence],)
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
         near_rank = EVERY_RANK if self._windows else self._rank
+        of_rows = [(row, query) for (row, _), query in zip(found, queries, strict=True)]
+        scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
+        told = asked(self._ledger, of_rows, self._full_layers)
         return RowNumbers(
             token_ids=ids,
             positions=positions,
@@ -157,11 +167,15 @@ class InputBuilder:
             sample_rows=[last_rows[row.sequence] for row in work.rows if row.token_index >= 0],
             reads=row_reads(self._ledger, queries, self.reaches, near_rank),
             most_together=most_together(queries),
+            scored_rows=scored,
+            asked=told,
+            is_plain=not (told or scored or any(row.hidden for row in work.rows)),
         )
 
     def tensors(self, rows: RowNumbers, last_ids: LastIds) -> Inputs[RowLayer]:
         """The inputs of a step, of which the numbers go to the device in one copy."""
-        parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, rows.sample_rows)
+        wanted = (*rows.sample_rows, *rows.scored_rows)
+        parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, wanted)
         there = self._tensor([number for part in parts for number in part])
         ids_T, positions_T, slots_T, window_slots_T, sample_rows_R = there.split([len(part) for part in parts])
         return Inputs(
@@ -184,26 +198,24 @@ class InputBuilder:
         once."""
         return sum(reads.num_keys * self._bytes_per_key[reach] for reach, reads in rows.reads.items())
 
-    def _chunk_reads(
-        self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach, past_row: tuple[int, int]
-    ) -> Reads:
+    def _chunk_reads(self, work: Prefill, runs: list[QueryRun], reach: Reach, past_row: tuple[int, int]) -> Reads:
         """Reads of the query runs of a chunk, which are in position order."""
-        return Reads(self._full_reads(path, runs, past_row) if reach.is_full else self._near(path, runs, reach))
+        return Reads(self._full_reads(work, runs, past_row) if reach.is_full else self._near(work, runs, reach))
 
-    def _full_reads(self, path: tuple[int, ...], runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
+    def _full_reads(self, work: Prefill, runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
         """Without a limit: all rows see the past before the first query, each run also what lies between that and
         itself; from there on, causally."""
-        for slots in stretches(self._ledger.extents(path, 0, runs[0].start)):
+        for slots in stretches(self._ledger.extents(work.path, 0, runs[0].start, hidden=work.hidden)):
             yield Read(*past_row, *slots)
         for run in runs:
-            for slots in stretches(self._ledger.extents(path, runs[0].start, run.start)):
+            for slots in stretches(self._ledger.extents(work.path, runs[0].start, run.start, hidden=work.hidden)):
                 yield Read(run.row, run.row + run.end - run.start, *slots)
-            for extent in self._ledger.extents(path, run.start, run.end):
+            for extent in self._ledger.extents(work.path, run.start, run.end):
                 yield from causal_reads(run, extent)
 
-    def _near(self, path: tuple[int, ...], runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
+    def _near(self, work: Prefill, runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
         for run in runs:
-            for extent in self._ledger.extents(path, reach.first(run.start), run.end):
+            for extent in self._ledger.extents(work.path, reach.first(run.start), run.end, hidden=work.hidden):
                 yield from reads_within(run, extent, reach)
 
     def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:

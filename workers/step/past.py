@@ -21,7 +21,7 @@ from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.channel.step import Prefill
 from longleaf.config import PrefillName
 from longleaf.geometry import Reach
-from longleaf.runs import Extent, Run, ceil_div, union
+from longleaf.runs import Extent, Run, ceil_div, union, without
 from longleaf.tree import Wire
 from workers.keys.ledger import Ledger
 from workers.keys.slots import Slots
@@ -57,7 +57,8 @@ class PastBuilder:
         gathered: dict[int, ChunkLayer] = {}
         for reach in {spec.reach for spec in self._layers.values()}:
             layers = [layer for layer, spec in self._layers.items() if spec.reach == reach]
-            wanted = before_pieces(work.pieces, reach)
+            before = before_pieces(work.pieces, reach)
+            wanted = [part for low, high in before for part in without(low, high, work.hidden)]
             fewest = ceil_div(sum(high - low for low, high in wanted), self._world_size)
             if not self._that_gather(layers, work, fewest):
                 continue  # not even if all shares were equal: long pasts need not be looked through
@@ -65,8 +66,8 @@ class PastBuilder:
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
                 past_L = self._past_slots(shares[self._ledger.rank], longest)
-                before, own = self._reads(work.pieces, shares, longest, reach)
-                gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, before, own))
+                reads = self._reads(work.pieces, shares, longest, reach)
+                gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
         return gathered
 
     def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:

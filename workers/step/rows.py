@@ -14,12 +14,13 @@ its tokens see is read under a mask.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
+from longleaf.channel.step import Positions
 from longleaf.geometry import Reach
-from longleaf.runs import Extent
+from longleaf.runs import Extent, without
 from workers.keys.ledger import Ledger, Part, stretches
 
 MIN_SHARED = 128
@@ -32,6 +33,8 @@ class Query(NamedTuple):
 
     run: QueryRun
     parts: Sequence[Part]
+    hidden: tuple[Positions, ...] = ()
+    """What of its path none of the rows reads, in order."""
 
     @property
     def row_end(self) -> int:
@@ -41,6 +44,9 @@ class Query(NamedTuple):
         """Positions [start, end) of a part that all of the rows see; empty if end <= start."""
         part = self.parts[depth]
         return max(part.start, reach.first(self.run.end - 1)), min(part.end, self.run.start + 1)
+
+    def hides(self, position: int) -> bool:
+        return any(start <= position < end for start, end in self.hidden)
 
 
 Users = tuple[int, list[Query]]
@@ -91,9 +97,22 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
     while left:
         high = left[-1].seen(depth, Reach())[1]
         if low < high:
-            yield (left[0].run.row, left[-1].row_end), low, high
+            yield from _shown(left, low, high)
             low = high
         left.pop()
+
+
+def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Positions [low, high), cut where some of the users begin or cease to hide them, and the rows that read them."""
+    if not any(user.hidden for user in users):
+        yield (users[0].run.row, users[-1].row_end), low, high
+        return
+    edges = {edge for user in users for hidden in user.hidden for edge in hidden if low < edge < high}
+    for start, end in pairwise([low, *sorted(edges), high]):
+        for is_hidden, group in groupby(users, lambda user, at=start: user.hides(at)):
+            if not is_hidden:
+                readers = list(group)
+                yield (readers[0].run.row, readers[-1].row_end), start, end
 
 
 def _near_reads(ledger: Ledger, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
@@ -102,13 +121,19 @@ def _near_reads(ledger: Ledger, tree: Sequence[Users], reach: Reach, rank: int |
         for cluster, low, high in _clusters(users, depth, reach):
             is_shared = len(cluster) > 1
             if is_shared:
-                rows = cluster[0].run.row, cluster[-1].row_end
-                yield from (Read(*rows, *slots) for slots in stretches(ledger.held(segment, low, high, rank)))
+                for rows, start, end in _shown(cluster, low, high):
+                    yield from (Read(*rows, *slots) for slots in stretches(ledger.held(segment, start, end, rank)))
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
-                    for extent in ledger.held(segment, *bounds, rank):
+                    for extent in _held(ledger, query, segment, bounds, rank):
                         yield from reads_within(query.run, extent, reach)
+
+
+def _held(ledger: Ledger, query: Query, segment: int, bounds: tuple[int, int], rank: int | None) -> Iterator[Extent]:
+    """What is held of positions [start, end) of a segment, without what the query hides."""
+    for low, high in without(*bounds, query.hidden):
+        yield from ledger.held(segment, low, high, rank)
 
 
 def _clusters(users: Sequence[Query], depth: int, reach: Reach) -> Iterator[tuple[list[Query], int, int]]:

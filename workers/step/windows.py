@@ -79,7 +79,8 @@ class WindowBuilder:
         for piece in work.pieces:
             if piece.rank == self._ledger.rank:
                 query = QueryRun(piece.start, piece.end, 0)
-                for extent in self._ledger.extents(work.path, reach.first(piece.start), work.start, EVERY_RANK):
+                first = reach.first(piece.start)
+                for extent in self._ledger.extents(work.path, first, work.start, EVERY_RANK, work.hidden):
                     pool += reads_within(query, extent, reach)
                 gathered += past_reads(query, shares, longest, reach)
                 own += reads_within(query, Extent(piece.start, piece.end, 0), reach)

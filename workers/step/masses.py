@@ -1,0 +1,154 @@
+"""How much of rows' attention falls on each span of their context: a pass over keys alone, for rows that ask.
+
+The share of a key is exp(score - lse), with the merged logsumexp of the row. Whatever kernels computed the row, their
+bits are not touched, and a row that does not ask costs nothing.
+
+Shape letters: T rows of the step, A sequences that are told together, R their rows, K key heads, G queries per key
+head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.spans`), W ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longleaf.attention.masks import hidden
+from longleaf.channel.step import Attention
+from longleaf.comm import Comm
+from longleaf.runs import ceil_div
+from workers.keys.slots import Slots
+from workers.model.hook import LayerCall
+from workers.step.spans import SINK, Asked, Keys
+from workers.transfers import ToHost, to_device
+
+HEAD_BITS = 16
+"""Of the number that stands for a head: its layer is before these."""
+
+
+class Sums:
+    """What of some sequences that are told together was counted so far, on one rank."""
+
+    def __init__(self, asked: Asked, device: str) -> None:
+        self.asked = asked
+        rows = [row for _, run, _ in asked.tellers for row in range(run.row, run.row + run.end - run.start)]
+        self.rows_R = to_device(torch.tensor(rows), device)
+        shape = (len(asked.tellers), asked.num_columns)
+        self.means_AN = torch.zeros(shape, device=device)
+        """Sums over heads, float32, until all layers are counted."""
+        self.largest_AN = torch.full(shape, -1.0, device=device)
+        self.heads_AN = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.num_heads = 0
+
+    def add(self, layer: int, masses_RHN: Tensor) -> None:
+        """Counts a layer's heads."""
+        self.num_heads += masses_RHN.shape[1]
+        sizes = [run.end - run.start for _, run, _ in self.asked.tellers]
+        masses_AHN = torch.stack([rows_RHN.mean(dim=0) for rows_RHN in masses_RHN.split(sizes)])
+        self.means_AN += masses_AHN.sum(dim=1)
+        most_AN, heads_AN = masses_AHN.max(dim=1)
+        is_more_AN = most_AN > self.largest_AN
+        self.largest_AN = torch.where(is_more_AN, most_AN, self.largest_AN)
+        self.heads_AN = torch.where(is_more_AN, heads_AN.int() + (layer << HEAD_BITS), self.heads_AN)
+
+    def numbers(self) -> Tensor:
+        """Means, largest and, bit for bit, heads: [3, A * N], float32."""
+        heads_AN = self.heads_AN.view(torch.float32)
+        return torch.stack((self.means_AN / max(1, self.num_heads), self.largest_AN, heads_AN)).flatten(1)
+
+
+class Told:
+    """What all ranks counted, on its way to the host."""
+
+    def __init__(self, groups: Sequence[Asked], numbers_3N: Tensor) -> None:
+        self._groups = groups
+        self._arriving = ToHost(numbers_3N)
+
+    def attention(self) -> dict[int, Attention]:
+        """By sequence. Waits for what the device was told before."""
+        rest_3N, found = self._arriving.wait(), dict[int, Attention]()
+        for asked in self._groups:
+            for teller in asked.tellers:
+                num_spans = asked.view.num_spans
+                means_N, largest_N, heads_N = rest_3N[:, : asked.num_columns]
+                rest_3N = rest_3N[:, asked.num_columns :]
+                numbers = (means_N, largest_N[:num_spans], heads_N[:num_spans].view(torch.int32))
+                found[teller.sequence] = Attention(*(each.numpy().tobytes() for each in numbers))
+        return found
+
+
+class Masses:
+    """Counts, layer by layer of one step, what falls on the columns of all rows that ask."""
+
+    def __init__(self, groups: Sequence[Asked], pool: Slots, comm: Comm | None) -> None:
+        """Of all ranks the first one counts sinks."""
+        self._sums = [Sums(asked, pool.device) for asked in groups]
+        self._pool = pool
+        self._comm = comm
+        self._has_sink = comm is None or comm.rank == 0
+
+    def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
+        """Counts a layer that sees all keys, if it counts: queries as attention gets them, and the natural-log
+        logsumexp of all that they see."""
+        for sums in self._sums:
+            if layer in sums.asked.view.layers:
+                sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
+
+    def told(self) -> Told | None:
+        """Has the ranks put together what they counted, all at the same time; the first one gets it."""
+        numbers_3N = torch.cat([sums.numbers() for sums in self._sums], dim=1)
+        if self._comm is not None:
+            found_W3N = self._comm.all_gather(numbers_3N)
+            if not self._has_sink:
+                return None
+            largest_N, ranks_N = found_W3N[:, 1].max(dim=0)
+            heads_N = found_W3N[:, 2].gather(0, ranks_N[None])[0]
+            numbers_3N = torch.stack((found_W3N[:, 0].sum(dim=0), largest_N, heads_N))
+        return Told([sums.asked for sums in self._sums], numbers_3N)
+
+    def _of_layer(self, layer: int, sums: Sums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
+        """What of each row and head falls on the columns, [R, H, N], float32."""
+        asked, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
+        q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
+        num_rows, _, group, _ = q_RKGD.shape
+        q_KMD = q_RKGD.transpose(0, 1).flatten(1, 2)
+        lse_KM1 = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(2)
+        masses_KMN = q_KMD.new_zeros(num_kv_heads, num_rows * group, asked.num_columns)
+        for keys in asked.context:
+            _count(masses_KMN, self._weights(layer, keys, q_KMD, lse_KM1, call, 0, group), keys)
+        first = 0
+        for _, run, own in asked.tellers:
+            some = slice(first, first + (run.end - run.start) * group)
+            for keys in own:
+                ahead = keys.position + keys.num_keys - 1 - run.start
+                weights_KMS = self._weights(layer, keys, q_KMD[:, some], lse_KM1[:, some], call, ahead, group)
+                _count(masses_KMN[:, some], weights_KMS, keys)
+            first = some.stop
+        masses_RHN = masses_KMN.unflatten(1, (num_rows, group)).transpose(0, 1).flatten(1, 2)
+        if call.sink_H is not None and self._has_sink:
+            masses_RHN[..., asked.view.num_spans + SINK] = (call.sink_H.float() - lse_TH[sums.rows_R]).exp_()
+        return masses_RHN
+
+    def _weights(
+        self, layer: int, keys: Keys, q_KMD: Tensor, lse_KM1: Tensor, call: LayerCall, ahead: int, group: int
+    ) -> Tensor:
+        """The share of each key, [K, M, S]; `ahead` of them lie behind the first row."""
+        k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
+        scores_KMS = torch.matmul(q_KMD, k_KSD.transpose(1, 2))
+        if call.softcap is not None:
+            scores_KMS = scores_KMS.div_(call.softcap).tanh_().mul_(call.softcap)
+        if ahead > 0:
+            num_rows = q_KMD.shape[1] // group
+            unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KMD.device))
+            scores_KMS.masked_fill_(unseen_RS.repeat_interleave(group, dim=0), float("-inf"))
+        return scores_KMS.sub_(lse_KM1).exp_()
+
+
+def _count(masses_KMN: Tensor, weights_KMS: Tensor, keys: Keys) -> None:
+    """Adds up the keys of each column."""
+    end = keys.before + keys.num_keys
+    num_columns = ceil_div(end, keys.size)
+    if keys.before or end % keys.size:
+        weights_KMS = F.pad(weights_KMS, (keys.before, num_columns * keys.size - end))
+    sums_KMN = weights_KMS.unflatten(2, (num_columns, keys.size)).sum(dim=3)
+    masses_KMN[..., keys.column : keys.column + num_columns] += sums_KMN
