@@ -133,7 +133,7 @@ def _place(source: Source, text: ContextText | None) -> str:
 
 
 def _numbers(source: Source) -> str:
-    return f"{source.share:.1%}" + (f", {source.drop:+.2f} nats" if source.drop is not None else "")
+    return f"{source.share:.1%}" + (f", {round(source.drop, 2) + 0.0:+.2f} nats" if source.drop is not None else "")
 
 
 def _parts(own: ContextText, around: ContextText) -> tuple[str, str, str]:
