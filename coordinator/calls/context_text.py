@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.events import DocumentPart
-from coordinator.text.text_map import TextMap
+from coordinator.text.text_map import Passage, TextMap
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import FailedPrecondition, InvalidArgument
@@ -44,8 +44,7 @@ class ContextTexts:
         a context without a text, and what the engine raises."""
         found = self.map_of(wanted.context)
         _check(wanted, found)
-        read = found.read if wanted.unit == "tokens" else found.read_bytes
-        passage = await self._threads.run(read, wanted.start, wanted.end)
+        passage = await self._threads.run(_read, found, wanted)
         size = len(passage.text.encode())
         if size > MAX_BYTES and wanted.unit == "tokens":
             raise InvalidArgument(
@@ -70,6 +69,12 @@ class ContextTexts:
         while not lines.is_over:
             await self._threads.run(lines.step, STEP_TOKENS)
         return lines.line
+
+
+def _read(found: TextMap, wanted: GetContextText) -> Passage:
+    if wanted.unit == "tokens":
+        return found.read(wanted.start, wanted.end)
+    return found.read_bytes(wanted.start, wanted.end)
 
 
 def _check(wanted: GetContextText, found: TextMap) -> None:

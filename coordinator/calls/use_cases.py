@@ -95,6 +95,7 @@ class UseCases:
         observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
+        self.texts = ContextTexts(engine, tokenizer, self.threads)
         self.generation = Generation(
             engine,
             tokenizer,
@@ -103,12 +104,12 @@ class UseCases:
             observers=observers,
             ledger=ledger,
             tenant_share=tenant_share,
+            text_maps=self.texts.map_of,
         )
         self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
-        self.texts = ContextTexts(engine, tokenizer, self.threads)
         self._rereader: Rereader = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)

@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -121,7 +121,7 @@ def joined_starts(table: Table, rows: Iterable[Found]) -> "array[int]":
     return _joined(table, rows, "Q", "places in its text")
 
 
-def _joined(table: Table, rows: Iterable[Found], kind: str, noun: str) -> "array[int]":
+def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: str) -> "array[int]":
     found = array(kind)
     for row in rows:
         if not is_whole(table, row) or row["start"] != len(found):

@@ -141,11 +141,8 @@ class FakeRanks:
         )
 
     def _attention(self, plan: StepPlan) -> dict[int, Attention]:
-        """What those that are asked tell of it."""
-        work = plan.work
-        if self.windows is not None or not isinstance(
-            work, Decode
-        ):  # nobody asks, and runs of windows are not told whole
+        """What those that are asked tell of it: nobody where there are windows, whose runs are not told as a whole."""
+        if self.windows is not None or not isinstance(plan.work, Decode):
             return {}
         rows = self._sequences.complete(plan).work
         assert isinstance(rows, Decode)

@@ -103,7 +103,7 @@ class Admission:
         )
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
         reading = Reading(path, _array(prompt.token_ids), num_prefill)
-        self._limits.check(reading, request.capacity, "input", 1)
+        self._limits.check(reading, request.capacity, "input", min(1, max_tokens))
         self._limits.check(reading, request.capacity, "sampling.max_token_count", max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import Annotated, TextIO
 
@@ -10,10 +10,13 @@ import typer
 
 from longleaf.commands.flags import Flags, takes_flags, takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
+from longleaf.commands.sources import SourceFlags, SourceList
 from longleaf.errors import Unavailable
 from longleaf.messages import Delta, Event, Finished, Recovering, Started
 from longleaf.units import human_seconds
 
+Under = Callable[[Finished], None]
+"""Prints what comes under an answer."""
 MAKE_ROOM = "\x1bD\x1bM"
 """For terminals: there is a line below the cursor, which stays where it is."""
 SAVE, RESTORE = "\x1b7", "\x1b8"
@@ -22,6 +25,7 @@ BELOW = "\r\n\x1b[K"
 """For terminals: to the line below, which is erased."""
 
 
+@takes_flags(SourceFlags, "traced")
 @takes_flags(Flags)
 @takes_server
 def ask(
@@ -29,15 +33,17 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
     server: Server,
     flags: Flags,
+    traced: SourceFlags,
     as_json: AsJson = False,
 ) -> None:
     """Ask about a context. The context stays as it is, so any number may ask at the same time.
 
     Example: longleaf ask book "Who did it?" --max-tokens 200
     """
-    options = flags.options(as_json)
+    options = flags.options(as_json) | traced.options()
     with connect(server) as client:
-        show(client.ask(context, read_input(question, "question"), **options), as_json, flags.samples)
+        answer = client.ask(context, read_input(question, "question"), **options)
+        show(answer, as_json, flags.samples, SourceList(client, context).print)
 
 
 @takes_flags(Flags)
@@ -60,17 +66,23 @@ def generate(
         show(client.generate(read_input(prompt, "prompt"), **options), as_json, flags.samples)
 
 
-def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1) -> None:
-    """Prints an answer while it streams: text, or one JSON object per delta and one at the end. Of several samples the
-    text of each is printed when it is whole."""
+def nothing_more(_: Finished) -> None:
+    """Under an answer."""
+
+
+def show(
+    answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1, under: Under = nothing_more
+) -> None:
+    """Prints an answer while it streams: text, and what is `under` it, or one JSON object per delta and one at the end.
+    Of several samples the text of each is printed when it is whole."""
     with closing(answer):
         events = _noted(answer)
         if as_json:
             _print_json(events, num_samples)
         elif num_samples > 1:
-            _print_samples(events, num_samples)
+            _print_samples(events, num_samples, under)
         else:
-            _print_text(events)
+            _print_text(events, under)
 
 
 def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
@@ -131,6 +143,7 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
                 told |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
                 told = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
+                told |= {"attribution": event.attribution} if event.attribution else {}
                 num_open -= 1
             case _:
                 continue
@@ -140,18 +153,19 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
     raise Unavailable("the answer broke off")
 
 
-def _print_text(answer: Iterable[Event]) -> None:
+def _print_text(answer: Iterable[Event], under: Under) -> None:
     for event in answer:
         if isinstance(event, Delta):
             print(event.text, end="", flush=True)
         if isinstance(event, Finished):
             print(flush=True)
+            under(event)
             print(footnote(event), file=sys.stderr)
             return
     raise Unavailable("the answer broke off")
 
 
-def _print_samples(answer: Iterable[Event], num_samples: int) -> None:
+def _print_samples(answer: Iterable[Event], num_samples: int, under: Under) -> None:
     texts = [""] * num_samples
     num_open = num_samples
     for event in answer:
@@ -159,6 +173,7 @@ def _print_samples(answer: Iterable[Event], num_samples: int) -> None:
             texts[event.sample] += event.text
         if isinstance(event, Finished):
             print(f"[{event.sample}] {texts[event.sample]}", flush=True)
+            under(event)
             print(footnote(event), file=sys.stderr)
             num_open -= 1
             if not num_open:

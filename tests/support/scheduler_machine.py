@@ -3,13 +3,26 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.events import Acknowledged, Admitted, Claim, Document, Ended, Failed, Outcome, Prompt, Tokens
+from coordinator.events import (
+    Acknowledged,
+    Admitted,
+    Beginning,
+    Claim,
+    Cuts,
+    Document,
+    Ended,
+    Failed,
+    Outcome,
+    Prompt,
+    Tokens,
+)
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.paths import Path
@@ -230,6 +243,41 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.expected[self.num_jobs] = self.expected[self.num_jobs + sample] = answer
             self.answers[self.num_jobs + sample] = list(ids)
         self._opened(len(told), claim.deadline, generated)
+
+    @rule(
+        tokens=TEXTS,
+        context=NAMES,
+        num_scored=st.integers(0, 39),
+        end=st.none() | st.integers(1, 60),
+        hidden=st.lists(st.integers(0, 60), max_size=4, unique=True).map(sorted),
+        claim=CLAIMS,
+    )
+    def probe(
+        self, tokens: list[int], context: str, num_scored: int, end: int | None, hidden: list[int], claim: Claim
+    ) -> None:
+        """Reads tokens somewhere in a context, and answers nothing."""
+        if (named := self.scheduler.contexts.find(context)) is None:
+            return
+        claim, end = self._now(claim), min(end or named.path.end, named.path.end)
+        ranges = tuple((start, stop) for start, stop in pairwise(hidden) if stop <= end)[::2]
+        prompt = Prompt(
+            context=context,
+            token_ids=tuple(tokens),
+            sampling=Sampling(max_tokens=1),
+            claim=claim,
+            cuts=Cuts(1),
+            hidden=ranges,
+            beginning=Beginning(named.path.cut(end).ids, end),
+            is_probe=True,
+            num_scored=min(num_scored, max(0, len(tokens) - 1)),
+        )
+        try:
+            self.scheduler.admit(self.num_jobs, prompt, self.now)
+        except (InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
+            return
+        self.prompts[self.num_jobs] = [*self.texts[context][:end], *tokens]
+        self.expected[self.num_jobs], self.answers[self.num_jobs] = [], []
+        self._opened(1, claim.deadline)
 
     @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
     def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:

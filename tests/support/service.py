@@ -23,6 +23,7 @@ from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.channel.fakes import FULL_LAYER
 from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import join_address
@@ -202,6 +203,17 @@ class FakeEngine:
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
         held = len(self.contexts[context]) if context is not None else 0
         return min(self.max_positions - held - num_tokens, self.total_tokens // num_samples)
+
+    def grounds(self, context_id: str) -> events.Grounds:
+        token_ids = self.get_context(context_id) and self.contexts[context_id]
+        return events.Grounds(
+            segments=(1,),
+            ends=(len(token_ids),),
+            last_ids=token_ids[-events.LAST_IDS :],
+            block_size=128,
+            full_layers=(FULL_LAYER,),
+            can_cut=True,
+        )
 
     def num_tokens(self, context_id: str) -> int:
         return self.get_context(context_id).tokens

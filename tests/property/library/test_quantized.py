@@ -43,6 +43,16 @@ def bounds_of(total):
     return cuts.map(lambda inner: [0, *sorted(inner), total])
 
 
+@settings(max_examples=50, deadline=None)
+@given(seeds, st.integers(0, 4 * BLOCK - 1), st.integers(1, 4 * BLOCK))
+def test_keys_alone_are_those_that_are_read(seed, start, num_keys):
+    kept, slots = layer(), torch.arange(4 * BLOCK)
+    int8.write(kept, slots, *tensors(seed, len(slots)))
+    end = min(start + num_keys, len(slots))
+    keys, _ = int8.read(kept, slots[start:end], torch.float32)
+    assert torch.equal(int8.keys_between(kept, start, end), keys)
+
+
 @settings(max_examples=100, deadline=None)
 @given(seeds, bounds_of(3 * BLOCK + 3))
 def test_what_a_block_holds_depends_on_its_tokens_alone(seed, bounds):

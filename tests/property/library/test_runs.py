@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.runs import Run, ceil_div, cut_chunk, extents, join, overlaps, serpentine, union
+from longleaf.runs import Run, ceil_div, cut_chunk, extents, join, overlaps, serpentine, union, without
 
 positions = st.integers(0, 60)
 
@@ -24,6 +24,13 @@ def test_overlaps_cover_every_causal_pair_exactly_once(query_start, num_queries,
         if key <= query
     ]
     assert sorted(seen) == sorted(expected)
+
+
+@given(positions, positions, st.lists(positions, max_size=8, unique=True).map(sorted))
+def test_what_is_hidden_is_left_out(start, end, edges):
+    hidden = list(zip(edges[::2], edges[1::2], strict=False))
+    left = [position for low, high in without(start, end, hidden) for position in range(low, high)]
+    assert left == [p for p in range(start, end) if not any(low <= p < high for low, high in hidden)]
 
 
 @given(positions, st.integers(1, 300), st.integers(1, 32), st.integers(1, 8))

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator.placement.blocks import Placer
 from longleaf.attention.masks import Reads
-from longleaf.channel.step import Decode, Row
+from longleaf.channel.step import Decode, Positions, Row
 from longleaf.geometry import Reach
 from longleaf.kernels.dense import Dense
 from longleaf.runs import Run
@@ -33,7 +34,8 @@ IDS = 1000
 class Forest:
     """Segments that begin anywhere in one another, dealt over ranks, and rows that go on at their ends."""
 
-    def __init__(self, seed: int, world_size: int) -> None:
+    def __init__(self, seed: int, world_size: int, *, can_hide: bool = False) -> None:
+        self.can_hide = can_hide
         self.world_size = world_size
         self.dice = random.Random(seed)
         self.placer = Placer([NUM_BLOCKS] * world_size, BLOCK)
@@ -63,7 +65,13 @@ class Forest:
         start, path = self.runs[own][0].start + held, self.paths[own]
         ids = tuple(number * IDS + i for i in range(count)) if count > 1 or self.dice.random() < 0.5 else ()
         index = self.dice.choice([-1, 0, 7])
-        self.rows.append(Row(number, path, start, ids, self.runs[own], index))
+        hidden = self._hidden(self.runs[own][0].start) if self.can_hide else ()
+        self.rows.append(Row(number, path, start, ids, self.runs[own], index, hidden=hidden))
+
+    def _hidden(self, end: int) -> tuple[Positions, ...]:
+        """Nothing, or some positions before what is the row's own."""
+        edges = sorted(self.dice.sample(range(end + 1), min(end + 1, 2 * self.dice.randint(0, 3))))
+        return tuple(zip(edges[::2], edges[1::2], strict=False))
 
     def inputs(self, rank: int, reach: Reach) -> Inputs:
         make, last_ids = self.builder(rank, reach), self.last_ids()
@@ -93,8 +101,8 @@ class Forest:
 
 
 @st.composite
-def forests(draw: st.DrawFn, longest: int = 20) -> Forest:
-    forest = Forest(draw(st.integers(0, 2**31)), draw(st.integers(1, 3)))
+def forests(draw: st.DrawFn, longest: int = 20, *, can_hide: bool = False) -> Forest:
+    forest = Forest(draw(st.integers(0, 2**31)), draw(st.integers(1, 3)), can_hide=can_hide)
 
     def parent(num_sealed: int) -> int | None:
         number = draw(st.integers(0, num_sealed))
@@ -132,7 +140,10 @@ def check(forest: Forest, reach: Reach) -> list[Inputs]:
     for rank, inputs in enumerate(found):
         expected: Counter[tuple[int, int]] = Counter()
         for row, (sequence, position) in enumerate(tokens(forest, inputs)):
-            seen = visible(range(position, position + 1), range(position + 1), reach)[0].nonzero().flatten().tolist()
+            seen_S = visible(range(position, position + 1), range(position + 1), reach)[0]
+            for low, high in sequence.hidden:
+                seen_S[low:high] = False
+            seen = seen_S.nonzero().flatten().tolist()
             slots = forest.slots(sequence, rank)
             expected.update((row, slots[p]) for p in seen if p in slots)
         assert shown(inputs.layers[0].reads) == expected
@@ -164,6 +175,18 @@ def test_each_row_reads_each_key_of_a_wide_reach_once(forest, reach):
 
 
 @settings(max_examples=120, deadline=None)
+@given(forests(can_hide=True), reaches(most=30))
+def test_each_row_reads_nothing_that_is_hidden_from_it(forest, reach):
+    check(forest, reach)
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(longest=3 * MIN_SHARED, can_hide=True), reaches(MIN_SHARED, 3 * MIN_SHARED))
+def test_each_row_of_a_wide_reach_reads_nothing_that_is_hidden_from_it(forest, reach):
+    check(forest, reach)
+
+
+@settings(max_examples=120, deadline=None)
 @given(forests())
 def test_keys_that_many_sequences_see_are_in_one_read(forest):
     for inputs in check(forest, Reach()):
@@ -185,6 +208,17 @@ def test_what_belongs_to_a_row_follows_it(forest):
         assert slots == [forest.slots(row, rank).get(position, trash) for row, position in rows]
         wanted = [(row, row.start + row.num_tokens - 1) for row in forest.rows if row.token_index >= 0]
         assert [rows[i] for i in inputs.sample_rows_R.tolist()] == wanted, "in the plan's order"
+
+
+def test_what_rows_see_together_is_read_once_though_they_hide_different_things():
+    forest = Forest(0, 1)
+    document = forest.grow(None, 1000)
+    for i in range(4):
+        forest.add_row(document, 3, 1, at_end=True)
+        forest.rows[-1] = replace(forest.rows[-1], hidden=((100 * i, 100 * i + 50),))
+    (inputs,) = check(forest, Reach())
+    num_apart = 2 * 50  # by the rows before and behind the one that hides, except for the first and the last one
+    assert inputs.layers[0].reads.num_keys == 1000 + num_apart + 4 * 4
 
 
 SHARED = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from torch import Tensor
 from coordinator.placement.pool import BlockPool
 from coordinator.placement.windows import WindowPool
 from longleaf.channel.epochs import Join, Layout, SegmentLayout
-from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, StepResult, Terms, Transfer, Work
+from longleaf.channel.step import Decode, Move, Positions, Prefill, Row, StepPlan, StepResult, Terms, Transfer, Work
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
@@ -95,6 +96,7 @@ class Service:
         self._window_pool = WindowPool(self._windows, self._size)
         self._pools = [BlockPool(NUM_BLOCKS) for _ in self.members]
         self._number, self._sequence = 0, 0
+        self._tails: dict[int, Segment] = {}
         self.enter(self.alive)
 
     def enter(self, alive: Sequence[int]) -> None:
@@ -111,13 +113,15 @@ class Service:
 
     # --- what an undisturbed service does ---
 
-    def ingest(self, number: int, path: Ids, token_ids: Ids, start: int, chunk_size: int) -> None:
+    def ingest(
+        self, number: int, path: Ids, token_ids: Ids, start: int, chunk_size: int, hidden: tuple[Positions, ...] = ()
+    ) -> None:
         """Reads tokens into a new segment."""
         segment = self.segments[number] = Segment((*path, number), token_ids, start)
         for turn, low in enumerate(range(start, segment.end, chunk_size)):
             cuts = cut_chunk(low, min(low + chunk_size, segment.end), self._size, len(self.alive))
             order = serpentine(turn, len(self.alive))
-            self.read(number, [(rank, *cut) for rank, cut in zip(order, cuts, strict=False)])
+            self.read(number, [(rank, *cut) for rank, cut in zip(order, cuts, strict=False)], hidden)
 
     def ask(self, path: Ids, question: Ids, start: int, count: int) -> tuple[Ids, Tensor]:
         """The greedy answer, and the logits [T, V] that it was chosen from."""
@@ -138,6 +142,23 @@ class Service:
         self._free(tail.runs)
         self._window_pool.free([block for run in tail.window_runs for block in run.blocks])
         return tuple(answer), logits.first(count)
+
+    def begin(self, path: Ids, token_ids: Ids, start: int, index: int = -1, **told: Any) -> Row:
+        """The first row of a new sequence behind a path."""
+        self._sequence += 1
+        tail = self._tails[self._sequence] = Segment((*path, 1000 + self._sequence), token_ids, start)
+        runs = self._grow(tail, start, len(token_ids), self._sequence % len(self.alive))
+        terms = Terms(Sampling(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
+        return Row(
+            self._sequence, tail.path, start, token_ids, runs, index, terms, window_runs=tail.window_runs, **told
+        )
+
+    def go_on(self, row: Row) -> Row:
+        """The row of the token that was sampled from a row; the sequence is told again."""
+        tail, start = self._tails[row.sequence], row.start + row.num_tokens
+        runs = self._grow(tail, start, 1, (start + row.sequence) % len(self.alive))
+        changed = {"start": start, "token_ids": (), "runs": runs, "token_index": row.token_index + 1, "terms": None}
+        return replace(row, window_runs=tail.window_runs, **changed)
 
     # --- and what becomes of it ---
 
@@ -166,14 +187,14 @@ class Service:
         self._window_pool.free([block for run in segment.window_runs for block in run.blocks])
         self.enter(self.alive)
 
-    def read(self, number: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    def read(self, number: int, pieces: Sequence[tuple[int, int, int]], hidden: tuple[Positions, ...] = ()) -> None:
         """Reads (rank, start, end) of a segment, in one plan."""
         segment = self.segments[number]
         runs = tuple(Run(rank, start, end, self._allocate(rank, end - start)) for rank, start, end in pieces)
         segment.put(runs)
         self._roll(segment, runs[0].start, runs[-1].end, is_chunk=True)
         ids, windows = segment.ids(runs), segment.window_runs
-        self.epoch.execute(Prefill(segment.path, runs[0].start, ids, runs, window_runs=windows))
+        self.epoch.execute(Prefill(segment.path, runs[0].start, ids, runs, window_runs=windows, hidden=hidden))
 
     def read_stripes(self, number: int, lost: Sequence[Run]) -> None:
         """Several lost runs in a plan, each on another rank."""

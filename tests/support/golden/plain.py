@@ -43,10 +43,10 @@ def make_golden(folder: Path, family: Family | Refused) -> Golden:
     raise AssertionError(f"{family}: all weights repeat themselves, come close to ties, or overlook hidden keys")
 
 
-def load_plain(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_plain(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
     """By the class that the checkpoint names."""
     [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype)
+    return getattr(transformers, architecture).from_pretrained(folder, dtype=dtype, **options)
 
 
 def draw_ids(count: int, seed: int = 7) -> tuple[int, ...]:

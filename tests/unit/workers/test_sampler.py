@@ -20,7 +20,7 @@ from transformers import (
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import MAX_LOGPROBS, Sampling
 from workers.sampling.distribution import distribution
-from workers.sampling.logprobs import logprobs
+from workers.sampling.logprobs import logprobs, logprobs_of
 from workers.sampling.penalties import Penalties
 from workers.sampling.sampler import Sampler
 from workers.sampling.uniforms import uniform
@@ -215,3 +215,13 @@ def test_draws_follow_the_distribution_by_inversion():
 def test_tokens_without_probability_are_never_drawn():
     sampling = Sampling(temperature=1.0, top_k=1)
     assert {sample(LOGITS, sampling, index) for index in range(50)} == {4}
+
+
+def test_scores_are_logprobs_of_raw_logits_and_nan_where_a_logit_is(monkeypatch):
+    logits_SV = 20 * torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    ids = [3, 29, 0, 7, 7]
+    wanted = torch.log_softmax(logits_SV.double(), dim=-1)[range(5), ids]
+    monkeypatch.setattr("workers.sampling.logprobs.MAX_LOGITS", 61)  # two rows at once
+    torch.testing.assert_close(logprobs_of(logits_SV, ids).double(), wanted, atol=1e-5, rtol=1e-6)
+    logits_SV[1, 5], logits_SV[3, 8] = torch.nan, torch.inf
+    assert logprobs_of(logits_SV, ids).isnan().tolist() == [False, True, False, True, False]

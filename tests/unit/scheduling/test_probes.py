@@ -1,0 +1,147 @@
+"""Probes, which read and answer nothing, and prompts that do not read all of their context."""
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.channel.step import Attention, Decode, Prefill, Row, StepPlan, StepResult
+from longleaf.errors import InvalidArgument, NotFound
+from longleaf.sampling import Sampling
+from tests.support.scheduling import Bench, kinds
+
+
+class ProbeBench(Bench):
+    """Ranks that tell of each asking row what tells the rows apart."""
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        result, work = super()._result(plan), self.sequences.complete(plan).work
+        rows = work.rows if isinstance(work, Decode) else ()
+        return replace(
+            result,
+            attention={row.sequence: told(row) for row in rows if row.spans},
+            scores={
+                row.sequence: tuple(map(float, row.token_ids[-row.num_scored :])) for row in rows if row.num_scored
+            },
+        )
+
+    def submit(self, prompt: Prompt) -> int:
+        return self._admitted(lambda job: self.scheduler.admit(job, prompt))
+
+    def found(self, job: int) -> Found:
+        [ended] = [event for event in self.seen[job] if isinstance(event, Ended)]
+        assert ended.found is not None
+        return ended.found
+
+
+def told(row: Row) -> Attention:
+    return Attention(bytes([row.start + row.num_tokens - 1]), b"", b"")
+
+
+def probe(count: int, num_scored: int = 0, **changes: object) -> Prompt:
+    prompt = Prompt(
+        context="doc", token_ids=tuple(range(count)), sampling=Sampling(max_tokens=1), is_probe=True, cuts=Cuts(4)
+    )
+    return replace(prompt, num_scored=num_scored, **changes)
+
+
+def rows(plans: list[StepPlan]) -> list[Row]:
+    return [row for plan in plans if isinstance(plan.work, Decode) for row in plan.work.rows]
+
+
+@pytest.fixture
+def bench() -> ProbeBench:
+    bench = ProbeBench()
+    bench.ingest("doc", 40)
+    bench.run()
+    return bench
+
+
+def path_of(scheduler: Scheduler, end: int) -> Beginning:
+    return Beginning(scheduler.contexts.get("doc").path.cut(end).ids, end)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_scored", "expected"), [(7, 0, "D"), (7, 6, "D"), (20, 3, "PD"), (20, 19, "D"), (60, 40, "PD")]
+)
+def test_a_probe_has_as_many_rows_as_say_something(
+    bench: ProbeBench, count: int, num_scored: int, expected: str
+) -> None:
+    job = bench.submit(probe(count, num_scored))
+    plans = bench.run()
+    assert kinds(plans) == expected
+    [row] = rows(plans)
+    assert (row.token_index, row.num_scored) == (-1, num_scored)
+    assert len(row.token_ids) >= (num_scored + 1 if num_scored else count)
+    assert bench.found(job).scores == tuple(map(float, range(count - num_scored, count)))
+    assert bench.found(job).attention == Attention(bytes([40 + count - 1]), b"", b"")
+    assert row.spans is not None
+    assert row.spans.of_all_rows
+    assert bench.tokens(job) == []
+
+
+def test_a_probe_needs_no_room_for_an_answer() -> None:
+    bench = ProbeBench(max_positions=60)
+    bench.ingest("doc", 40)
+    bench.run()
+    bench.submit(probe(20, 5))
+    bench.run()
+    with pytest.raises(InvalidArgument, match="limit is 60"):
+        bench.submit(probe(21, 5))
+
+
+def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
+    jobs = [bench.submit(probe(6, 5, hidden=((4 * i, 4 * i + 4),))) for i in range(5)]
+    [plan] = bench.run()
+    assert [row.hidden for row in rows([plan])] == [((4 * i, 4 * i + 4),) for i in range(5)]
+    assert all(len(bench.found(job).scores) == 5 for job in jobs)
+
+
+def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption() -> None:
+    bench = ProbeBench(blocks=(30,), max_sequences=1)
+    bench.ingest("doc", 40)
+    bench.run()
+    hidden = ((3, 9), (11, 12))
+    prompt = Prompt(
+        context="doc", token_ids=tuple(range(12)), sampling=Sampling(max_tokens=6), hidden=hidden, cuts=Cuts(4)
+    )
+    job = bench.submit(prompt)
+    first = [bench.step() for _ in range(4)]
+    bench.submit(probe(5, 2, claim=Claim(priority=1)))
+    plans = [plan for plan in [*first, *bench.run()] if plan is not None]
+    works = [plan.work for plan in plans]
+    chunks = [work for work in works if isinstance(work, Prefill)]
+    assert len(chunks) == 2, "it was preempted, and read again"
+    assert {chunk.hidden for chunk in chunks} == {hidden}
+    begins = [row for row in rows(plans) if row.path and row.token_index >= 0]
+    assert len(begins) == 2
+    assert {row.hidden for row in begins} == {hidden}
+    assert {row.spans.prompt_end for row in begins if row.spans} == {52}
+    positions = [each.means[0] for event in bench.seen[job] for each in getattr(event, "attention", ())]
+    assert positions == [51 + i for i in range(6)], "each token is told once, from the row that produced it"
+
+
+def test_a_probe_goes_on_in_a_context_as_it_was(bench: ProbeBench) -> None:
+    beginning = path_of(bench.scheduler, 40)
+    bench.ingest("doc", 8, append=True)
+    bench.run()
+    job = bench.submit(probe(3, 2, beginning=beginning))
+    [row] = rows(bench.run())
+    assert row.start == 40
+    assert len(row.path) == 2
+    assert bench.found(job).scores
+    bench.submit(probe(3, 2, beginning=path_of(bench.scheduler, 44)))
+    [row] = rows(bench.run())
+    assert (row.start, len(row.path)) == (44, 3)
+    bench.scheduler.delete_context("doc")
+    bench.ingest("doc", 48)
+    bench.run()
+    with pytest.raises(NotFound):
+        bench.submit(probe(3, 2, beginning=beginning))
+
+
+@pytest.mark.parametrize(("hidden", "field"), [(((0, 41),), "hidden[0]"), (((0, 1), (39, 41)), "hidden[1]")])
+def test_only_the_context_can_be_hidden(bench: ProbeBench, hidden: tuple[tuple[int, int], ...], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        bench.submit(probe(3, 2, hidden=hidden))
+    assert caught.value.field == field
