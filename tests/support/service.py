@@ -23,7 +23,7 @@ from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import render_shapes
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.fakes import FULL_LAYER
+from longleaf.channel.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
 from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import join_address
@@ -170,10 +170,15 @@ class FakeEngine:
             raise self.error
         held = len(self.get_context(prompt.context).shares) if prompt.context else 0
         num_prompt = held + len(prompt.token_ids)
+        spans = echo_spans((0,), self.num_tokens(prompt.context or ""), prompt.cuts.size) if prompt.cuts else []
+        if prompt.is_probe:
+            found = events.Found(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
+            return self._stream([events.Ended("length", num_prompt, held, 0, 0.0, 0.0, 0.0, found=found)])
         script: list[events.Event] = [events.Admitted(num_prompt, held), Progress(num_prompt, num_prompt)]
         index = 0
         for token_ids in self.answer:
-            script.append(events.Tokens(index, tokens(token_ids)))
+            told = tuple(echo_attention(spans, (), num_prompt + index + i) for i in range(len(token_ids)))
+            script.append(events.Tokens(index, tokens(token_ids), 0, told if spans else ()))
             index += len(token_ids)
         script += self.script
         if not self.is_endless and self.late_error is None and not self.script:
