@@ -111,44 +111,44 @@ class Masses:
         asked, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
         q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
         num_rows, _, group, _ = q_RKGD.shape
-        q_KMD = q_RKGD.transpose(0, 1).flatten(1, 2)
-        lse_KM1 = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(2)
-        masses_KMN = q_KMD.new_zeros(num_kv_heads, num_rows * group, asked.num_columns)
+        q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+        lse_K1M = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(1)
+        masses_KNM = q_KDM.new_zeros(num_kv_heads, asked.num_columns, num_rows * group)
         for keys in asked.context:
-            _count(masses_KMN, self._weights(layer, keys, q_KMD, lse_KM1, call, 0, group), keys)
+            _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
         first = 0
         for _, run, own in asked.tellers:
             some = slice(first, first + (run.end - run.start) * group)
             for keys in own:
                 ahead = keys.position + keys.num_keys - 1 - run.start
-                weights_KMS = self._weights(layer, keys, q_KMD[:, some], lse_KM1[:, some], call, ahead, group)
-                _count(masses_KMN[:, some], weights_KMS, keys)
+                weights_KSM = self._weights(layer, keys, q_KDM[..., some], lse_K1M[..., some], call, ahead, group)
+                _count(masses_KNM[..., some], weights_KSM, keys)
             first = some.stop
-        masses_RHN = masses_KMN.unflatten(1, (num_rows, group)).transpose(0, 1).flatten(1, 2)
+        masses_RHN = masses_KNM.unflatten(2, (num_rows, group)).permute(2, 0, 3, 1).flatten(1, 2)
         if call.sink_H is not None and self._has_sink:
             masses_RHN[..., asked.view.num_spans + SINK] = (call.sink_H.float() - lse_TH[sums.rows_R]).exp_()
         return masses_RHN
 
     def _weights(
-        self, layer: int, keys: Keys, q_KMD: Tensor, lse_KM1: Tensor, call: LayerCall, ahead: int, group: int
+        self, layer: int, keys: Keys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
     ) -> Tensor:
-        """The share of each key, [K, M, S]; `ahead` of them lie behind the first row."""
+        """The share of each key, [K, S, M]; `ahead` of them lie behind the first row."""
         k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
-        scores_KMS = torch.matmul(q_KMD, k_KSD.transpose(1, 2))
+        scores_KSM = torch.matmul(k_KSD, q_KDM)  # on a CPU in half the time that it takes the other way round
         if call.softcap is not None:
-            scores_KMS = scores_KMS.div_(call.softcap).tanh_().mul_(call.softcap)
+            scores_KSM = scores_KSM.div_(call.softcap).tanh_().mul_(call.softcap)
         if ahead > 0:
-            num_rows = q_KMD.shape[1] // group
-            unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KMD.device))
-            scores_KMS.masked_fill_(unseen_RS.repeat_interleave(group, dim=0), float("-inf"))
-        return scores_KMS.sub_(lse_KM1).exp_()
+            num_rows = q_KDM.shape[2] // group
+            unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KDM.device))
+            scores_KSM.masked_fill_(unseen_RS.repeat_interleave(group, dim=0).T, float("-inf"))
+        return scores_KSM.sub_(lse_K1M).exp_()
 
 
-def _count(masses_KMN: Tensor, weights_KMS: Tensor, keys: Keys) -> None:
+def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: Keys) -> None:
     """Adds up the keys of each column."""
     end = keys.before + keys.num_keys
     num_columns = ceil_div(end, keys.size)
     if keys.before or end % keys.size:
-        weights_KMS = F.pad(weights_KMS, (keys.before, num_columns * keys.size - end))
-    sums_KMN = weights_KMS.unflatten(2, (num_columns, keys.size)).sum(dim=3)
-    masses_KMN[..., keys.column : keys.column + num_columns] += sums_KMN
+        weights_KSM = F.pad(weights_KSM, (0, 0, keys.before, num_columns * keys.size - end))
+    sums_KNM = weights_KSM.unflatten(1, (num_columns, keys.size)).sum(dim=2)
+    masses_KNM[:, keys.column : keys.column + num_columns] += sums_KNM
