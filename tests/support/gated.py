@@ -54,8 +54,8 @@ async def serving(
     **settings: Any,
 ) -> AsyncGenerator[tuple[Engine, str], None]:
     """The engine, whose clock may be the test's, and the address of its service."""
-    given: dict[str, Any] = {"model": "none", "block_size": 4} | settings
-    config = EngineConfig(**given)
+    small: dict[str, Any] = {"block_size": 4}
+    config = EngineConfig(model="none", **(small | settings))
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
     async with running(engine):
         tokenizer = Tokenizer.load(write_model(folder), render_shapes)
