@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from longleaf.channel.step import Decode, Spans, StepPlan
 from longleaf.comm.staged import StagedComm
 from longleaf.config import loading_environment, rank_environment
 from longleaf.errors import ModelRefused, StartError
@@ -199,3 +201,28 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
     most, weights, largest = json.loads(told.splitlines()[-1])
     assert weights > 180 << 20
     assert most <= share * weights + 3 * largest + SLACK
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_size):
+    """Only for the end of the step is waited; what rounds to 8 bits in torch alone waits in between."""
+    made = PretendedRank(llama, world_size, dtype="bfloat16", **settings)
+    made.read(1000)
+    made.bench.ask(20, 3, "book")
+    execute, asked = made.rank.execute, []
+
+    def asking(plan: StepPlan) -> None:
+        if isinstance(plan.work, Decode):
+            spans = Spans(64, 1, 1020)
+            rows = [replace(row, spans=spans, hidden=((10, 90),)) if row.path else row for row in plan.work.rows]
+            asked.append(len(rows))
+            plan = replace(plan, work=Decode(tuple(rows)))
+        execute(plan)
+
+    made.rank.execute = asking
+    for step in made.steps():
+        assert {event.name for event in step.log.of("allocation")} <= {DEVICE}
+        waits = [event for event in step.log.of("wait") if event.site.startswith("workers/")]
+        assert all(event.layer is None and event.name == "event" for event in waits), "before the step has ended"
+    assert asked
