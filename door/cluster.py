@@ -7,9 +7,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from door.bodies import answered
 from door.callers import client_of, in_time
-from door.contexts.resources import answered
-from door.errors import SOON, Problem, problem_of
+from door.errors import problem_of, unavailable
 from door.events import EventResponse, event
 from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
@@ -107,8 +107,7 @@ async def readyz(request: Request) -> Response:
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)
     except LongleafError as error:
-        raise Problem(503, problem_of(error).message, kind="server_error", code="unavailable", headers=SOON) from None
+        raise unavailable(problem_of(error).message) from None
     if not is_healthy:
-        told = "the service takes no calls now"
-        raise Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+        raise unavailable("the service takes no calls now")
     return answered({"status": "ok"})

@@ -59,6 +59,11 @@ class Problem(Exception):
         return msgspec.json.encode(self.body)
 
 
+def unavailable(told: str) -> Problem:
+    """Not now, but soon."""
+    return Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+
+
 class _Row(msgspec.Struct, frozen=True):
     error: type[LongleafError]
     status: int
@@ -117,7 +122,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     row = next(row for row in TABLE if isinstance(error, row.error))
     if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
         log.warning(AWAY, error)
-        return Problem(503, "the service cannot be reached", kind="server_error", code="unavailable", headers=SOON)
+        return unavailable("the service cannot be reached")
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
         return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")

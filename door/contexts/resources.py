@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import converted, json_of
+from door.bodies import answered, converted, json_of
 from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
@@ -56,11 +56,6 @@ def described(context: Context, model: str) -> dict[str, Any]:
         "capacity": context.positions.capacity,
         "shares": [{"rank": s.rank, "tokens": s.tokens, "kv_bytes": s.kv_bytes} for s in context.shares],
     }
-
-
-def answered(body: object, status: int = 200) -> Response:
-    """An answer in JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def context_problem(error: LongleafError) -> Problem:

@@ -9,11 +9,11 @@ from typing import Any, Protocol, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.contexts.resources import answered
+from door.bodies import answered
 from door.errors import Problem, problem_of
 from door.events import DONE, EventResponse, event, until_left
 from door.openai.models import MISSING
-from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import Delta, Event, Finished, Progress, Recovering, Started, Usage
 
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
@@ -166,7 +166,3 @@ def usage_of(ends: list[Finished]) -> dict[str, Any]:
 def reason_of(finished: Finished) -> str:
     """In OpenAI's words."""
     return REASONS.get(finished.reason, "stop")
-
-
-def is_field(error: Exception, field: str) -> bool:
-    return isinstance(error, InvalidArgument) and error.field == field
