@@ -56,7 +56,6 @@ class Server(uvicorn.Server):
         self._ending.set()
         await super().shutdown(sockets)
 
-
 async def serve(
     config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
 ) -> None:
@@ -72,9 +71,8 @@ async def serve(
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
-                limit_concurrency=config.max_connections,
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds),
-                **protocol_options(),
+                **protocol_options(config.max_connections),
             )
             told.load()
             told.ssl = certificate.context if certificate is not None else None
