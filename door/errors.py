@@ -64,6 +64,11 @@ def unavailable(told: str) -> Problem:
     return Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
 
 
+def stopping() -> Problem:
+    """What is told to those whose answer the door's end cuts."""
+    return unavailable("the door is stopping")
+
+
 class _Row(msgspec.Struct, frozen=True):
     error: type[LongleafError]
     status: int

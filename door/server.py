@@ -45,6 +45,10 @@ def client_for(config: DoorConfig) -> Relay:
     return Relay(config.server, retries=Retries(limit=0), **access)
 
 
+LAST_SECONDS = 1.0
+"""How long those whose answers are cut may take to hear of it."""
+
+
 class Server(uvicorn.Server):
     """Tells `ending` when it begins to end, whatever has ended it."""
 
@@ -54,7 +58,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending.set()
-        await super().shutdown(sockets)
+        await super().shutdown(sockets)  # which has told what still runs to end, and does not wait for that
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SECONDS):
+                while not self.force_exit and (self.server_state.tasks or self.server_state.connections):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
 async def serve(
     config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
