@@ -3,10 +3,12 @@
 import asyncio
 import math
 import os
+import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -63,6 +65,20 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(LAST_SECONDS):
                 while not self.force_exit and (self.server_state.tasks or self.server_state.connections):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """SIGHUP, too, ends it as the others do."""
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread():  # no other hears of signals
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
+
 
 async def serve(
     config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
