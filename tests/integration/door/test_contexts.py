@@ -177,6 +177,13 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
 
 
+async def test_the_head_of_the_cluster_is_that_of_its_events_and_ends(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client, asyncio.timeout(10):
+        for parameters, kind in (({}, "text/event-stream"), ({"once": "true"}, "application/json")):
+            head = await client.head("/v1/cluster", params=parameters)
+            assert (head.status_code, head.headers["content-type"].partition(";")[0]) == (200, kind)
+
+
 async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:
     async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
         url = await door.enter_async_context(opened(service.address, drain_seconds=600))
