@@ -152,4 +152,5 @@ def _message_of(error: LongleafError) -> str:
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:
-    return names.get(field) or _PARENT.sub("", field)
+    whole = field.partition(".ids[")[0]  # of the place of an id in a list
+    return names.get(whole) or _PARENT.sub("", whole)

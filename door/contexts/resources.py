@@ -59,7 +59,7 @@ def described(context: Context, model: str) -> dict[str, Any]:
 
 
 def context_problem(error: LongleafError) -> Problem:
-    return problem_of(error, {"context": "id", "config.context": "id", "new_context": "id"}, MISSING)
+    return problem_of(error, {"context": "id", "config.context": "id", "new_name": "id"}, MISSING)
 
 
 def named(request: Request) -> str:
