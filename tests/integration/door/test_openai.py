@@ -10,10 +10,10 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from coordinator.events import Tokens
+from coordinator.events import Ended, Tokens
 from longleaf.errors import ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Token, TokenLogprob
-from tests.support.service import Served, ids
+from tests.support.service import BYTES, END, Served, ids
 
 QUESTION: Any = [{"role": "user", "content": "Who?"}]
 
@@ -131,6 +131,56 @@ async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None
             await read()
     assert logprobs is not None and logprobs.content is not None
     assert (logprobs.content[0].bytes, logprobs.content[0].top_logprobs[0].logprob) == ([97], -0.5)
+
+
+def special(name: str) -> int:
+    return next(number for token, number in BYTES.get_vocab().items() if token == name)
+
+
+def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
+    """As an engine tells an answer of these tokens and the end's, each the likeliest, before `others`."""
+    told = list[Token]()
+    for token in (*ids(content), special(END)):
+        tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
+        told.append(Token(token, Logprobs(-0.5, tuple(tops))))
+    return Tokens(0, tuple(told)), Ended("end_token", 3, 0, len(told), 0.5, 1.5, 2.25)
+
+
+async def test_tokens_that_are_no_whole_characters_are_told_by_their_bytes(service: Served, url: str) -> None:
+    """And places count characters, whether they come together or not."""
+    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
+    async with asking(url) as client:
+        logprobs = (await client.completions.create(**asked)).choices[0].logprobs
+        chunks = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset) == (["a", "bytes:\\xd0", "bytes:\\xb4", "b"], [0, 1, 1, 2])
+    assert logprobs.top_logprobs[0] == {"a": -0.5, "bytes:\\xd0": -1.0, "bytes:\\xb4": -1.5}
+    parts = [chunk for chunk in chunks if chunk is not None]
+    for field in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [each for part in parts for each in getattr(part, field)] == getattr(logprobs, field)
+
+
+async def test_of_tokens_that_look_alike_all_are_told(service: Served, url: str) -> None:
+    begin, end = (special(name) for name in ("<|begin|>", END))
+    service.engine.answer, service.engine.script = (), said("a", begin, end)
+    async with asking(url) as client:
+        answer = await client.completions.create(model="fake", prompt="So", logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5, "": -1.0, f"token_id:{end}": -1.5}]
+
+
+async def test_the_end_has_no_entry(service: Served, url: str) -> None:
+    service.engine.answer, service.engine.script = (), said("ab")
+    asked: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
+    async with asking(url) as client:
+        answer = await client.chat.completions.create(**asked)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        text = await client.completions.create(model="fake", prompt="So", logprobs=0)
+    told = [answer.choices[0].logprobs, *(choice.logprobs for chunk in chunks for choice in chunk.choices)]
+    entries = [[entry.token for entry in each.content or ()] for each in told if each is not None]
+    assert entries[0] == ["a", "b"] == [token for each in entries[1:] for token in each] and all(entries)
+    assert text.choices[0].logprobs is not None and text.choices[0].logprobs.tokens == ["a", "b"]
 
 
 async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:
