@@ -1,6 +1,7 @@
 """The openai package asks a door."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx2
@@ -13,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from coordinator.events import Ended, Tokens
 from longleaf.errors import ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Token, TokenLogprob
-from tests.support.service import BYTES, END, Served, ids
+from tests.support.service import BYTES, END, Served, ids, tokens
 
 QUESTION: Any = [{"role": "user", "content": "Who?"}]
 
@@ -181,6 +182,65 @@ async def test_the_end_has_no_entry(service: Served, url: str) -> None:
     entries = [[entry.token for entry in each.content or ()] for each in told if each is not None]
     assert entries[0] == ["a", "b"] == [token for each in entries[1:] for token in each] and all(entries)
     assert text.choices[0].logprobs is not None and text.choices[0].logprobs.tokens == ["a", "b"]
+
+
+ANSWERS = ("Grüße", "", "No")
+
+
+def three(num_samples: int) -> list[Tokens | Ended]:
+    """As an engine tells answers, in turns; those with more to say end later."""
+    turns: list[Tokens | Ended] = []
+    for place in range(max(map(len, map(ids, ANSWERS)))):
+        for sample, text in enumerate(ANSWERS[:num_samples]):
+            turns += [Tokens(place, tokens((token,)), sample) for token in ids(text)[place : place + 1]]
+    for sample in reversed(range(num_samples)):
+        reason = "length" if sample == 1 else "stop_token"
+        turns.append(Ended(reason, 9, 4, len(ids(ANSWERS[sample])), 0.5, 1.5, 2.25, sample))
+    return turns
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+async def test_several_answers_are_streamed_side_by_side(service: Served, url: str, num_samples: int) -> None:
+    service.engine.answer, service.engine.script = (), tuple(three(num_samples))
+    body = {"model": "fake", "n": num_samples, "stream": True, "stream_options": {"include_usage": True}}
+    num_said = sum(len(ids(text)) for text in ANSWERS[:num_samples])
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        for path, more in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
+            lines = (await client.post(path, json=body | more)).text.split("\n\n")
+            assert lines[-2:] == ["data: [DONE]", ""]
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            for sample in range(num_samples):
+                own = [choice for choice in choices if choice["index"] == sample]
+                pieces = [choice.get("text", choice.get("delta", {}).get("content", "")) for choice in own]
+                reasons = [choice["finish_reason"] for choice in own]
+                assert "".join(pieces) == ANSWERS[sample]
+                assert reasons == [None] * (len(own) - 1) + ["length" if sample == 1 else "stop"]
+                assert "messages" not in more or own[0]["delta"]["role"] == "assistant"
+            assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+            assert chunks[-1]["choices"] == []
+            assert chunks[-1]["usage"] == {
+                "prompt_tokens": 9,
+                "completion_tokens": num_said,
+                "total_tokens": 9 + num_said,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            }
+
+
+async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str) -> None:
+    """But for `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
+    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
+    async with asking(url) as client:
+        stream = await client.completions.create(**asked, stream_options={"include_usage": True})
+        chunks = [chunk.model_dump() async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    for choice in choices[:-1]:
+        choice["finish_reason"] = "stop"
+    for chunk in chunks:
+        Completion.model_validate(chunk, strict=True)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(ids("aдb")) + 1
 
 
 async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:
