@@ -38,6 +38,28 @@ async def test_a_document_becomes_a_context(service: Served, url: str) -> None:
         assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
 
 
+async def test_all_that_is_asked_of_an_upload_reaches_the_engine(service: Served, url: str) -> None:
+    parameters = {
+        "append": "false",
+        "upload_id": "u1",
+        "display_name": "Moby",
+        "pinned": "true",
+        "ttl": "1000",
+        "capacity": "4000",
+        "system": "Be short.",
+        "priority": "3",
+    }
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
+    assert events_of(answer)[-1]["phase"] == "ready", answer.text
+    given, (claim,) = service.engine.settings["book"], service.engine.claims
+    assert (given.display_name, given.is_pinned, given.ttl, given.capacity) == ("Moby", True, 1000, 4000)
+    assert (claim.priority, claim.client) == (3, "127.0.0.1")
+    held = service.engine.contexts["book"]
+    beginning = held.index(ids("Be short.")[0])
+    assert tuple(held[beginning:]) == (*ids("Be short."), *ids(TEXT))
+
+
 async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str) -> None:
     service.engine.contexts["book"] = list(ids("long"))
     async with httpx2.AsyncClient(base_url=url) as client:
