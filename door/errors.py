@@ -59,6 +59,16 @@ class Problem(Exception):
         return msgspec.json.encode(self.body)
 
 
+def unavailable(told: str) -> Problem:
+    """Not now, but soon."""
+    return Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+
+
+def stopping() -> Problem:
+    """What is told to those whose answer the door's end cuts."""
+    return unavailable("the door is stopping")
+
+
 class _Row(msgspec.Struct, frozen=True):
     error: type[LongleafError]
     status: int
@@ -117,7 +127,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     row = next(row for row in TABLE if isinstance(error, row.error))
     if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
         log.warning(AWAY, error)
-        return Problem(503, "the service cannot be reached", kind="server_error", code="unavailable", headers=SOON)
+        return unavailable("the service cannot be reached")
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
         return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
@@ -142,4 +152,5 @@ def _message_of(error: LongleafError) -> str:
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:
-    return names.get(field) or _PARENT.sub("", field)
+    whole = field.partition(".ids[")[0]  # of the place of an id in a list
+    return names.get(whole) or _PARENT.sub("", whole)

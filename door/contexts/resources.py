@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import converted, json_of
+from door.bodies import answered, converted, json_of
 from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
@@ -58,13 +58,8 @@ def described(context: Context, model: str) -> dict[str, Any]:
     }
 
 
-def answered(body: object, status: int = 200) -> Response:
-    """An answer in JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
 def context_problem(error: LongleafError) -> Problem:
-    return problem_of(error, {"context": "id", "config.context": "id", "new_context": "id"}, MISSING)
+    return problem_of(error, {"context": "id", "config.context": "id", "new_name": "id"}, MISSING)
 
 
 def named(request: Request) -> str:

@@ -78,7 +78,8 @@ class Body:
 
 async def upload(request: Request) -> Response:
     """Begins or goes on with the making of a context; see docs/http.md."""
-    client, header, offset = client_of(request), _header(request), _number(request, "upload-offset") or 0
+    client, offset = client_of(request), _number(request, "upload-offset") or 0
+    header = _header(request, offset)
     model = await model_name(request, client)
     body = Body(request.receive, offset)
     steps = client.ingest_once(header, body)
@@ -141,7 +142,7 @@ class Telling:
 
 async def uploaded(request: Request) -> Response:
     """How much of an upload is there."""
-    client, header = client_of(request), _header(request)
+    client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
         raise Problem(400, "upload_id: name the upload", param="upload_id")
     steps = client.ingest_once(header, Body(request.receive, -1))
@@ -155,16 +156,15 @@ async def uploaded(request: Request) -> Response:
     return Response(headers=headers)
 
 
-def _header(request: Request) -> IngestHeader:
-    """What the request says of its document. Raises Problem."""
+def _header(request: Request, offset: int) -> IngestHeader:
+    """What the request says of its document, of which it sends what follows `offset`. Raises Problem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
         raise Problem(415, "the body is to be the document itself, such as text/plain")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
         raise Problem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
-    offset, total = _number(request, "upload-offset") or 0, _number(request, "upload-length")
-    declared = _number(request, "content-length")
+    total, declared = _number(request, "upload-length"), _number(request, "content-length")
     if request.method == "POST" and total is None and declared is not None:
         total = offset + declared
     if total is not None and total < offset + (declared or 0):

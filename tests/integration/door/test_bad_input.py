@@ -82,6 +82,13 @@ async def test_the_field_is_named(url: str, change: dict[str, Any], param: str) 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+async def test_the_prompt_is_named(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for prompt in ([9_999_999], [1, 9_999_999], [], "", ["a", "b"]):
+            answer = await client.post("/v1/completions", json={"model": "fake", "prompt": prompt})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), prompt
+
+
 async def test_what_means_nothing_is_taken(url: str) -> None:
     empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": True, "n": None}
     async with httpx2.AsyncClient(base_url=url) as client:

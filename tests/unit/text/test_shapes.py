@@ -87,7 +87,22 @@ def test_what_takes_more_memory_than_all_may_is_not_kept() -> None:
     assert 600_000 < MAX_IDS
     for shape in ((U, U), (A, U)):
         shapes.make(shape)
+        shapes.audit()
     assert shapes.num_kept == 1
+
+
+def test_a_shape_that_two_have_made_at_once_is_counted_once() -> None:
+    rendered = Rendered()
+
+    def render(asked: Sequence[Shape]) -> list[Rendering]:
+        if len(asked) == 1 and len(rendered.asked) == 1:  # meanwhile another makes the same
+            assert rendered(asked) and shapes.make((U, U))
+        return rendered(asked)
+
+    shapes = Shapes(render, encode)
+    shapes.make((U, U))
+    assert shapes.num_kept == 1 and rendered.asked.count([(U, U)]) == 3
+    shapes.audit()
 
 
 def test_a_rendering_that_was_broken_off_is_tried_again() -> None:
