@@ -104,9 +104,11 @@ FIELDS = {
     "token_count": "tokens",
 }
 """What fields of the service are called here, where that is not their own name."""
+_GIVE = "give Authorization: Bearer CREDENTIAL (api_key in OpenAI's clients)"
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
 """What follows is for operators: the library tells addresses."""
 log = logging.getLogger("door")
+_CONTENT = re.compile(r"^(messages\[\d+\])\.(?:text|parts)$")
 _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
 
 
@@ -120,7 +122,8 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
         return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
-    code = missing if row.error is NotFound else row.code
+    is_missing = row.error is NotFound
+    code, param = (missing, (names or {}).get("context")) if is_missing else (row.code, None)
     headers = dict[str, str]()
     if isinstance(error, ResourceExhausted | Unavailable):
         seconds = error.retry_seconds
@@ -130,15 +133,17 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
             headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Problem(row.status, _message_of(error), kind=row.kind, code=code, headers=headers)
+    return Problem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)
 
 
 def _message_of(error: LongleafError) -> str:
     """What callers may know of it."""
+    if isinstance(error, Unauthenticated):  # the service tells how its own commands give one
+        return f"{str(error).partition(':')[0]}: {_GIVE}"
     if _UNREACHED.match(str(error)):
         log.info("%s", error)
     return _UNREACHED.sub(r"\1", str(error))
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:
-    return names.get(field) or _PARENT.sub("", field)
+    return names.get(field) or _CONTENT.sub(r"\1.content", _PARENT.sub("", field))
