@@ -120,7 +120,8 @@ function Field({ conversation, turns }) {
         conversation.clear();
         field.current.focus();
       }}>Begin anew</button>`}</div>
-    <p class="quiet" id="question-note">${service.looksUp && "This small model looks facts up, one at a time: What is the value of KEY?"}</p>
+    ${service.looksUp && html`<p class="quiet" id="question-note">
+      This small model looks facts up, one at a time: What is the value of KEY?</p>`}
   </form>`;
 }
 
