@@ -62,6 +62,13 @@ def context_problem(error: LongleafError) -> Problem:
     return problem_of(error, {"context": "id", "config.context": "id", "new_name": "id"}, MISSING)
 
 
+def check_new(name: str) -> None:
+    """Raises Problem for what a new context cannot be called."""
+    if CONTEXT_ID.fullmatch(name) is None:
+        told = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
+        raise Problem(400, told, param="id", code="invalid_value")
+
+
 def named(request: Request) -> str:
     """The context of the path. Raises NotFound for what can be no name of one."""
     name = request.path_params["id"]
@@ -110,6 +117,7 @@ async def delete_context(request: Request) -> Response:
 async def fork_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
     fork = converted(await json_of(request), Fork)
+    check_new(fork.id)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
     return await _told(request, client, made, 201)
 

@@ -33,6 +33,7 @@ BAD = (
 WRONG = (
     ({"messages": []}, "messages"),
     ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),

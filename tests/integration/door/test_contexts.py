@@ -129,9 +129,18 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
             answer = await client.patch("/v1/contexts/x", json=change)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, *change)
             assert len(answer.text) < 300
-        broken = await client.post("/v1/contexts/x", content=b"\xff\xfe", headers=PLAIN)
-        assert events_of(broken)[-1]["error"]["type"] == "invalid_request_error"
-        assert (await client.post("/v1/contexts/NO", content=b"x", headers=PLAIN)).status_code == 404
+        for content, told in ((b"", "body: the document is empty"), (b"ab\xff", "body: is not UTF-8 at byte 2")):
+            answer = await client.post("/v1/contexts/x", content=content, headers=PLAIN)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+            assert told in answer.json()["error"]["message"]
+        slices = {**PLAIN, "Upload-Length": "2"}
+        await client.post("/v1/contexts/x?upload_id=u", content=b"a", headers=slices)
+        late = await client.post("/v1/contexts/x?upload_id=u", content=b"\xff", headers=slices | {"Upload-Offset": "1"})
+        assert (late.status_code, events_of(late)[-1]["error"]["param"]) == (200, "body")
+        for path, body in (("/v1/contexts/NO", {"content": b"x"}), ("/v1/contexts/x/fork", {"json": {"id": "NO"}})):
+            answer = await client.post(path, **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "id")
+            assert "1 to 63 of a-z" in answer.json()["error"]["message"]
 
 
 CUTS = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8)

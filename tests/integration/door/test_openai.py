@@ -78,7 +78,7 @@ async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url
         for model, more in (("fake:other", {}), ("fake", {"context": "other"}), ("gpt", {})):
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
-            assert missing.value.code == "model_not_found"
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "context" if more else "model")
 
 
 async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from coordinator.text.shapes import MAX_IDS, MAX_SHAPES, NoTemplate, Render, ShapeRefused, Shapes
 from coordinator.text.template import Rendering, Shape, render_shapes
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.config import embedded_model
 from longleaf.errors import ModelRefused, StartError, Unavailable
 from tests.support.chat_templates import CHATML, FOLDING, FORGETFUL, GEMMA, LLAMA, MISTRAL, THINKING
 
@@ -172,5 +174,15 @@ def test_without_a_template_a_question_is_all() -> None:
     assert shapes.find((U,)) == shapes.make((U,)) == shapes.question == ((7,), ())
     for shape, message in (((U, A, U), 1), ((S, U), 0), ((A, U), 0)):
         with pytest.raises(ShapeRefused, match="has no chat template") as caught:
+            shapes.make(shape)
+        assert caught.value.message == message
+
+
+def test_the_model_in_the_package_is_asked_one_question_alone() -> None:
+    """It would answer the first one again."""
+    shapes = Tokenizer.load(embedded_model(), render_shapes).shapes
+    assert len(shapes.make((U,))) == 2
+    for shape, message in (((U, A, U), 1), ((U, U), 1), ((S, U, A, U), 2)):
+        with pytest.raises(ShapeRefused, match="knows no conversation: ask one question alone") as caught:
             shapes.make(shape)
         assert caught.value.message == message
