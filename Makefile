@@ -18,7 +18,7 @@ WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench clients lock clean
+.PHONY: help install demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench clients lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -28,6 +28,9 @@ help: ## Show this text
 	@echo "Start with:  make demo                        (ARGS=\"--tokens 8000 --world-size 2\" for a smaller one)"
 	@echo "On a CPU machine, a smaller torch:"
 	@echo "  make demo TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\""
+
+install: $(READY) ## Make .venv, and install all there
+	@echo "now: source $(BIN)/activate"
 
 demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answers
 	@$(BIN)/longleaf demo $(ARGS)

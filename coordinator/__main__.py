@@ -4,7 +4,7 @@ Every field of ServiceConfig and EngineConfig is an option of the same name.
 
 The composition root: the one place that knows both roles, and that hands the fleet its worker class.
 Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, with --http after it
-`http://HOST:PORT`, or {"http": ...}, and on standard error what becomes of ranks that are lost. A signal drains the
+where that is, or {"http": ...}, and on standard error what becomes of ranks that are lost. A signal drains the
 service, a second one ends it at once. Exit code 0: it was ended; 2: the settings cannot work; 1: the service failed.
 """
 
@@ -106,7 +106,8 @@ def announce(config: ServiceConfig, reply: Reply) -> None:
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(told, flush=True)
     if reply.http:
-        print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else reply.http, flush=True)
+        told = f"page and HTTP: {reply.http} (base_url of OpenAI's clients: {reply.http}/v1)"
+        print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else told, flush=True)
 
 
 def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:

@@ -1,4 +1,4 @@
-"""Bodies of requests: strict JSON of a bounded size, of bounded sizes together."""
+"""Bodies: of requests strict JSON of a bounded size, of bounded sizes together; of answers JSON."""
 
 import asyncio
 import json
@@ -8,8 +8,9 @@ from typing import Any, Self, TypeVar, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from door.errors import SOON, Problem
+from door.errors import Problem, unavailable
 from longleaf.config import MAX_REQUEST_BYTES
 
 MAX_JSON_BYTES = MAX_REQUEST_BYTES + (1 << 19)
@@ -105,7 +106,7 @@ class Share:
         more = max(0, num_bytes - self._num_bytes)
         if self._held.num_bytes + more > self._held.max_bytes:
             told = "the door takes in as much as it can, come again"
-            raise Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+            raise unavailable(told)
         self._num_bytes += more
         self._held.num_bytes += more
 
@@ -114,6 +115,11 @@ async def json_of(request: Request) -> dict[str, Any]:
     """The object that the body of a request is. Raises Problem."""
     bodies: Bodies = request.app.state.bodies
     return await bodies.read_json(request)
+
+
+def answered(body: object, status: int = 200) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def too_large() -> Problem:

@@ -24,7 +24,7 @@ def client_of(request: Request) -> Relay:
     scheme, _, credential = given.partition(" ")
     credential = credential.strip()
     if scheme.lower() != "bearer" or not credential:
-        raise Unauthenticated("authorization must be: Bearer CREDENTIAL")
+        raise Unauthenticated("authorization has another form")
     try:
         return client.bearing(credential)
     except InvalidArgument as error:

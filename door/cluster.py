@@ -7,10 +7,10 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from door.bodies import answered
 from door.callers import client_of, in_time
-from door.contexts.resources import answered
-from door.errors import SOON, Problem, problem_of
-from door.events import EventResponse, event
+from door.errors import problem_of, unavailable
+from door.events import HEADERS, EventResponse, event
 from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
 from longleaf.messages import Cluster
@@ -74,6 +74,11 @@ async def cluster(request: Request) -> Response:
     client = client_of(request)
     if request.query_params.get("once", "false").lower() in ("true", "1"):
         return answered(described(await in_time(client.cluster())))
+    if request.method == "HEAD":  # a stream would go on for ever, and tell nothing
+        await in_time(client.cluster())
+        told = Response()
+        told.raw_headers = list(HEADERS)
+        return told
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
         first = await in_time(anext(watching))
@@ -107,8 +112,7 @@ async def readyz(request: Request) -> Response:
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)
     except LongleafError as error:
-        raise Problem(503, problem_of(error).message, kind="server_error", code="unavailable", headers=SOON) from None
+        raise unavailable(problem_of(error).message) from None
     if not is_healthy:
-        told = "the service takes no calls now"
-        raise Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+        raise unavailable("the service takes no calls now")
     return answered({"status": "ok"})

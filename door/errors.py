@@ -59,6 +59,16 @@ class Problem(Exception):
         return msgspec.json.encode(self.body)
 
 
+def unavailable(told: str) -> Problem:
+    """Not now, but soon."""
+    return Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+
+
+def stopping() -> Problem:
+    """What is told to those whose answer the door's end cuts."""
+    return unavailable("the door is stopping")
+
+
 class _Row(msgspec.Struct, frozen=True):
     error: type[LongleafError]
     status: int
@@ -104,10 +114,12 @@ FIELDS = {
     "token_count": "tokens",
 }
 """What fields of the service are called here, where that is not their own name."""
+_GIVE = "give Authorization: Bearer CREDENTIAL (api_key in OpenAI's clients)"
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
 """What follows is for operators: the library tells addresses."""
 AWAY = "the service cannot be reached: %s"
 log = logging.getLogger("door")
+_CONTENT = re.compile(r"^(messages\[\d+\])\.(?:text|parts)$")
 _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
 
 
@@ -117,11 +129,12 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
     row = next(row for row in TABLE if isinstance(error, row.error))
     if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
         log.warning(AWAY, error)
-        return Problem(503, "the service cannot be reached", kind="server_error", code="unavailable", headers=SOON)
+        return unavailable("the service cannot be reached")
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
         return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
-    code = missing if row.error is NotFound else row.code
+    is_missing = row.error is NotFound
+    code, param = (missing, (names or {}).get("context")) if is_missing else (row.code, None)
     headers = dict[str, str]()
     if isinstance(error, ResourceExhausted | Unavailable):
         seconds = error.retry_seconds
@@ -131,15 +144,18 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
             headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Problem(row.status, _message_of(error), kind=row.kind, code=code, headers=headers)
+    return Problem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)
 
 
 def _message_of(error: LongleafError) -> str:
     """What callers may know of it."""
+    if isinstance(error, Unauthenticated):  # the service tells how its own commands give one
+        return f"{str(error).partition(':')[0]}: {_GIVE}"
     if _UNREACHED.match(str(error)):
         log.warning(AWAY, error)
     return _UNREACHED.sub(r"\1", str(error))
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:
-    return names.get(field) or _PARENT.sub("", field)
+    whole = field.partition(".ids[")[0]  # of the place of an id in a list
+    return names.get(whole) or _CONTENT.sub(r"\1.content", _PARENT.sub("", whole))

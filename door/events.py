@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from door.errors import Problem
+from door.errors import Problem, stopping
 
 HEARTBEAT_SECONDS = 10.0
 HEADERS = [
@@ -40,7 +40,7 @@ async def gone(receive: Receive) -> None:
 
 class EventResponse:
     """An ASGI response of events. When the caller leaves, `events` is closed, and with it what it reads. `waiting` is
-    told in comments."""
+    told in comments. Who cancels it does so because the door stops, which is told as an error."""
 
     def __init__(
         self,
@@ -52,38 +52,47 @@ class EventResponse:
     ) -> None:
         """`end` ends it though there is more to tell."""
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
-        self._end, self._num_sent, self._is_whole = end, 0, False
+        self._end, self._num_sent = end, 0
+        self._saying, self._is_whole = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
-        tasks = set[asyncio.Task[Any]]()
+        tasks, is_cut = set[asyncio.Task[Any]](), False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             work = asyncio.create_task(self._tell(send))
             tasks |= {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
             if self._end is not None:
                 tasks.add(asyncio.create_task(self._end.wait()))
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except asyncio.CancelledError:
+            if not tasks:  # it has not begun
+                raise
+            is_cut = True
         finally:
             for task in tasks:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._events.aclose()
-        if self._end is not None and self._end.is_set() and not self._is_whole:
-            await self._close(send)
+        if is_cut:
+            await self._say(send, event(stopping().body, "error"))
+        if is_cut or (self._end is not None and self._end.is_set()):
+            await self._say(send, b"", is_last=True)
 
     async def _tell(self, send: Send) -> None:
         async for content in self._events:
             self._num_sent += 1
-            await send({"type": "http.response.body", "body": content, "more_body": True})
-        await self._close(send)
+            await self._say(send, content)
+        await self._say(send, b"", is_last=True)
 
-    async def _close(self, send: Send) -> None:
-        self._is_whole = True
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _say(self, send: Send, content: bytes, is_last: bool = False) -> None:
+        """One after the other, for each may have to wait for the caller to read; nothing after the last."""
+        async with self._saying:
+            if not self._is_whole:
+                await send({"type": "http.response.body", "body": content, "more_body": not is_last})
+                self._is_whole = is_last
 
     async def _leave(self, receive: Receive) -> None:
         await self._left(receive)
@@ -93,7 +102,7 @@ class EventResponse:
             before = self._num_sent
             await asyncio.sleep(self._heartbeat)
             if before == self._num_sent:
-                await send({"type": "http.response.body", "body": comment(self._waiting()), "more_body": True})
+                await self._say(send, comment(self._waiting()))
 
 
 async def until_left(request: Request, work: Awaitable[Any]) -> Any:

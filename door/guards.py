@@ -1,5 +1,6 @@
 """What every request passes: whose it may be, and what every response says to browsers."""
 
+import asyncio
 import ipaddress
 import logging
 import time
@@ -8,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from door.errors import Problem
+from door.errors import Problem, stopping
 
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -47,6 +48,10 @@ class Guards:
                 await answer(problem, guarded)
             else:
                 await self._app(scope, receive, guarded)
+        except asyncio.CancelledError:  # the door stops, and waits no longer
+            if status != 0:
+                raise
+            await answer(stopping(), guarded)
         except Exception as error:
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
             if status == 0:  # else the connection is closed, for its answer has no end

@@ -3,10 +3,12 @@
 import asyncio
 import math
 import os
+import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -45,6 +47,10 @@ def client_for(config: DoorConfig) -> Relay:
     return Relay(config.server, retries=Retries(limit=0), **access)
 
 
+LAST_SECONDS = 1.0
+"""How long those whose answers are cut may take to hear of it."""
+
+
 class Server(uvicorn.Server):
     """Tells `ending` when it begins to end, whatever has ended it."""
 
@@ -54,7 +60,24 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending.set()
-        await super().shutdown(sockets)
+        await super().shutdown(sockets)  # which has told what still runs to end, and does not wait for that
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SECONDS):
+                while not self.force_exit and (self.server_state.tasks or self.server_state.connections):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """SIGHUP, too, ends it as the others do."""
+        with super().capture_signals():
+            if threading.current_thread() is not threading.main_thread():  # no other hears of signals
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
 
 async def serve(
@@ -72,9 +95,8 @@ async def serve(
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
-                limit_concurrency=config.max_connections,
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds),
-                **protocol_options(),
+                **protocol_options(config.max_connections),
             )
             told.load()
             told.ssl = certificate.context if certificate is not None else None

@@ -33,7 +33,7 @@ class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
     public_url: str | None = None
     """What callers see of it where a proxy stands in front, such as https://books.example."""
     max_connections: int = 1024
-    """Of more each gets 503."""
+    """What comes beyond them gets 503."""
     drain_seconds: float = 3.0
     """How long what runs may take to end, after a signal."""
     metrics_port: int | None = None

@@ -11,9 +11,9 @@ NAMES = {BEGIN: "<|begin|>", QUESTION: "<|question|>", ANSWER: "<|answer|>", END
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|answer|>' + message['content'] + eos_token }}"
-    "{% endif %}{% endfor %}"
+    "{% if messages | rejectattr('role', 'equalto', 'system') | list | length > 1 %}"
+    "{{ raise_exception('this model looks facts up and knows no conversation: ask one question alone') }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|answer|>' }}{% endif %}"
 )
 

@@ -13,7 +13,7 @@ from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import IngestJob, Job, Request
-from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.limits import MAX_TOKENS, Limits
 from coordinator.scheduling.reading import Reading
 from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
@@ -104,7 +104,7 @@ class Admission:
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
         reading = Reading(path, _array(prompt.token_ids), num_prefill)
         self._limits.check(reading, request.capacity, "input", min(1, max_tokens))
-        self._limits.check(reading, request.capacity, "sampling.max_token_count", max_tokens)
+        self._limits.check(reading, request.capacity, MAX_TOKENS, max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
 

@@ -1,5 +1,6 @@
 """How large a job may be, and how many blocks it takes."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from coordinator.placement.blocks import Blocks, Placer
@@ -10,6 +11,7 @@ from coordinator.scheduling.reading import Reading
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted
 
+MAX_TOKENS = "sampling.max_token_count"
 REPLACED_SECONDS = 5.0
 """After which it is worth asking again for what all ranks have room for, and fewer have not."""
 
@@ -55,20 +57,32 @@ class Limits:
         """The blocks that a job takes which has read nothing yet, of `capacity` positions, and generates `max_tokens`
         in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone, and
         ResourceExhausted where it may not be once more ranks are there."""
-        total = reading.path.end + len(reading.token_ids) + max_tokens
+        num_given = reading.path.end + len(reading.token_ids)
+        total = num_given + max_tokens
         if total > self.positions.limit:
             limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
+            limit += _most(field, self.positions.limit - num_given)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         if total > capacity:
             limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
+            limit += _most(field, capacity - num_given)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(reading, max_tokens, num_tails)
         if limit := self._too_small(reading.path, blocks):
+            limit += _most(field, self._most_tokens(reading, max_tokens, num_tails))
             told = f"{_sum(reading, field, max_tokens, num_tails)}; {limit}"
             if self.may_grow:
                 raise ResourceExhausted("pool", f"{told} until a lost rank is replaced", REPLACED_SECONDS)
             raise InvalidArgument(field, told)
         return blocks
+
+    def _most_tokens(self, reading: Reading, max_tokens: int, num_tails: int) -> int:
+        """How many can be generated in each tail, up to `max_tokens`, if nothing else is held."""
+
+        def is_too_many(count: int) -> bool:
+            return not self.fits_alone(reading.path, self.most_blocks(reading, count, num_tails))
+
+        return bisect_left(range(1, max_tokens + 1), True, key=is_too_many)
 
     def fits_alone(self, path: Path, blocks: Blocks) -> bool:
         """Whether there is room for so many blocks if nothing is held but the path that they continue."""
@@ -126,6 +140,10 @@ class Limits:
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
         return Blocks(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
+
+
+def _most(field: str, num_tokens: int) -> str:
+    return f": at most {num_tokens:,} can be generated" if field == MAX_TOKENS else ""
 
 
 def _sum(reading: Reading, field: str, max_tokens: int, num_tails: int) -> str:

@@ -99,8 +99,9 @@ class Shapes:
 
     def _keep(self, shape: Shape, made: Parts | _Refusal) -> None:
         with self._lock:
+            before = self._other.get(shape, ())  # two may have made the same
             self._other[shape] = made
-            self._num_ids += _num_ids(made)
+            self._num_ids += _num_ids(made) - _num_ids(before)
             while self._num_ids > MAX_IDS or len(self._other) > MAX_SHAPES:
                 _, gone = self._other.popitem(last=False)
                 self._num_ids -= _num_ids(gone)
@@ -109,6 +110,11 @@ class Shapes:
     def num_kept(self) -> int:
         """Shapes that are kept beside the usual ones."""
         return len(self._other)
+
+    def audit(self) -> None:
+        """The ids that are counted are those that are kept."""
+        with self._lock:
+            assert self._num_ids == sum(map(_num_ids, self._other.values())) <= MAX_IDS
 
 
 def _num_ids(made: Parts | _Refusal) -> int:

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import converted, json_of
+from door.bodies import answered, converted, json_of
 from door.callers import client_of, in_time
 from door.errors import Problem, problem_of
 from door.models import model_name
@@ -58,13 +58,15 @@ def described(context: Context, model: str) -> dict[str, Any]:
     }
 
 
-def answered(body: object, status: int = 200) -> Response:
-    """An answer in JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
 def context_problem(error: LongleafError) -> Problem:
-    return problem_of(error, {"context": "id", "config.context": "id", "new_context": "id"}, MISSING)
+    return problem_of(error, {"context": "id", "config.context": "id", "new_name": "id"}, MISSING)
+
+
+def check_new(name: str) -> None:
+    """Raises Problem for what a new context cannot be called."""
+    if CONTEXT_ID.fullmatch(name) is None:
+        told = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
+        raise Problem(400, told, param="id", code="invalid_value")
 
 
 def named(request: Request) -> str:
@@ -115,6 +117,7 @@ async def delete_context(request: Request) -> Response:
 async def fork_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
     fork = converted(await json_of(request), Fork)
+    check_new(fork.id)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
     return await _told(request, client, made, 201)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from door.callers import client_of, in_time, peer_of
-from door.contexts.resources import context_problem, described, named
+from door.contexts.resources import check_new, context_problem, described, named
 from door.errors import Problem, problem_of
 from door.events import EventResponse, event, gone
 from door.models import model_name
@@ -31,6 +32,9 @@ class Body:
     def __init__(self, receive: Receive, offset: int) -> None:
         self._receive, self.offset = receive, offset
         self.error: Exception | None = None
+        self._first: bytes | None = None
+        self._has_begun = asyncio.Event()
+        """The first part may be taken."""
         self._over = asyncio.Event()
         """The body has ended, or the caller has gone."""
         self._has_left = False
@@ -43,15 +47,34 @@ class Body:
     def acknowledge(self, offset: int) -> None:
         """Nothing is kept anyhow."""
 
+    async def begin(self, is_whole: bool) -> None:
+        """Waits for the first part, which pieces wait for, too. Raises Problem where that can be no document's:
+        `is_whole` says that nothing is to come after the body. Raises Unavailable when nothing comes."""
+        self._first = await self._next()
+        if self.offset == 0:
+            is_last = is_whole and self.is_over
+            if is_last and not self._first:
+                raise _no_document("the document is empty")
+            try:
+                getincrementaldecoder("utf-8")().decode(self._first, final=is_last)
+            except UnicodeDecodeError as error:
+                raise _no_document(f"is not UTF-8 at byte {error.start}: {error.reason}") from None
+        self._has_begun.set()
+
     async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
         """Raises Unavailable when the body ends before its end."""
         if offset != self.offset:
             return
-        while not self.is_over:
-            for start in range(0, len(part := await self._next()), HELD_BYTES):
+        await self._has_begun.wait()
+        part, self._first = self._first or b"", None
+        while True:
+            for start in range(0, len(part), HELD_BYTES):
                 piece = part[start : start + HELD_BYTES]
                 self.offset += len(piece)
                 yield piece
+            if self.is_over:
+                return
+            part = await self._next()
 
     async def _next(self) -> bytes:
         try:
@@ -76,9 +99,15 @@ class Body:
             await gone(receive)
 
 
+def _no_document(told: str) -> Problem:
+    return Problem(400, f"body: {told}", param="body", code="invalid_value")
+
+
 async def upload(request: Request) -> Response:
     """Begins or goes on with the making of a context; see docs/http.md."""
-    client, header, offset = client_of(request), _header(request), _number(request, "upload-offset") or 0
+    check_new(request.path_params["id"])
+    client, offset = client_of(request), _number(request, "upload-offset") or 0
+    header = _header(request, offset)
     model = await model_name(request, client)
     body = Body(request.receive, offset)
     steps = client.ingest_once(header, body)
@@ -88,6 +117,9 @@ async def upload(request: Request) -> Response:
             told = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
             headers = {"upload-offset": str(first.received_bytes)}
             raise Problem(409, told, param="Upload-Offset", code="wrong_offset", headers=headers)
+        if first.phase == "receiving":  # what can be known before the first byte of the answer is a status
+            declared = _number(request, "content-length")
+            await body.begin(header.total_bytes is None or header.total_bytes == offset + (declared or 0))
     except BaseException as error:
         await steps.aclose()
         if isinstance(error, LongleafError):
@@ -141,7 +173,7 @@ class Telling:
 
 async def uploaded(request: Request) -> Response:
     """How much of an upload is there."""
-    client, header = client_of(request), _header(request)
+    client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
         raise Problem(400, "upload_id: name the upload", param="upload_id")
     steps = client.ingest_once(header, Body(request.receive, -1))
@@ -155,16 +187,15 @@ async def uploaded(request: Request) -> Response:
     return Response(headers=headers)
 
 
-def _header(request: Request) -> IngestHeader:
-    """What the request says of its document. Raises Problem."""
+def _header(request: Request, offset: int) -> IngestHeader:
+    """What the request says of its document, of which it sends what follows `offset`. Raises Problem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
         raise Problem(415, "the body is to be the document itself, such as text/plain")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
         raise Problem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
-    offset, total = _number(request, "upload-offset") or 0, _number(request, "upload-length")
-    declared = _number(request, "content-length")
+    total, declared = _number(request, "upload-length"), _number(request, "content-length")
     if request.method == "POST" and total is None and declared is not None:
         total = offset + declared
     if total is not None and total < offset + (declared or 0):

@@ -2,19 +2,20 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.contexts.resources import answered
+from door.bodies import answered
 from door.errors import Problem, problem_of
 from door.events import DONE, EventResponse, event, until_left
 from door.openai.models import MISSING
-from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import Delta, Event, Finished, Progress, Recovering, Started, Usage
+from longleaf.sampling import Logprobs
 
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
 Names = dict[str, str]
@@ -116,7 +117,7 @@ async def _told(
         async with aclosing(events):
             async for told in events:
                 match told:
-                    case Delta() if told.text or told.logprobs:
+                    case Delta() if told.text or any(spelled([told])):
                         yield event(teller.delta(told))
                     case Finished():
                         ends.append(told)
@@ -168,5 +169,6 @@ def reason_of(finished: Finished) -> str:
     return REASONS.get(finished.reason, "stop")
 
 
-def is_field(error: Exception, field: str) -> bool:
-    return isinstance(error, InvalidArgument) and error.field == field
+def spelled(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
+    """The logprobs of tokens that are text. The end's token is none, and has no place in an answer."""
+    return (told for delta in deltas for told in delta.logprobs if told.token_bytes)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from door.bodies import json_of
 from door.callers import client_of, peer_of
-from door.openai.answers import answer, new_id, now, reason_of
+from door.openai.answers import answer, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import ChatAsked, decode_chat
@@ -81,7 +81,7 @@ def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> di
 
 
 def _logprobs(deltas: list[Delta]) -> dict[str, Any]:
-    return {"content": [_token(each) for delta in deltas for each in delta.logprobs], "refusal": None}
+    return {"content": [_token(each) for each in spelled(deltas)], "refusal": None}
 
 
 def _token(told: Logprobs) -> dict[str, Any]:

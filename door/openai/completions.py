@@ -1,5 +1,7 @@
 """POST /v1/completions."""
 
+from codecs import getincrementaldecoder
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -8,11 +10,12 @@ from starlette.responses import Response
 from door.bodies import json_of
 from door.callers import client_of, peer_of
 from door.errors import Problem
-from door.openai.answers import answer, new_id, now, reason_of
+from door.openai.answers import answer, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextAsked, decode_text
 from longleaf.messages import Delta, Finished
+from longleaf.sampling import TokenLogprob
 
 NAMES = {
     "return_token_bytes": "logprobs",
@@ -57,7 +60,7 @@ class TextTeller:
         self.num_samples = asked.n
         self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._has_logprobs = asked.logprobs is not None
-        self._offsets = [0] * asked.n
+        self._lengths = [Length() for _ in range(asked.n)]
         self._base: dict[str, Any] = {"id": new_id("cmpl"), "object": "text_completion", "created": now()}
         self._base |= {"model": model, "system_fingerprint": None}
 
@@ -78,13 +81,12 @@ class TextTeller:
 
     def _logprobs(self, sample: int, deltas: list[Delta]) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for told in (each for delta in deltas for each in delta.logprobs):
-            token = _text(told.token_bytes)
-            found["tokens"].append(token)
+        for told in spelled(deltas):
+            found["tokens"].append(_text(told.token_bytes))
             found["token_logprobs"].append(told.logprob)
-            found["top_logprobs"].append({_text(top.token_bytes): top.logprob for top in told.top})
-            found["text_offset"].append(self._offsets[sample])
-            self._offsets[sample] += len(token)
+            found["top_logprobs"].append(_tops(told.top))
+            found["text_offset"].append(self._lengths[sample].num_characters)
+            self._lengths[sample].add(told.token_bytes or b"")
         return found
 
     def finish(self, finished: Finished) -> dict[str, Any]:
@@ -98,5 +100,31 @@ class TextTeller:
         return {**self._base, "choices": choices, "usage": usage}
 
 
+class Length:
+    """Of a text whose bytes come in pieces, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self.num_characters = 0
+
+    def add(self, content: bytes) -> None:
+        """What is no whole character yet counts once it is."""
+        self.num_characters += len(self._decoder.decode(content))
+
+
+def _tops(tops: Iterable[TokenLogprob]) -> dict[str, float]:
+    """All of them: two tokens may look the same."""
+    found = dict[str, float]()
+    for top in tops:
+        text = _text(top.token_bytes)
+        found[text if text not in found else f"token_id:{top.token_id}"] = top.logprob
+    return found
+
+
 def _text(content: bytes | None) -> str:
-    return (content or b"").decode(errors="replace")
+    """A token as OpenAI writes it: what is no whole character byte by byte."""
+    content = content or b""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in content)

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from door.bodies import answered
 from door.callers import client_of, in_time
-from door.contexts.resources import answered
 from door.errors import Problem
 from door.models import model_name
 from longleaf.client import AsyncClient
-from longleaf.errors import LongleafError, NotFound
+from longleaf.errors import NotFound
 from longleaf.messages import CONTEXT_ID, Context
 
 MISSING = "model_not_found"
@@ -54,10 +54,7 @@ def _of_context(model: str, context: Context) -> dict[str, Any]:
 
 async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> Target:
     """Whom a request asks that names this model and, perhaps, this context. Raises Problem."""
-    try:
-        target = _split(model, await model_name(request, client))
-    except LongleafError:
-        raise
+    target = _split(model, await model_name(request, client))
     if context is None or target.context == context:
         return target
     if target.context is not None:

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from door.bodies import converted
 from door.errors import Problem
-from longleaf.messages import Conversation, GenerateOptions, Message
+from longleaf.messages import MAX_MESSAGES, Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
 """Fields that are taken and mean nothing here."""
@@ -28,8 +28,6 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_STOPS = 16
-MAX_MESSAGES = 512
-"""The service takes no more."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -80,6 +80,7 @@ function Field({ conversation, turns }) {
   const seen = useRef({ end: 0, turns: 0 });
   const { isBusy } = conversation;
   useStore(goingOn.store);
+  useStore(service.store);
   const isFirst = turns.length === 0;
   useLayoutEffect(() => {
     const { current: area } = field;
@@ -112,19 +113,21 @@ function Field({ conversation, turns }) {
   }}>
     <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask on"}</label>
     <div class="composer">
-      <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys"
+      <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys question-note"
         onInput=${(event) => setText(event.currentTarget.value)}></textarea>
       ${isBusy
         ? html`<button type="button" key="stop" onClick=${() => conversation.stop()}>Stop</button>`
         : html`<button type="submit" key="ask" class="main" disabled=${!text.trim()}>Ask</button>`}
     </div>
     <div class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
-      ${!isFirst && html`<label><input type="checkbox" checked=${goingOn.value}
+      ${!isFirst && !service.looksUp && html`<label><input type="checkbox" checked=${goingOn.value}
         onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> With what was said before</label>`}
       ${!isFirst && !isBusy && html`<button type="button" class="plain" onClick=${() => {
         conversation.clear();
         field.current.focus();
       }}>Begin anew</button>`}</div>
+    ${service.looksUp && html`<p class="quiet" id="question-note">
+      This small model looks facts up, one at a time: What is the value of KEY?</p>`}
   </form>`;
 }
 

@@ -11,16 +11,13 @@ const LONGEST_SAID = 400;
 // An answer may be a chapter, but not all that is left of a context of a million tokens: a model may never end by itself.
 export const MOST_TOKENS = 4096;
 
-// The model in the package looks things up and was trained on single questions: what was said before confuses it.
-const KNOWS_NO_CONVERSATION = "lookup";
-
-/** Whether questions go along with what was said before; null: as the model can. */
-const chosen = new Store(null);
+/** Whether the reader wants questions to go along with what was said before. */
+const wanted = new Store(true);
 
 export const goingOn = {
-  store: chosen,
+  store: wanted,
   get value() {
-    return chosen.value ?? service.model !== KNOWS_NO_CONVERSATION;
+    return wanted.value && !service.looksUp;
   },
 };
 

@@ -83,14 +83,20 @@ const SENTENCES = {
   421: () => "The service does not answer under this address. Open the page by the address that its operator names.",
   429: (error) =>
     error.retryAfter === null
-      ? `There is no room: ${told(error)} Delete what you no longer need, or wait until something expires.`
+      ? `There is no room: ${bare(error)} Delete what you no longer need, or wait until something expires.`
       : `The service is busy. It can be tried again in ${duration(Math.max(1, error.retryAfter))}.`,
-  502: () => UNAVAILABLE,
-  503: () => UNAVAILABLE,
+  502: unavailable,
+  503: unavailable,
   504: () => "This took longer than it may. Try again when less is going on.",
 };
 
-const UNAVAILABLE = "The service is not ready. The page tries again by itself.";
+function unavailable(error) {
+  if (/does not answer|cannot be reached/.test(error.message)) return "The service cannot be reached. It may be there again in a moment.";
+  return `The service cannot do this now: ${told(error)} It may in a moment.`;
+}
+
+/** What there is no room for, without the service's own advice, which is for those who speak to it directly. */
+const bare = (error) => told({ ...error, message: error.message.replace(/^(window )?pool: /, "").replace(/; delete a context.*$/, "") });
 
 /** The service's own words, as a sentence. */
 function told(error) {

@@ -10,6 +10,8 @@ const LONGEST_PAUSE = 8;
 // A stream that says nothing for so long is taken for dead: the door sends a comment every 10 s.
 const SILENCE = 35;
 const ANOTHER = new Error("another credential was given");
+// The model in the package: it looks facts up, and is asked single questions only.
+const LOOKS_UP = "lookup";
 
 class Service {
   /** `link`: "opening", "live", "lost" or "locked" (no credential); `retryAt` is the time of the next try, in ms. */
@@ -22,6 +24,10 @@ class Service {
 
   get model() {
     return this.store.value.cluster?.model.name;
+  }
+
+  get looksUp() {
+    return this.model === LOOKS_UP;
   }
 
   /** Follows the cluster for as long as the page lives. */

@@ -4,10 +4,9 @@ from typing import get_args
 
 from longleaf.codec.names import encodable
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Conversation, Message, Role
+from longleaf.messages import MAX_MESSAGES, Conversation, Message, Role
 from longleaf.v1 import generation_pb2 as generation_pb
 
-MAX_MESSAGES = 512
 ROLES: tuple[Role, ...] = get_args(Role)
 """By their numbers, from 1."""
 

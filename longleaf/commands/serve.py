@@ -301,7 +301,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     those that run may end within --drain-seconds; a second one ends them at once.
 
     With --http PORT a door for HTTP is opened beside it on the same host, with the same certificate and credentials,
-    and its address is the second line, http://HOST:PORT; with --json, {"http": "http://HOST:PORT"}.
+    and the second line tells its address, http://HOST:PORT; with --json, {"http": "http://HOST:PORT"}.
 
     Example: longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """

@@ -42,7 +42,7 @@ from longleaf.messages.contexts import (
     Tokenized,
     expired,
 )
-from longleaf.messages.conversation import Conversation, Message, Role
+from longleaf.messages.conversation import MAX_MESSAGES, Conversation, Message, Role
 from longleaf.messages.generation import (
     Delta,
     Event,
@@ -71,6 +71,7 @@ from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
     "CONTEXT_ID",
+    "MAX_MESSAGES",
     "MAX_TIME",
     "UNCHANGED",
     "Account",

@@ -5,6 +5,8 @@ from typing import Literal
 import msgspec
 
 Role = Literal["system", "user", "assistant"]
+MAX_MESSAGES = 512
+"""Of one conversation."""
 
 
 class Message(msgspec.Struct, frozen=True):

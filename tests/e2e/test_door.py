@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -143,3 +144,34 @@ def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
         assert process.wait(30) == 0
     refused = subprocess.run([*CLI, "door", "--host", "0.0.0.0"], capture_output=True, text=True)
     assert refused.returncode == 2 and "--insecure" in refused.stderr
+
+
+MAX_TOKENS = 4000
+
+
+def test_who_leaves_ends_the_generation_after_few_tokens() -> None:
+    """Counted, not timed: what the service generated beyond what had been read, until its row was free."""
+    options = ("--launcher", "local", "--http", "0", "--kv-bytes", "60000000", "--metrics-port", "0")
+    with Served(*options) as service, Client(service.address) as client:
+        found = re.search(r"metrics are at (\S+)", service.output)
+        assert found is not None
+
+        def num_generated() -> int:
+            lines = httpx2.get(found[1]).text.splitlines()
+            (line,) = [line for line in lines if line.startswith("longleaf_generated_tokens_total")] or ["0 0"]
+            return int(float(line.split()[-1]))
+
+        asked = {"model": "lookup", "prompt": "a", "stream": True, "max_tokens": MAX_TOKENS, "logprobs": 0}
+        asked["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not end of itself
+        with httpx2.stream("POST", f"{url_of(service)}/v1/completions", json=asked, timeout=60) as stream:
+            lines, num_read = stream.iter_lines(), 0
+            while num_read < 20:
+                if (line := next(lines)).startswith("data: {"):
+                    logprobs = json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"]
+                    num_read += len(logprobs["tokens"])
+        deadline = time.monotonic() + 60
+        while client.cluster().running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert num_generated() - num_read < MAX_TOKENS // 16
+        assert service.stop() == 0

@@ -17,7 +17,7 @@ def test_the_examples_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Served("--launcher", "local", "--http", "0", "--kv-bytes", "60000000") as service:
+    with Served("--launcher", "local", "--http", "0", "--kv-bytes", "200000000") as service:
         url, names = url_of(service), dict[str, object]()
         for language, example in EXAMPLES:
             code = example.replace("http://localhost:8000", url)
@@ -26,9 +26,11 @@ def test_the_examples_of_the_page_run(
             else:
                 tool("curl")
                 told = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
-                assert '"phase":"ready"' in told.stdout
+                events = [line for line in told.stdout.splitlines() if line.startswith("data: ")]
+                assert '"phase":"ready"' in events[-1], told.stdout
         names["http"].close()  # type: ignore[attr-defined]
         names["client"].close()  # type: ignore[attr-defined]
     said = capsys.readouterr().out
+    assert said.count("amber falcon is 4711\n") == 2 and " tokens were held before\n" in said, said
     for line in ("True\n100\n204\n", '"phase":"incomplete"', '"phase":"ready"', "model_not_found"):
         assert line in said

@@ -1,9 +1,10 @@
 """Reading through the page: a file becomes a document, and is asked."""
 
 import re
+from typing import Any
 
 from tests.support.behind_door import Behind
-from tests.support.browser import Reader
+from tests.support.browser import OF_A_STATUS, Reader
 
 BOOK = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
 FILLER = "Nothing of note is written here, and nothing will be.\n"
@@ -38,27 +39,46 @@ def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_a_question_goes_along_with_what_was_said_before_where_the_reader_wants_it(reader: Reader):
+def test_a_model_that_looks_facts_up_is_asked_single_questions_and_the_page_says_so(reader: Reader):
     reader.add(("stock.txt", BOOK))
     page = reader.page
-    first, second = "What is the value of amber-12?", "What is the value of jade-7?"
-    answers = [reader.ask(first), reader.ask(second)]
-    page.get_by_label("With what was said before").check()
-    reader.ask(first)
-    page.get_by_role("button", name="Begin anew").click()
-    assert page.locator(".question").count() == 0
-    reader.ask(second)
-    sent = [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
-    said = [(message["role"], message["content"].strip()) for message in sent[2]]
-    assert said == [
-        ("user", first),
-        ("assistant", answers[0]),
-        ("user", second),
-        ("assistant", answers[1]),
-        ("user", first),
-    ]
-    assert [len(messages) for messages in sent] == [1, 1, 5, 1]
+    page.get_by_text("This small model looks facts up, one at a time: What is the value of KEY?").wait_for()
+    reader.ask("What is the value of amber-12?")
+    reader.ask("What is the value of jade-7?")
+    assert not page.get_by_label("With what was said before").count()
+    assert [len(messages) for messages in asked_of(reader)] == [1, 1]
     reader.audit()
+
+
+def asked_of(reader: Reader) -> list[Any]:
+    """The messages of each question."""
+    return [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
+
+
+def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_not_want_it(browser: Any):
+    """The page takes this model for one that converses; what it says to that is told."""
+    with Behind("--model-name", "teller") as behind, Reader(browser, behind.url) as reader:
+        reader.add(("stock.txt", BOOK))
+        page = reader.page
+        first, second = "What is the value of amber-12?", "What is the value of jade-7?"
+        answer = reader.ask(first)
+        assert not page.get_by_text("This small model").count()
+        page.locator("#question").fill(second)
+        page.keyboard.press("Enter")
+        page.get_by_role("alert").get_by_text("ask one question alone").wait_for()
+        page.get_by_label("With what was said before").uncheck()
+        page.get_by_role("button", name="Ask again").click()
+        page.locator(".foot").nth(1).wait_for()
+        assert page.locator(".answer").last.inner_text().strip() == "jade-7 is 0815"
+        page.get_by_role("button", name="Begin anew").click()
+        assert page.locator(".question").count() == 0
+        said = [[(each["role"], each["content"].strip()) for each in messages] for messages in asked_of(reader)]
+        assert said == [
+            [("user", first)],
+            [("user", first), ("assistant", answer), ("user", second)],
+            [("user", second)],
+        ]
+        reader.audit(OF_A_STATUS.format(400))
 
 
 def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(reader: Reader):

@@ -34,7 +34,7 @@ def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom:
     assert reader.ask(QUESTION) == ANSWER
     getattr(behind, f"lose_{whom}")()
     page.get_by_text("not connected").wait_for()
-    page.get_by_text(re.compile("The service (cannot be reached|is not ready)")).first.wait_for()
+    page.get_by_text(re.compile("The service cannot be reached")).first.wait_for()
     page.locator("#question").fill(QUESTION)
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Ask again").wait_for()
@@ -125,7 +125,7 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         (415, "", None, "Save the document as text"),
         (429, "", "7", "It can be tried again in 7 s."),
         (429, "insufficient_quota", None, "Delete what you no longer need"),
-        (503, "", "1", "The page tries again by itself."),
+        (503, "", "1", "The service cannot do this now: why. It may in a moment."),
         (504, "", None, "Try again when less is going on."),
         (500, "", None, "The service says: why."),
     ],
@@ -169,3 +169,15 @@ def test_an_answer_that_fails_in_the_middle_keeps_what_came_and_says_why(reader:
     page.locator(".foot").wait_for()
     assert page.locator(".answer").inner_text().strip() == ANSWER
     reader.audit()
+
+
+def test_of_no_room_the_page_gives_its_own_advice_alone(reader: Reader):
+    script = """async (message) => {
+      const { Refusal, sentence } = await import('/page/errors.js');
+      return sentence(new Refusal(429, { message, code: 'insufficient_quota' }));
+    }"""
+    message = "pool: 4,096 tokens are needed, and of 2,048 contexts keep too many; delete a context"
+    assert reader.page.evaluate(script, message) == (
+        "There is no room: 4,096 tokens are needed, and of 2,048 contexts keep too many."
+        " Delete what you no longer need, or wait until something expires."
+    )

@@ -33,6 +33,7 @@ BAD = (
 WRONG = (
     ({"messages": []}, "messages"),
     ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
@@ -80,6 +81,13 @@ async def test_the_field_is_named(url: str, change: dict[str, Any], param: str) 
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_the_prompt_is_named(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        for prompt in ([9_999_999], [1, 9_999_999], [], "", ["a", "b"]):
+            answer = await client.post("/v1/completions", json={"model": "fake", "prompt": prompt})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), prompt
 
 
 async def test_what_means_nothing_is_taken(url: str) -> None:

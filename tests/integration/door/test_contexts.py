@@ -38,6 +38,28 @@ async def test_a_document_becomes_a_context(service: Served, url: str) -> None:
         assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
 
 
+async def test_all_that_is_asked_of_an_upload_reaches_the_engine(service: Served, url: str) -> None:
+    parameters = {
+        "append": "false",
+        "upload_id": "u1",
+        "display_name": "Moby",
+        "pinned": "true",
+        "ttl": "1000",
+        "capacity": "4000",
+        "system": "Be short.",
+        "priority": "3",
+    }
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
+    assert events_of(answer)[-1]["phase"] == "ready", answer.text
+    given, (claim,) = service.engine.settings["book"], service.engine.claims
+    assert (given.display_name, given.is_pinned, given.ttl, given.capacity) == ("Moby", True, 1000, 4000)
+    assert (claim.priority, claim.client) == (3, "127.0.0.1")
+    held = service.engine.contexts["book"]
+    beginning = held.index(ids("Be short.")[0])
+    assert tuple(held[beginning:]) == (*ids("Be short."), *ids(TEXT))
+
+
 async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str) -> None:
     service.engine.contexts["book"] = list(ids("long"))
     async with httpx2.AsyncClient(base_url=url) as client:
@@ -45,6 +67,8 @@ async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str
         assert (changed.json()["display_name"], changed.json()["pinned"]) == ("B", True)
         made = await client.post("/v1/contexts/book/fork", json={"id": "half", "tokens": 2})
         assert (made.status_code, made.json()["tokens"]) == (201, 2)
+        wrong = await client.post("/v1/contexts/book/fork", json={"id": "NO"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "id")
         assert (await client.delete("/v1/contexts/half")).status_code == 204
         gone = await client.delete("/v1/contexts/half")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "context_not_found")
@@ -105,9 +129,18 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
             answer = await client.patch("/v1/contexts/x", json=change)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, *change)
             assert len(answer.text) < 300
-        broken = await client.post("/v1/contexts/x", content=b"\xff\xfe", headers=PLAIN)
-        assert events_of(broken)[-1]["error"]["type"] == "invalid_request_error"
-        assert (await client.post("/v1/contexts/NO", content=b"x", headers=PLAIN)).status_code == 404
+        for content, told in ((b"", "body: the document is empty"), (b"ab\xff", "body: is not UTF-8 at byte 2")):
+            answer = await client.post("/v1/contexts/x", content=content, headers=PLAIN)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+            assert told in answer.json()["error"]["message"]
+        slices = {**PLAIN, "Upload-Length": "2"}
+        await client.post("/v1/contexts/x?upload_id=u", content=b"a", headers=slices)
+        late = await client.post("/v1/contexts/x?upload_id=u", content=b"\xff", headers=slices | {"Upload-Offset": "1"})
+        assert (late.status_code, events_of(late)[-1]["error"]["param"]) == (200, "body")
+        for path, body in (("/v1/contexts/NO", {"content": b"x"}), ("/v1/contexts/x/fork", {"json": {"id": "NO"}})):
+            answer = await client.post(path, **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "id")
+            assert "1 to 63 of a-z" in answer.json()["error"]["message"]
 
 
 CUTS = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8)
@@ -175,6 +208,13 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             service.engine.changes.note()
             assert await anext(lines) == ""
             assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
+
+
+async def test_the_head_of_the_cluster_is_that_of_its_events_and_ends(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client, asyncio.timeout(10):
+        for parameters, kind in (({}, "text/event-stream"), ({"once": "true"}, "application/json")):
+            head = await client.head("/v1/cluster", params=parameters)
+            assert (head.status_code, head.headers["content-type"].partition(";")[0]) == (200, kind)
 
 
 async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx2
@@ -83,6 +84,15 @@ async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
         for given in ("Basic eA==", "Bearer", "Bearer a b"):
             answer = await client.get("/v1/models", headers={"authorization": given})
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert "give Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
+
+
+async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
+        assert (answer.status_code, "it is at /v1/chat/completions" in answer.text) == (404, True)
+        answer = await client.get("/v1/chat/completions")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not for this path, but POST")
 
 
 async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,13 +110,35 @@ async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_connections_are_bounded(service: Served) -> None:
-    async with opened(service.address, max_connections=2) as url:
+    """Two have room, also while a third is there, which is told so in JSON, and has room once one of them has left."""
+    async with opened(service.address, max_connections=2) as url, AsyncExitStack() as connections:
         host, _, port = url.removeprefix("http://").rpartition(":")
-        idle = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            connections.callback(writer.close)
+            return reader, writer
+
+        async def is_answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, more: str = "") -> None:
+            writer.write(f"GET /healthz HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode())
+            async with asyncio.timeout(10):
+                assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200")
+
+        two = [await connect() for _ in range(2)]
+        for each in two:
+            await is_answered(*each)
         async with httpx2.AsyncClient(base_url=url) as client:
-            assert (await client.get("/healthz")).status_code == 503
-        for _, writer in idle:
-            writer.close()
+            for asking in (client.get("/healthz"), client.post("/v1/completions", content=b"x" * 1_000_000)):
+                answer = await asking
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
+                told = [answer.headers[name] for name in ("retry-after", "x-content-type-options", "connection")]
+                assert told == ["1", "nosniff", "close"]
+        late = await connect()
+        for each in two:
+            await is_answered(*each)
+        await is_answered(*two[0], more="Connection: close\r\n")
+        assert await asyncio.wait_for(two[0][0].read(), 10) == b""
+        await is_answered(*late)
 
 
 async def test_a_new_certificate_is_shown_without_a_restart(service: Served, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The openai package asks a door."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx2
@@ -10,10 +11,10 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from coordinator.events import Tokens
+from coordinator.events import Ended, Tokens
 from longleaf.errors import ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Token, TokenLogprob
-from tests.support.service import Served, ids
+from tests.support.service import BYTES, END, Served, ids, tokens
 
 QUESTION: Any = [{"role": "user", "content": "Who?"}]
 
@@ -77,7 +78,7 @@ async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url
         for model, more in (("fake:other", {}), ("fake", {"context": "other"}), ("gpt", {})):
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
-            assert missing.value.code == "model_not_found"
+            assert (missing.value.code, missing.value.param) == ("model_not_found", "context" if more else "model")
 
 
 async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -> None:
@@ -131,6 +132,115 @@ async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None
             await read()
     assert logprobs is not None and logprobs.content is not None
     assert (logprobs.content[0].bytes, logprobs.content[0].top_logprobs[0].logprob) == ([97], -0.5)
+
+
+def special(name: str) -> int:
+    return next(number for token, number in BYTES.get_vocab().items() if token == name)
+
+
+def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
+    """As an engine tells an answer of these tokens and the end's, each the likeliest, before `others`."""
+    told = list[Token]()
+    for token in (*ids(content), special(END)):
+        tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
+        told.append(Token(token, Logprobs(-0.5, tuple(tops))))
+    return Tokens(0, tuple(told)), Ended("end_token", 3, 0, len(told), 0.5, 1.5, 2.25)
+
+
+async def test_tokens_that_are_no_whole_characters_are_told_by_their_bytes(service: Served, url: str) -> None:
+    """And places count characters, whether they come together or not."""
+    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
+    async with asking(url) as client:
+        logprobs = (await client.completions.create(**asked)).choices[0].logprobs
+        chunks = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
+    assert logprobs is not None and logprobs.top_logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset) == (["a", "bytes:\\xd0", "bytes:\\xb4", "b"], [0, 1, 1, 2])
+    assert logprobs.top_logprobs[0] == {"a": -0.5, "bytes:\\xd0": -1.0, "bytes:\\xb4": -1.5}
+    parts = [chunk for chunk in chunks if chunk is not None]
+    for field in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [each for part in parts for each in getattr(part, field)] == getattr(logprobs, field)
+
+
+async def test_of_tokens_that_look_alike_all_are_told(service: Served, url: str) -> None:
+    begin, end = (special(name) for name in ("<|begin|>", END))
+    service.engine.answer, service.engine.script = (), said("a", begin, end)
+    async with asking(url) as client:
+        answer = await client.completions.create(model="fake", prompt="So", logprobs=3)
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5, "": -1.0, f"token_id:{end}": -1.5}]
+
+
+async def test_the_end_has_no_entry(service: Served, url: str) -> None:
+    service.engine.answer, service.engine.script = (), said("ab")
+    asked: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
+    async with asking(url) as client:
+        answer = await client.chat.completions.create(**asked)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        text = await client.completions.create(model="fake", prompt="So", logprobs=0)
+    told = [answer.choices[0].logprobs, *(choice.logprobs for chunk in chunks for choice in chunk.choices)]
+    entries = [[entry.token for entry in each.content or ()] for each in told if each is not None]
+    assert entries[0] == ["a", "b"] == [token for each in entries[1:] for token in each] and all(entries)
+    assert text.choices[0].logprobs is not None and text.choices[0].logprobs.tokens == ["a", "b"]
+
+
+ANSWERS = ("Grüße", "", "No")
+
+
+def three(num_samples: int) -> list[Tokens | Ended]:
+    """As an engine tells answers, in turns; those with more to say end later."""
+    turns: list[Tokens | Ended] = []
+    for place in range(max(map(len, map(ids, ANSWERS)))):
+        for sample, text in enumerate(ANSWERS[:num_samples]):
+            turns += [Tokens(place, tokens((token,)), sample) for token in ids(text)[place : place + 1]]
+    for sample in reversed(range(num_samples)):
+        reason = "length" if sample == 1 else "stop_token"
+        turns.append(Ended(reason, 9, 4, len(ids(ANSWERS[sample])), 0.5, 1.5, 2.25, sample))
+    return turns
+
+
+@pytest.mark.parametrize("num_samples", [2, 3])
+async def test_several_answers_are_streamed_side_by_side(service: Served, url: str, num_samples: int) -> None:
+    service.engine.answer, service.engine.script = (), tuple(three(num_samples))
+    body = {"model": "fake", "n": num_samples, "stream": True, "stream_options": {"include_usage": True}}
+    num_said = sum(len(ids(text)) for text in ANSWERS[:num_samples])
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        for path, more in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
+            lines = (await client.post(path, json=body | more)).text.split("\n\n")
+            assert lines[-2:] == ["data: [DONE]", ""]
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            for sample in range(num_samples):
+                own = [choice for choice in choices if choice["index"] == sample]
+                pieces = [choice.get("text", choice.get("delta", {}).get("content", "")) for choice in own]
+                reasons = [choice["finish_reason"] for choice in own]
+                assert "".join(pieces) == ANSWERS[sample]
+                assert reasons == [None] * (len(own) - 1) + ["length" if sample == 1 else "stop"]
+                assert "messages" not in more or own[0]["delta"]["role"] == "assistant"
+            assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+            assert chunks[-1]["choices"] == []
+            assert chunks[-1]["usage"] == {
+                "prompt_tokens": 9,
+                "completion_tokens": num_said,
+                "total_tokens": 9 + num_said,
+                "prompt_tokens_details": {"cached_tokens": 4},
+            }
+
+
+async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str) -> None:
+    """But for `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
+    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
+    async with asking(url) as client:
+        stream = await client.completions.create(**asked, stream_options={"include_usage": True})
+        chunks = [chunk.model_dump() async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    for choice in choices[:-1]:
+        choice["finish_reason"] = "stop"
+    for chunk in chunks:
+        Completion.model_validate(chunk, strict=True)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(ids("aдb")) + 1
 
 
 async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:

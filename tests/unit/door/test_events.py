@@ -1,8 +1,12 @@
 """Responses of events: what is told while nothing happens, and how they end."""
 
 import asyncio
+import gc
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
+
+import pytest
 
 from door.events import EventResponse, event
 from door.openai.answers import Waiting
@@ -24,6 +28,7 @@ class Reading:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
+        self.is_whole = not message.get("more_body", True)
         if message.get("body"):
             self._bodies.put_nowait(message["body"])
 
@@ -76,3 +81,68 @@ async def test_who_leaves_while_nothing_happens_ends_what_is_told():
     reading.left.set()
     await reading.going
     assert is_closed.is_set()
+
+
+async def test_what_is_cut_says_so_and_ends_whole():
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event({"n": 1})
+        await asyncio.Event().wait()
+
+    reading = Reading(EventResponse(events()))
+    await reading.next()
+    reading.going.cancel()
+    await reading.going
+    name, data = (await reading.next()).decode().splitlines()[:2]
+    error = json.loads(data.removeprefix("data: "))["error"]
+    assert (name, error["message"], error["code"]) == ("event: error", "the door is stopping", "unavailable")
+    assert reading.is_whole
+
+
+class Slow:
+    """A caller who takes nothing until he is told to. Nothing may come after the last."""
+
+    def __init__(self) -> None:
+        self.may_take, self.waits = asyncio.Event(), asyncio.Event()
+        self.is_whole = self.is_late = False
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            self.waits.set()
+            await self.may_take.wait()
+            self.is_late |= self.is_whole
+            assert not self.is_late
+            self.is_whole = not message["more_body"]
+
+
+async def test_no_comment_comes_after_the_last():
+    async def events() -> AsyncGenerator[bytes, None]:
+        for content in ():
+            yield content
+
+    told, caller = list[dict[str, Any]](), Slow()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    going = asyncio.create_task(EventResponse(events(), heartbeat=OFTEN)({}, caller.receive, caller.send))
+    await caller.waits.wait()  # the end is on its way
+    await asyncio.sleep(4 * OFTEN)  # a comment is due
+    caller.may_take.set()
+    await going
+    gc.collect()
+    await asyncio.sleep(0)
+    assert caller.is_whole and not caller.is_late and told == []
+
+
+async def test_what_fails_beside_the_events_is_not_lost():
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+    def waiting() -> str:
+        raise RuntimeError("no place")
+
+    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    with pytest.raises(RuntimeError, match="no place"):
+        await reading.going

@@ -1,6 +1,7 @@
 """What can never fit, who waits, and who may pass."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,13 @@ from tests.support.scheduling import Bench
     [
         (0, 1, None, "input", "no tokens"),
         (201, 1, None, "input", "0 tokens of context and 201 of input and 1 to generate make 202.*limit is 200"),
-        (150, 60, None, "sampling.max_token_count", "150 of input and 60 to generate make 210.*limit is 200"),
+        (
+            150,
+            60,
+            None,
+            "sampling.max_token_count",
+            "150 of input and 60 to generate make 210.*limit is 200 .*at most 50 can",
+        ),
         (150, 1, "doc", "input", "60 tokens of context and 150 of input and 1 to generate make 211"),
         (4, 0, None, "sampling.max_token_count", "between 1 and"),
     ],
@@ -43,6 +50,11 @@ def test_limits_of_the_pool(count: int, max_tokens: int, field: str | None) -> N
     with pytest.raises(InvalidArgument, match="the pool of all ranks holds 40, in blocks of 4") as caught:
         bench.ask(count, max_tokens)
     assert caught.value.field == field
+    if found := re.search("at most ([0-9]+) can be generated", str(caught.value)):
+        bench.ask(count, int(found[1]))
+        with pytest.raises(InvalidArgument):
+            bench.ask(count, int(found[1]) + 1)
+    assert bool(found) == (field == "sampling.max_token_count")
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "no tokens"), (41, "pool"), (201, "model's limit is 200")])

@@ -6,6 +6,8 @@ import pytest
 
 from coordinator.text.shapes import MAX_IDS, MAX_SHAPES, NoTemplate, Render, ShapeRefused, Shapes
 from coordinator.text.template import Rendering, Shape, render_shapes
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.config import embedded_model
 from longleaf.errors import ModelRefused, StartError, Unavailable
 from tests.support.chat_templates import CHATML, FOLDING, FORGETFUL, GEMMA, LLAMA, MISTRAL, THINKING
 
@@ -87,7 +89,22 @@ def test_what_takes_more_memory_than_all_may_is_not_kept() -> None:
     assert 600_000 < MAX_IDS
     for shape in ((U, U), (A, U)):
         shapes.make(shape)
+        shapes.audit()
     assert shapes.num_kept == 1
+
+
+def test_a_shape_that_two_have_made_at_once_is_counted_once() -> None:
+    rendered = Rendered()
+
+    def render(asked: Sequence[Shape]) -> list[Rendering]:
+        if len(asked) == 1 and len(rendered.asked) == 1:  # meanwhile another makes the same
+            assert rendered(asked) and shapes.make((U, U))
+        return rendered(asked)
+
+    shapes = Shapes(render, encode)
+    shapes.make((U, U))
+    assert shapes.num_kept == 1 and rendered.asked.count([(U, U)]) == 3
+    shapes.audit()
 
 
 def test_a_rendering_that_was_broken_off_is_tried_again() -> None:
@@ -157,5 +174,15 @@ def test_without_a_template_a_question_is_all() -> None:
     assert shapes.find((U,)) == shapes.make((U,)) == shapes.question == ((7,), ())
     for shape, message in (((U, A, U), 1), ((S, U), 0), ((A, U), 0)):
         with pytest.raises(ShapeRefused, match="has no chat template") as caught:
+            shapes.make(shape)
+        assert caught.value.message == message
+
+
+def test_the_model_in_the_package_is_asked_one_question_alone() -> None:
+    """It would answer the first one again."""
+    shapes = Tokenizer.load(embedded_model(), render_shapes).shapes
+    assert len(shapes.make((U,))) == 2
+    for shape, message in (((U, A, U), 1), ((U, U), 1), ((S, U, A, U), 2)):
+        with pytest.raises(ShapeRefused, match="knows no conversation: ask one question alone") as caught:
             shapes.make(shape)
         assert caught.value.message == message

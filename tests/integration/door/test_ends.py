@@ -1,0 +1,85 @@
+"""A door that ends while it answers: what runs is told in full, or that it is cut."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.service import Served
+
+QUESTION: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Who?"}]}
+STREAM = QUESTION | {"stream": True}
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "door", f"--server={server}", "--port=0", *options]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        yield line.removeprefix("listening on ").strip(), process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_whatever_signal_ends_it_what_runs_goes_on(service: Served, number: signal.Signals) -> None:
+    service.engine.is_endless = True
+    async with (
+        door(service.address, "--drain-seconds=60") as (url, process),
+        httpx2.AsyncClient(base_url=url, timeout=60) as client,
+        client.stream("POST", CHAT, json=STREAM) as stream,
+    ):
+        lines = aiter(stream.aiter_lines())
+        assert (await anext(lines)).startswith("data: ")
+        process.send_signal(number)
+        async with httpx2.AsyncClient(base_url=url) as other:
+            await until_refused(other)
+        service.engine.streams[0].released.set()
+        told = [line async for line in lines if line]  # an end that is none would raise
+        assert told[-2] == "event: error" and "ended the stream before the answer's end" in told[-1]
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def until_refused(client: httpx2.AsyncClient) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await client.get("/healthz")
+            except httpx2.TransportError:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_who_is_cut_is_told(service: Served, number: signal.Signals) -> None:
+    service.engine.is_endless = True
+    async with (
+        door(service.address, "--drain-seconds=0") as (url, process),
+        httpx2.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        whole = asyncio.create_task(client.post(CHAT, json=QUESTION))
+        await service.engine.opened.wait()
+        async with client.stream("POST", CHAT, json=STREAM) as stream:
+            lines = aiter(stream.aiter_lines())
+            assert (await anext(lines)).startswith("data: ")
+            process.send_signal(number)
+            told = [line async for line in lines if line]
+        assert told[-2] == "event: error"
+        error = json.loads(told[-1].removeprefix("data: "))["error"]
+        assert (error["code"], error["message"]) == ("unavailable", "the door is stopping")
+        answer = await whole
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == "the door is stopping"
+        assert await asyncio.wait_for(process.wait(), 30) == 0
