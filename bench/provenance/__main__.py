@@ -1,0 +1,122 @@
+"""Whether the sources that are told of answers are where the answers stand, and what it costs to tell them.
+
+Documents and questions are those of bench.needle: single facts, facts among near duplicates, and keys that the document
+does not hold. Usage:
+
+    python -m bench.provenance --json                                    # the embedded model; takes hours
+    python -m bench.provenance --lengths 4000 64000 --questions 20
+    python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside what is in the file
+
+Rows tell of right answers, and of wrong ones apart, in how many of them (`of`) the first source, or one of the first
+three, is where the fact stands, and in how many hiding it costs the answer most. held_or_absent: how well the first
+source's share, and the largest drop, tell right answers of the text from keys that it does not hold (area under the ROC
+curve). cost: milliseconds per token of an answer without and with sources. Methods are raw and contrast, as in
+docs/provenance.md. `--model` measures without targets: wants are for the embedded model up to 256,000 tokens.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.machine import describe
+from bench.harness.service import hosted
+from bench.needle.documents import Question, prose
+from bench.provenance.asking import Asked, ask, place_of
+from bench.provenance.cost import cost
+from bench.provenance.rows import Row, rows
+from longleaf.client import Client
+from longleaf.config import EngineConfig, embedded_model
+from longleaf.messages import Ranking
+
+METHODS: tuple[Ranking, ...] = ("raw", "contrast")
+TASKS = ("single_prose", "near_duplicate", "absent")
+LENGTHS = (4_000, 16_000, 64_000, 256_000, 1_000_000)
+PER_DOCUMENT = 20
+"""Questions of each task about one document, which is read once."""
+SAMPLE_BYTES = 20_000
+"""Text on which the model's bytes per token are measured."""
+CONTEXT = "provenance"
+
+
+def main() -> None:
+    unwind_on_terminate()
+    given = parse()
+    model = given.model.name
+    before: list[Row] = json.loads(given.into.read_text())["rows"] if given.into and given.into.is_file() else []
+    with service(given) as client:
+        measured = [{"model": model, **row} for row in measure(client, given)]
+    keys = {(row["model"], row["tokens"], row["task"]) for row in measured}
+    kept = [row for row in before if (row["model"], row["tokens"], row["task"]) not in keys]
+    told = json.dumps({"bench": "provenance", "machine": describe(), "rows": [*kept, *measured]}, indent=1)
+    if given.into:
+        given.into.write_text(told + "\n")
+    if given.json:
+        print(told)
+        return
+    for row in measured:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+
+
+def measure(client: Client, given: argparse.Namespace) -> list[Row]:
+    """All lengths, the shortest first."""
+    asked = [each for tokens in sorted(given.lengths) for each in examine(client, tokens, given.questions)]
+    costs = [cost(client, tokens, given.repeats) for tokens in given.cost_lengths]
+    return rows(asked) + costs
+
+
+def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
+    """Documents of one length, with so many questions of each task in all."""
+    sample = prose(random.Random(0), SAMPLE_BYTES, 1).text
+    size = int(tokens * len(sample.encode()) / client.count_tokens(sample))
+    for number in range(-(-count // PER_DOCUMENT)):
+        num_here = min(PER_DOCUMENT, count - number * PER_DOCUMENT)
+        document = prose(random.Random(f"provenance {tokens} {number}"), size, num_here)
+        held = client.ingest(CONTEXT, document.text).tokens
+        found = list(_ask_all(client, document.text, document.questions, tokens))
+        client.delete_context(CONTEXT)
+        right = sum(each.rank == 0 and each.method == "raw" for each in found)
+        tell(f"{tokens:,} tokens, document {number + 1} ({held:,} tokens): the first source is right {right} times")
+        yield from found
+
+
+def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Asked]:
+    for question in questions:
+        if question.task in TASKS:
+            place = place_of(client, CONTEXT, text, question)
+            for method in METHODS:
+                yield ask(client, CONTEXT, question, place, tokens, method)
+
+
+@contextmanager
+def service(given: argparse.Namespace) -> Iterator[Client]:
+    """A client of a service that ends with the block."""
+    config = EngineConfig(model=str(given.model), world_size=given.world_size)
+    with hosted(given.server, config, "local") as address, Client(address) as client:
+        yield client
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m bench.provenance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--server", metavar="HOST:PORT", help="a running service, instead of starting one")
+    parser.add_argument("--model", type=Path, default=embedded_model(), help="checkpoint to serve")
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--questions", type=int, default=100, help="per task and length")
+    parser.add_argument("--cost-lengths", nargs="*", type=int, default=(64_000,), metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of the cost")
+    parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other rows stay as they are")
+    given = parser.parse_args(arguments)
+    if given.questions < 1 or given.repeats < 1 or given.world_size < 1:
+        parser.error("--questions, --repeats, --world-size: too few to measure")
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""One question with its sources, and whether these are where its fact stands."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bench.needle.documents import Question
+from longleaf.client import Client
+from longleaf.messages import Delta, Finished, Provenance, Ranking, Source
+
+MAX_TOKENS = 96
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of the context in which a fact stands, from its sentence's first to its value's last."""
+
+    start: int
+    end: int
+
+    def meets(self, source: Source) -> bool:
+        return source.token_start < self.end and self.start < source.token_end
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What came of one question."""
+
+    task: str
+    tokens: int
+    """Wanted length of the document."""
+    method: Ranking
+    is_right: bool
+    rank: int | None
+    """Of the first source that is where the fact stands, from 0; None: none of those told is."""
+    has_largest_drop: bool
+    """Of the sources told, one where the fact stands has the largest."""
+    share: float
+    """Of the first source."""
+    drop: float
+    """The largest, in nats."""
+
+
+def ask(client: Client, context: str, question: Question, place: Place | None, tokens: int, method: Ranking) -> Asked:
+    """Asks with sources, which are confirmed."""
+    wanted = Provenance(ranking=method, confirm=True)
+    events = list(client.ask(context, question.text, max_tokens=MAX_TOKENS, provenance=wanted))
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.attribution is not None
+    answer = "".join(event.text for event in events if isinstance(event, Delta))
+    return judged(question, answer, last.attribution.sources, place, tokens, method)
+
+
+def judged(
+    question: Question, answer: str, sources: Sequence[Source], place: Place | None, tokens: int, method: Ranking
+) -> Asked:
+    """What the sources of an answer are worth."""
+    meets = [place is not None and place.meets(source) for source in sources]
+    drops = [source.drop or 0.0 for source in sources]
+    return Asked(
+        task=question.task,
+        tokens=tokens,
+        method=method,
+        is_right=question.is_answered(answer),
+        rank=meets.index(True) if any(meets) else None,
+        has_largest_drop=bool(drops) and meets[drops.index(max(drops))],
+        share=sources[0].share if sources else 0.0,
+        drop=max(drops, default=0.0),
+    )
+
+
+def place_of(client: Client, context: str, text: str, question: Question) -> Place | None:
+    """Where the fact of a question stands; None for one that stands nowhere."""
+    if question.depth is None:
+        return None
+    start = round(question.depth * len(text))
+    end = text.index(question.values[0], start) + len(question.values[0])
+    low, high = (len(text[:place].encode()) for place in (start, end))
+    found = client.get_context_text(context, byte_start=low, byte_end=high)
+    return Place(found.token_start, found.token_end)

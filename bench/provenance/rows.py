@@ -1,0 +1,53 @@
+"""From single questions to rows."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.provenance.asking import Asked
+
+Row = dict[str, Any]
+
+
+def rows(asked: Iterable[Asked]) -> list[Row]:
+    """By length, task and method: of the right answers, and of the wrong ones apart. Then by length how well share and
+    drop tell answers that stand in the text from those that stand nowhere."""
+    groups = dict[tuple[int, str, str, bool], list[Asked]]()
+    for each in asked:
+        if each.task != "absent":
+            groups.setdefault((each.tokens, each.method, each.task, each.is_right), []).append(each)
+    told = [_row(*key, found) for key, found in sorted(groups.items())]
+    lengths = sorted({(each.tokens, each.method) for each in asked})
+    return told + [row for key in lengths if (row := _apart(*key, asked)) is not None]
+
+
+def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Asked]) -> Row:
+    return {
+        "tokens": tokens,
+        "task": task,
+        "method": method,
+        "answers": "right" if is_right else "wrong",
+        "top1": sum(each.rank == 0 for each in found),
+        "top3": sum(each.rank is not None and each.rank < 3 for each in found),
+        "drop_is_largest": sum(each.has_largest_drop for each in found),
+        "of": len(found),
+    }
+
+
+def _apart(tokens: int, method: str, asked: Iterable[Asked]) -> Row | None:
+    """Area under the curve of share, and of drop: right answers from a text against keys that are not in it."""
+    here = [each for each in asked if (each.tokens, each.method) == (tokens, method)]
+    held = [each for each in here if each.task != "absent" and each.is_right]
+    absent = [each for each in here if each.task == "absent"]
+    if not held or not absent:
+        return None
+    by_share = area([each.share for each in held], [each.share for each in absent])
+    by_drop = area([each.drop for each in held], [each.drop for each in absent])
+    row = {"tokens": tokens, "task": "held_or_absent", "method": method}
+    return row | {"area_by_share": round(by_share, 4), "area_by_drop": round(by_drop, 4), "of": len(held) + len(absent)}
+
+
+def area(above: Sequence[float], below: Sequence[float]) -> float:
+    """The probability that a number of `above` is larger than one of `below`, equal ones counted half: the area under
+    the ROC curve (Mann and Whitney 1947)."""
+    wins = sum((high > low) + 0.5 * (high == low) for high in above for low in below)
+    return wins / (len(above) * len(below))
