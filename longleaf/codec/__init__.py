@@ -17,22 +17,24 @@ from longleaf.codec.cluster import (
 )
 from longleaf.codec.context import (
     decode_context,
-    decode_context_text,
     decode_contexts,
     decode_fork,
-    decode_get_text,
     decode_ingest_piece,
     decode_ingest_progress,
     decode_reread,
     decode_update,
     encode_context,
-    encode_context_text,
     encode_fork,
-    encode_get_text,
     encode_ingest_piece,
     encode_ingest_progress,
     encode_reread,
     encode_update,
+)
+from longleaf.codec.context_text import (
+    decode_context_text,
+    decode_get_text,
+    encode_context_text,
+    encode_get_text,
 )
 from longleaf.codec.fields import has_more_fields
 from longleaf.codec.generation import (

@@ -7,19 +7,17 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from longleaf.codec.claims import decode_claim, encode_claim
+from longleaf.codec.context_text import decode_files, encode_files
 from longleaf.codec.generation import decode_recovering, encode_recovering
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
-from longleaf.document_text import MAX_FILES, check_files
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     MAX_TIME,
     Context,
     ContextSettings,
     ContextState,
-    ContextText,
     ForkContext,
-    GetContextText,
     IngestHeader,
     IngestPhase,
     IngestPiece,
@@ -29,8 +27,6 @@ from longleaf.messages import (
     Precision,
     RankShare,
     Reread,
-    TextFile,
-    TextUnit,
 )
 from longleaf.units import human_number
 from longleaf.v1 import context_pb2 as context_pb
@@ -47,7 +43,6 @@ _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
 _STATES: tuple[ContextState, ...] = get_args(ContextState)
 """By their numbers."""
 _PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
-_RANGES: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}
 _PATHS = ("display_name", "pinned", "expire_time", "ttl")
 
 
@@ -267,11 +262,7 @@ def _encode_header(header: IngestHeader) -> ingest_pb.IngestConfig:
     )
     encode_claim(header.priority, header.client, config)
     _encode_settings(header.settings, config)
-    try:
-        for file in header.files:
-            config.files.add(name=encodable(file.name, "files"), byte_start=file.start)
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument("files", str(error)) from None
+    encode_files(header.files, config)
     return config
 
 
@@ -318,65 +309,9 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
         total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
         upload_id=config.upload_id,
         settings=replace(_decode_settings(config, given, "config"), capacity=capacity),
-        files=_decode_files(config),
+        files=decode_files(config),
         priority=priority,
         client=client,
-    )
-
-
-def _decode_files(config: ingest_pb.IngestConfig) -> tuple[TextFile, ...]:
-    if len(config.files) > MAX_FILES:  # before all are looked at
-        raise InvalidArgument("config.files", f"are {len(config.files):,}, at most {MAX_FILES:,} are taken")
-    files = tuple(TextFile(file.name, file.byte_start) for file in config.files)
-    check_files(files, "config.files")
-    return files
-
-
-def encode_get_text(wanted: GetContextText) -> ingest_pb.GetContextTextRequest:
-    """Raises InvalidArgument when a value does not fit its field."""
-    field = _RANGES[wanted.unit]
-    try:
-        text_range = ingest_pb.TextRange(start=wanted.start, end=wanted.end)
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument(field, str(error)) from None
-    message = ingest_pb.GetContextTextRequest(name=context_name(wanted.context))
-    getattr(message, field).CopyFrom(text_range)
-    return message
-
-
-def decode_get_text(message: ingest_pb.GetContextTextRequest) -> GetContextText:
-    """Raises InvalidArgument naming the field."""
-    context = context_id(message.name)
-    match message.WhichOneof("range"):
-        case "token_range":
-            return GetContextText(context, "tokens", message.token_range.start, message.token_range.end)
-        case "byte_range":
-            return GetContextText(context, "bytes", message.byte_range.start, message.byte_range.end)
-        case _:
-            raise InvalidArgument("range", "is missing: give token_range or byte_range")
-
-
-def encode_context_text(text: ContextText) -> ingest_pb.GetContextTextResponse:
-    return ingest_pb.GetContextTextResponse(
-        text=text.text,
-        byte_start=text.byte_start,
-        byte_end=text.byte_end,
-        token_start=text.token_start,
-        token_end=text.token_end,
-        file=text.file,
-        line_start=text.line or 0,
-    )
-
-
-def decode_context_text(message: ingest_pb.GetContextTextResponse) -> ContextText:
-    return ContextText(
-        text=message.text,
-        token_start=message.token_start,
-        token_end=message.token_end,
-        byte_start=message.byte_start if message.HasField("byte_start") else None,
-        byte_end=message.byte_end if message.HasField("byte_end") else None,
-        file=message.file,
-        line=message.line_start or None,
     )
 
 

@@ -1,39 +1,45 @@
 """Encoded messages, looked through before they are parsed."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from google.protobuf.descriptor import Descriptor
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
 """How a field is encoded; groups are only a pair of tags around their fields."""
 MAX_VARINT = 10
 """Bytes."""
+NOTHING: Mapping[str, int] = MappingProxyType({})
 _SIZES = {FIXED64: 8, FIXED32: 4, GROUP: 0, GROUP_END: 0}
 
 
-def has_more_fields(data: bytes, descriptor: Descriptor, limit: int) -> bool:
-    """Whether an encoded message of this kind has more than `limit` fields, those of the messages in it included.
+def has_more_fields(data: bytes, descriptor: Descriptor, limit: int, apart: Mapping[str, int] = NOTHING) -> bool:
+    """Whether an encoded message of this kind has more than `limit` fields, those of the messages in it included. What
+    belongs to messages with the names in `apart` is counted by itself, up to the limits there.
 
     Looks no further than it must. Packed numbers are one field. What is malformed ends its message here, as it ends
     the parser's work.
     """
-    count, waiting = 0, [(0, len(data), descriptor)]
+    left, waiting = {"": limit, **apart}, [(0, len(data), descriptor, "")]
     while waiting:
-        at, end, kind = waiting.pop()
+        at, end, kind, counted = waiting.pop()
         while at < end:
-            count += 1
-            if count > limit:
-                return True
             tag, at = _varint(data, at)
-            encoding, number = tag & 7, tag >> 3
+            encoding, number, owner = tag & 7, tag >> 3, counted
             if encoding == VARINT:
                 at = _varint(data, at)[1]
             elif encoding == BYTES:
                 size, at = _varint(data, at)
                 field = kind.fields_by_number.get(number)
                 if field is not None and field.message_type is not None:
-                    waiting.append((at, min(at + size, end), field.message_type))
+                    owner = field.message_type.name if field.message_type.name in apart else counted
+                    waiting.append((at, min(at + size, end), field.message_type, owner))
                 at += size
             else:
                 at += _SIZES.get(encoding, end)
+            left[owner] -= 1
+            if left[owner] < 0:
+                return True
     return False
 
 

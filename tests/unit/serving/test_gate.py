@@ -9,8 +9,10 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from coordinator.serving.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
+from longleaf.codec import has_more_fields
 from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from longleaf.v1 import context_service_pb2 as ingest_pb
 
 GENERATE = "/longleaf.v1.GenerationService/Generate"
 INGEST = "/longleaf.v1.ContextService/IngestContext"
@@ -203,3 +205,16 @@ async def test_a_request_that_does_not_come_ends_its_call() -> None:
         pytest.raises(DeadlineExceeded, match="no request came within"),
     ):
         await incoming.one(never)
+
+
+def test_files_of_an_ingest_are_counted_apart() -> None:
+    def request(num_files: int, padding: bytes = b"") -> bytes:
+        config = ingest_pb.IngestConfig(files=[ingest_pb.IngestFile(name="a", byte_start=1)] * num_files)
+        config.files.add().MergeFromString(padding)
+        return ingest_pb.IngestContextRequest(config=config).SerializeToString()
+
+    kind, apart = ingest_pb.IngestContextRequest.DESCRIPTOR, {"IngestFile": 30}
+    assert not has_more_fields(request(9), kind, 4, apart)
+    assert has_more_fields(request(10), kind, 4, apart)
+    assert has_more_fields(request(0, b"\x7a\x00" * 40), kind, 4, apart)
+    assert has_more_fields(request(9), kind, 4)

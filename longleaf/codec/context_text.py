@@ -1,0 +1,77 @@
+"""The text of contexts, and the files that it is from."""
+
+from collections.abc import Sequence
+
+from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.document_text import MAX_FILES, TextFile, check_files
+from longleaf.errors import InvalidArgument
+from longleaf.messages import ContextText, GetContextText, TextUnit
+from longleaf.v1 import context_service_pb2 as ingest_pb
+
+_RANGES: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}
+
+
+def encode_files(files: Sequence[TextFile], config: ingest_pb.IngestConfig) -> None:
+    """Raises InvalidArgument when a value does not fit its field."""
+    try:
+        for file in files:
+            config.files.add(name=encodable(file.name, "files"), byte_start=file.start)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument("files", str(error)) from None
+
+
+def decode_files(config: ingest_pb.IngestConfig) -> tuple[TextFile, ...]:
+    """Raises InvalidArgument naming the field."""
+    if len(config.files) > MAX_FILES:  # before all are looked at
+        raise InvalidArgument("config.files", f"are {len(config.files):,}, at most {MAX_FILES:,} are taken")
+    files = tuple(TextFile(file.name, file.byte_start) for file in config.files)
+    check_files(files, "config.files")
+    return files
+
+
+def encode_get_text(wanted: GetContextText) -> ingest_pb.GetContextTextRequest:
+    """Raises InvalidArgument when a value does not fit its field."""
+    field = _RANGES[wanted.unit]
+    try:
+        text_range = ingest_pb.TextRange(start=wanted.start, end=wanted.end)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(field, str(error)) from None
+    message = ingest_pb.GetContextTextRequest(name=context_name(wanted.context))
+    getattr(message, field).CopyFrom(text_range)
+    return message
+
+
+def decode_get_text(message: ingest_pb.GetContextTextRequest) -> GetContextText:
+    """Raises InvalidArgument naming the field."""
+    context = context_id(message.name)
+    match message.WhichOneof("range"):
+        case "token_range":
+            return GetContextText(context, "tokens", message.token_range.start, message.token_range.end)
+        case "byte_range":
+            return GetContextText(context, "bytes", message.byte_range.start, message.byte_range.end)
+        case _:
+            raise InvalidArgument("range", "is missing: give token_range or byte_range")
+
+
+def encode_context_text(text: ContextText) -> ingest_pb.GetContextTextResponse:
+    return ingest_pb.GetContextTextResponse(
+        text=text.text,
+        byte_start=text.byte_start,
+        byte_end=text.byte_end,
+        token_start=text.token_start,
+        token_end=text.token_end,
+        file=text.file,
+        line_start=text.line or 0,
+    )
+
+
+def decode_context_text(message: ingest_pb.GetContextTextResponse) -> ContextText:
+    return ContextText(
+        text=message.text,
+        token_start=message.token_start,
+        token_end=message.token_end,
+        byte_start=message.byte_start if message.HasField("byte_start") else None,
+        byte_end=message.byte_end if message.HasField("byte_end") else None,
+        file=message.file,
+        line=message.line_start or None,
+    )
