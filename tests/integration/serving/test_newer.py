@@ -328,6 +328,11 @@ REFUSED = [
     ),
     (
         "GenerationService/Generate",
+        NEW.GenerateRequest(text="x", provenance={"ranking": VALUE}),
+        "provenance.ranking",
+    ),
+    (
+        "GenerationService/Generate",
         NEW.GenerateRequest(conversation={"messages": [{"role": 2, "parts": [{"kind_newer": "x"}]}]}),
         "conversation.messages[0].parts[0]",
     ),
@@ -368,6 +373,9 @@ def test_requests_have_no_other_enum() -> None:
         message = waiting.pop()
         seen.add(message.full_name)
         enums = [field.full_name for field in message.fields if field.enum_type is not None]
-        told_alone, refused = "longleaf.v1.Context.state", "longleaf.v1.Message.role"
-        assert set(enums) <= {told_alone, refused}, "nobody reads the first in a request, and the other is in the list"
+        told_alone, refused = (
+            "longleaf.v1.Context.state",
+            {"longleaf.v1.Message.role", "longleaf.v1.Provenance.ranking"},
+        )
+        assert set(enums) <= {told_alone, *refused}, "nobody reads the first in a request, the others are in the list"
         waiting += [f.message_type for f in message.fields if f.message_type and f.message_type.full_name not in seen]
