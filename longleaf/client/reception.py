@@ -45,6 +45,7 @@ class Reception:
             priority=options.get("priority", 0),
             client=options.get("client", ""),
         )
+        self._is_hiding = bool(options.get("hidden"))
         self._next_index: dict[int, int] = {}
         """Index of each sample's next token. Not so many were counted: what this client passes over may have carried
         some."""
@@ -64,8 +65,11 @@ class Reception:
         return self._id if self._is_private and is_going_on else None
 
     def take(self, event: Event) -> bool:
-        """Whether the event is news: a stream that goes on begins with what may have been told already."""
+        """Whether the event is news: a stream that goes on begins with what may have been told already. Raises
+        LongleafError where the service is an earlier one, which reads what it was to hide: its answer would be exact."""
         match event:
+            case Started(is_exact=True) if self._is_hiding:
+                raise LongleafError("the service is of an earlier version and cannot leave tokens of a context unread")
             case Delta():
                 self._next_index[event.sample] = event.index + len(event.token_ids)
             case Finished(sample=sample):

@@ -1,0 +1,16 @@
+"""One generation as its reader sees it."""
+
+import pytest
+
+from longleaf.client.reception import Reception
+from longleaf.errors import LongleafError
+from longleaf.messages import Started
+
+
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_service_that_reads_what_it_was_to_hide_is_told_of(position: int) -> None:
+    earlier, later = (Started(10, 8, position, "id", is_exact=is_exact) for is_exact in (True, False))
+    assert Reception("why?", "book", {"hidden": [(0, 4)]}).take(later)
+    assert Reception("why?", "book", {}).take(earlier)
+    with pytest.raises(LongleafError, match="earlier version"):
+        Reception("why?", "book", {"hidden": [(0, 4)]}).take(earlier)
