@@ -66,7 +66,7 @@ class Reception:
 
     def take(self, event: Event) -> bool:
         """Whether the event is news: a stream that goes on begins with what may have been told already. Raises
-        LongleafError where the service is an earlier one, which reads what it was to hide: its answer would be exact."""
+        LongleafError where the service is an earlier one, which reads what it was to hide: its answer is exact."""
         match event:
             case Started(is_exact=True) if self._is_hiding:
                 raise LongleafError("the service is of an earlier version and cannot leave tokens of a context unread")
