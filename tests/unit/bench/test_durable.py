@@ -177,12 +177,20 @@ async def test_commits_are_timed_without_the_first_ones(tmp_path: Path) -> None:
 # --- what is told ---
 
 
-def test_new_rows_take_the_place_of_old_ones_in_the_order_of_the_parts(tmp_path: Path) -> None:
+def test_new_rows_take_the_place_of_old_ones_in_the_order_of_the_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "durable.json"
-    assert durable.read(file) == []
-    file.write_text(json.dumps({"rows": [{"part": "catalog", "new": 0}, {"part": "journal", "new": 0}]}))
-    found = durable.joined(durable.read(file), [{"part": "catalog", "new": 1}, {"part": "restart", "new": 1}])
-    assert [(row["part"], row["new"]) for row in found] == [("restart", 1), ("journal", 0), ("catalog", 1)]
+    given = durable.parser_of("durable", "", durable.PARTS).parse_args(
+        ["--json", "--into", str(file), "--only", "restart", "catalog"]
+    )
+    durable.run_parts("durable", durable.PARTS, given, lambda _: {"new": 0})
+    given.only = ["journal", "restart"]
+    durable.run_parts("durable", durable.PARTS, given, lambda _: {"new": 1})
+    found = json.loads(file.read_text())
+    assert capsys.readouterr().out.endswith(json.dumps(found, indent=2) + "\n")
+    rows = [(row["part"], row["new"]) for row in found["rows"]]
+    assert rows == [("restart", 1), ("journal", 1), ("catalog", 0)]
 
 
 def test_parts_are_shown_to_people_and_on_the_page() -> None:
