@@ -58,7 +58,9 @@ def run(name: str) -> None:
 
 def kept() -> dict[str, Any]:
     """What was measured, now or before, and what surprised."""
-    found = {name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()}
+    found = {
+        name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()
+    }
     surprises = RESULTS / "surprises.md"
     return found | ({"surprises": surprises.read_text()} if surprises.is_file() else {})
 

@@ -80,7 +80,7 @@ def contents(folder: Path) -> bytes:
     return found
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
     """What follows an acknowledgement on a storage comes soon, and not with it."""
     ends = time.monotonic() + seconds
     while not is_so():
