@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import pytest
@@ -14,6 +14,19 @@ from tests.support.tools import lacks
 
 pytestmark = pytest.mark.slow
 QUESTION = "Who is called?"
+DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7}
+"""With the small model of the package it is not what is answered greedily."""
+
+
+class Book(NamedTuple):
+    """A context behind a door."""
+
+    url: str
+    model: str
+    """The book's, as the door names it."""
+    greedy: str
+    drawn: str
+    """What `ask` answers, at temperature 0, and with `DRAWN`."""
 
 
 def need(package: str) -> None:
@@ -21,46 +34,53 @@ def need(package: str) -> None:
         lacks(f"{package} is not installed: make clients")
 
 
+def text_of(client: Client, **options: Any) -> str:
+    told = client.ask("book", QUESTION, max_tokens=16, **options)
+    return "".join(event.text for event in told if isinstance(event, Delta))
+
+
 @pytest.fixture(scope="module")
-def asked() -> Iterator[tuple[str, str, str]]:
-    """The door's URL, the name of the book's model, and what `ask` answers."""
+def book() -> Iterator[Book]:
     with Served("--launcher", "local", "--http", "0", "--kv-bytes", "60000000") as service:
         url = url_of(service)
         path, plain = f"{url}/v1/contexts/book", {"content-type": "text/plain"}
         httpx2.post(path, content=b"Call me Ishmael. " * 40, headers=plain, timeout=60).raise_for_status()
         with Client(service.address) as client:
-            told = client.ask("book", QUESTION, max_tokens=16)
-            text = "".join(event.text for event in told if isinstance(event, Delta))
-        yield url, httpx2.get(f"{url}/v1/models").json()["data"][1]["id"], text
+            greedy, drawn = text_of(client), text_of(client, **DRAWN)
+        assert greedy != drawn
+        yield Book(url, httpx2.get(f"{url}/v1/models").json()["data"][1]["id"], greedy, drawn)
 
 
-def test_langchain(asked: tuple[str, str, str]) -> None:
+def test_langchain(book: Book) -> None:
     need("langchain_openai")
     from langchain_openai import ChatOpenAI
 
-    url, model, text = asked
-    options: Any = {"base_url": f"{url}/v1", "api_key": "none", "model": model, "max_tokens": 16, "temperature": 0}
-    chat: Any = ChatOpenAI(**options)
-    assert chat.invoke(QUESTION).content == text
-    assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == text
+    for sampling, text in (({"temperature": 0}, book.greedy), (DRAWN, book.drawn)):
+        options: Any = {"base_url": f"{book.url}/v1", "api_key": "none", "model": book.model, "max_tokens": 16}
+        chat: Any = ChatOpenAI(**options, **sampling)
+        assert chat.invoke(QUESTION).content == text
+        assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == text
 
 
-def test_litellm(asked: tuple[str, str, str]) -> None:
+def test_litellm(book: Book) -> None:
     need("litellm")
     import litellm
 
-    url, model, text = asked
-    options: Any = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 16}
     messages = [{"role": "user", "content": QUESTION}]
-    answer: Any = litellm.completion(model=f"openai/{model}", messages=messages, **options)
-    assert answer.choices[0].message.content == text
+    for sampling, text in (({}, book.greedy), (DRAWN, book.drawn)):
+        options: Any = {"api_base": f"{book.url}/v1", "api_key": "none", "max_tokens": 16, "messages": messages}
+        options |= {"model": f"openai/{book.model}", **sampling}
+        answer: Any = litellm.completion(**options)
+        assert answer.choices[0].message.content == text
+        chunks: Any = litellm.completion(**options, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_llm(asked: tuple[str, str, str]) -> None:
+def test_llm(book: Book) -> None:
     need("llm")
     from llm.default_plugins.openai_models import Chat
 
-    url, model, text = asked
-    chat: Any = Chat("book", model_name=model, api_base=f"{url}/v1")
+    chat: Any = Chat("book", model_name=book.model, api_base=f"{book.url}/v1")
     chat.key = "none"
-    assert chat.prompt(QUESTION, max_tokens=16).text() == text
+    for sampling, text in (({}, book.greedy), (DRAWN, book.drawn)):
+        assert chat.prompt(QUESTION, max_tokens=16, **sampling).text() == text
