@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.events import Cuts, Grounds
-from longleaf.channel.step import Attention
+from longleaf.channel.step import HEADS_PER_LAYER, NUM_OTHER_SHARES, Attention
 from longleaf.errors import InvalidArgument
 from longleaf.messages import Attribution, Provenance, Source
 
@@ -18,10 +18,6 @@ DEFAULT_SPAN = 64
 MIN_SPAN = 32
 MAX_SCORED = 256
 """Tokens of an answer that are read again to confirm its sources."""
-NUM_OTHERS = 3
-"""What is told behind the spans: the prompt, the answer, sinks."""
-_HEADS = 1 << 16
-"""A layer's number counts so many times in that of a head."""
 
 Shares = NDArray[np.float64]
 
@@ -110,12 +106,12 @@ class Sums:
     @property
     def shares(self) -> Shares:
         """Of each span, in the mean over the tokens."""
-        return self._all[:-NUM_OTHERS]
+        return self._all[:-NUM_OTHER_SHARES]
 
     @property
     def others(self) -> tuple[float, float, float]:
         """Of the prompt, the answer and sinks."""
-        prompt, answer, sinks = self._all[-NUM_OTHERS:]
+        prompt, answer, sinks = self._all[-NUM_OTHER_SHARES:]
         return float(prompt), float(answer), float(sinks)
 
     @property
@@ -124,7 +120,7 @@ class Sums:
 
     def largest(self, span: int) -> tuple[float, int, int]:
         """The largest share that a head gave a span at one token, its layer, and its number in there."""
-        layer, head = divmod(int(self._heads[span]), _HEADS)
+        layer, head = divmod(int(self._heads[span]), HEADS_PER_LAYER)
         return float(self._largest[span]), layer, head
 
 

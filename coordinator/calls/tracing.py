@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from coordinator import events
 from coordinator.calls.provenance import (
-    NUM_OTHERS,
     Shares,
     Spans,
     Sums,
@@ -129,8 +128,9 @@ class Tracing:
         probe = replace(self._probe(last_ids, end), cuts=spans.cuts, hidden=hidden)
         [found] = await self._run([probe])
         if found.attention is not None:
-            means = np.frombuffer(found.attention.means, np.float32)[:-NUM_OTHERS]
-            baseline[: len(means)] = means
+            sums = Sums()
+            sums.add(found.attention)
+            baseline[: len(sums.shares)] = sums.shares
         return baseline
 
     async def _drops(self, answer: "array[int]", chosen: Sequence[int]) -> list[float]:

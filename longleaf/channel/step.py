@@ -255,6 +255,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is nothing to compare with; empty when there is."""
 
 
+NUM_OTHER_SHARES = 3
+"""Of what is no span: the prompt, the answer, sinks."""
+HEADS_PER_LAYER = 1 << 16
+"""In the number that stands for a head."""
+
+
 class Attention(msgspec.Struct, frozen=True, array_like=True):
     """Where a row of a sequence attended, or in the mean its rows. Numbers as bytes of the machine's order."""
 
@@ -264,7 +270,7 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
     largest: bytes
     """float32, what of a span's the largest head has; of a mean over rows, in any of these."""
     heads: bytes
-    """int32, which one that is: its layer times 65,536, and its number in there."""
+    """int32, which one that is: its layer times HEADS_PER_LAYER, and its number in there."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):

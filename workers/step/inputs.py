@@ -155,9 +155,8 @@ class InputBuilder:
             ropes += [row.rope] * row.num_tokens
             last_rows[row.sequence] = len(ids) - 1
         near_rank = EVERY_RANK if self._windows else self._rank
-        of_rows = [(row, query) for (row, _), query in zip(found, queries, strict=True)]
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
-        told = asked(self._ledger, of_rows, self._full_layers)
+        told = asked(self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers)
         return RowNumbers(
             token_ids=ids,
             positions=positions,

@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longleaf.attention.masks import hidden
-from longleaf.channel.step import Attention
+from longleaf.channel.step import HEADS_PER_LAYER, Attention
 from longleaf.comm import Comm
 from longleaf.runs import ceil_div
 from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
 from workers.step.spans import SINK, Asked, Keys
 from workers.transfers import ToHost, to_device
-
-HEAD_BITS = 16
-"""Of the number that stands for a head: its layer is before these."""
 
 
 class Sums:
@@ -49,7 +46,7 @@ class Sums:
         most_AN, heads_AN = masses_AHN.max(dim=1)
         is_more_AN = most_AN > self.largest_AN
         self.largest_AN = torch.where(is_more_AN, most_AN, self.largest_AN)
-        self.heads_AN = torch.where(is_more_AN, heads_AN.int() + (layer << HEAD_BITS), self.heads_AN)
+        self.heads_AN = torch.where(is_more_AN, heads_AN.int() + layer * HEADS_PER_LAYER, self.heads_AN)
 
     def numbers(self) -> Tensor:
         """Means, largest and, bit for bit, heads: [3, A * N], float32."""

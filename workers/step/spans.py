@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun
-from longleaf.channel.step import Positions, Row, Spans
+from longleaf.channel.step import NUM_OTHER_SHARES, Positions, Row, Spans
 from longleaf.runs import Extent, ceil_div, without
 from workers.keys.ledger import Ledger, Part
 from workers.step.rows import Query
@@ -17,7 +17,6 @@ TILE_KEYS = 4096
 """Keys that are looked at together: their scores are written out."""
 PROMPT, ANSWER, SINK = 0, 1, 2
 """Columns behind the spans."""
-NUM_OTHERS = 3
 
 
 class Keys(NamedTuple):
@@ -67,7 +66,7 @@ class Asked(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        return self.view.num_spans + NUM_OTHERS
+        return self.view.num_spans + NUM_OTHER_SHARES
 
 
 def asked(ledger: Ledger, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]) -> list[Asked]:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.calls.provenance import NUM_OTHERS
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from longleaf.channel.fakes import echo_attention, echo_scores, echo_spans
-from longleaf.channel.step import Decode, Prefill, Row
+from longleaf.channel.step import NUM_OTHER_SHARES, Decode, Prefill, Row
 from longleaf.client import AsyncClient
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.geometry import Reach, Windows
@@ -82,9 +81,9 @@ def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
 
 
 def assert_tells(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
-    assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHERS], strict=True)), abs=1e-6)
+    assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)), abs=1e-6)
     others = (found.prompt_share, found.answer_share, found.sink_share)
-    assert others == pytest.approx(tuple(expected[-NUM_OTHERS:]), abs=1e-6)
+    assert others == pytest.approx(tuple(expected[-NUM_OTHER_SHARES:]), abs=1e-6)
     assert found.context_share + sum(others) == pytest.approx(1.0, abs=1e-5)
 
 
@@ -179,8 +178,8 @@ async def test_contrast_is_less_what_tokens_before_the_question_read(service: Se
     [probe] = [row for row in service.rows if row.spans is not None and row.spans.of_all_rows]
     assert (probe.start, len(probe.token_ids), probe.token_index) == (cut, 16, -1)
     spans = echo_spans(STARTS, cut, SIZE)
-    baseline = np.frombuffer(echo_attention(spans, (), END - 1).means, np.float32)[:-NUM_OTHERS]
-    expected = mean(0, 4)[:-NUM_OTHERS]
+    baseline = np.frombuffer(echo_attention(spans, (), END - 1).means, np.float32)[:-NUM_OTHER_SHARES]
+    expected = mean(0, 4)[:-NUM_OTHER_SHARES]
     expected[: len(baseline)] -= baseline
     assert {(s.token_start, s.token_end): s.contrast for s in found.sources} == pytest.approx(
         dict(zip(SPANS, expected, strict=True)), abs=1e-6

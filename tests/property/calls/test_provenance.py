@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from coordinator import events
 from coordinator.calls.answer import Answer
-from coordinator.calls.provenance import NUM_OTHERS, Sums, attribution, candidates, spans_of, top
+from coordinator.calls.provenance import Sums, attribution, candidates, spans_of, top
 from coordinator.calls.tracing import Tracing
 from coordinator.text.detokenizer import Alphabet
 from longleaf.channel.fakes import echo_attention, echo_spans
-from longleaf.channel.step import Attention
+from longleaf.channel.step import NUM_OTHER_SHARES, Attention
 from longleaf.messages import Delta, Finished, Generate, Provenance
 from longleaf.sampling import Sampling, Token
 from tests.support.service import byte_tokenizer
@@ -74,8 +74,8 @@ def test_exactly_what_is_told_is_counted(
         assert found.sums.num_tokens == len(counted)
         if counted:
             means = np.mean([np.frombuffer(each.means, np.float32) for each in counted], axis=0)
-            np.testing.assert_allclose(found.sums.shares, means[:-NUM_OTHERS], rtol=1e-6)
-            np.testing.assert_allclose(found.sums.others, means[-NUM_OTHERS:], rtol=1e-6)
+            np.testing.assert_allclose(found.sums.shares, means[:-NUM_OTHER_SHARES], rtol=1e-6)
+            np.testing.assert_allclose(found.sums.others, means[-NUM_OTHER_SHARES:], rtol=1e-6)
 
 
 MASSES = st.lists(st.integers(0, 9), min_size=6, max_size=6)
