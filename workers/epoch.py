@@ -18,7 +18,7 @@ from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan,
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
-from longleaf.kernels.backend import Backend, FixedBackend
+from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
 from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
@@ -39,7 +39,7 @@ from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.step.layers import RowLayer
-from workers.step.masses import Masses
+from workers.step.masses import Blocks, Masses
 from workers.step.moving import move
 from workers.step.past import PastBuilder
 from workers.step.restoring import restore
@@ -118,6 +118,7 @@ class Epoch:
             world_size=size,
             pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
+            tells_blocks=isinstance(self._means.backend, TellingBackend),
         )
 
     def fewest(self, number: int) -> int:
@@ -231,8 +232,7 @@ class Epoch:
     def _begin(self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row]) -> Launched:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
-        comm = self.peers.comm if self.peers else None
-        masses = Masses(rows.asked, self._means.pool, comm) if rows.asked else None
+        masses = self._masses(rows) if rows.asked else None
         logits_RV = self._logits(inputs, masses)
         told = masses.told() if masses else None
         scores = None
@@ -245,6 +245,11 @@ class Epoch:
             self._means.last_ids.note(sampled, self._tell(ids_R))
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told)
+
+    def _masses(self, rows: RowNumbers) -> Masses:
+        comm, backend = self.peers.comm if self.peers else None, self._means.backend
+        blocks = Blocks(backend, rows.blocks) if rows.blocks and isinstance(backend, TellingBackend) else None
+        return Masses(rows.asked, self._means.pool, comm, blocks)
 
     def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
         """What is to be answered, once the device is done with a step."""
