@@ -261,7 +261,7 @@ class Epoch:
         broken = self._means.sampler.broken
         return msgspec.structs.replace(
             result,
-            tokens={row.sequence: token for row, token in zip(sampled, tokens, strict=True) if token is not None},
+            tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
             comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
             attention=begun.told.attention() if begun.told else {},

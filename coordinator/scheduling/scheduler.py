@@ -35,6 +35,7 @@ from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
+from longleaf.sampling import Token
 
 
 class Scheduler(AcrossEpochs):
@@ -293,10 +294,13 @@ class Scheduler(AcrossEpochs):
     def _commit_token(self, job: Sequence, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            token, attention = result.tokens[job.id], result.attention.get(job.id)
+            index, tokens, attention = job.num_generated, list[Token](), result.attention.get(job.id)
+            for token in result.tokens[job.id]:
+                tokens.append(token)
+                if (reason := job.take(token.id)) is not None:
+                    break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
-            self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample, told)))
-            reason = job.take(token.id)
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)

@@ -16,6 +16,14 @@ def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
     return (last * 31 + 7 + token_index) % vocab
 
 
+def echo_tokens(last: int, token_index: int, draft_ids: Sequence[int], vocab: int = VOCAB) -> list[int]:
+    """The ids that fake ranks sample after `last` and drafts, up to the first one that is not the draft."""
+    found = [echo_token(last, token_index, vocab)]
+    while len(found) <= len(draft_ids) and found[-1] == draft_ids[len(found) - 1]:
+        found.append(echo_token(found[-1], token_index + len(found), vocab))
+    return found
+
+
 def echo_spans(starts: Sequence[int], end: int, size: int) -> list[Positions]:
     """The spans of segments that begin there and are used up to `end`."""
     ends = [*starts[1:], end]

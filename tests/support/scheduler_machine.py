@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ledger = EchoLedger(block_size)
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
 
-    def _execute(self, plan: StepPlan) -> dict[int, Token]:
+    def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """What the ranks answer to a whole plan."""
         if self.window_ledger:
             self.window_ledger.apply(plan)
