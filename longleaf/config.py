@@ -97,6 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a sign of life after which a rank is killed and counts as lost."""
     max_losses_per_minute: int = 6
     """Losses of ranks in a minute beyond which further ones are not replaced at once."""
+    max_draft_tokens: int = 7
+    """Tokens of an answer that a step may try ahead, guessed from what was said before; 0: none."""
     max_sequences: int = 64
     """Generations that run at once."""
     max_waiting: int = 256

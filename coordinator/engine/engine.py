@@ -83,7 +83,7 @@ class Engine(ContextCalls):
         self._readers = Readers(clock)
         self._next_id = 0
         self._wake = asyncio.Event()
-        self._steps = Steps(self._wake.set)
+        self._steps = Steps(self._wake.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -290,6 +290,8 @@ class Engine(ContextCalls):
         self._wake.clear()
         with suppress(WorkerLost, EpochBroken):  # the epoch has ended, or is about to
             while (answer := self._steps.take()) is not None:
+                if self._steps.gap is not None:
+                    scheduler.measure_gap(*self._steps.gap)
                 outcomes += scheduler.commit(*answer, self._wall_clock())
                 answered.append(answer)
         self._epochs.settle(scheduler)
@@ -300,6 +302,7 @@ class Engine(ContextCalls):
         for plan, result in answered:
             self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
             self._observe(plan, result)
+        scheduler.learn()
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Tells the readers what happened."""
