@@ -270,7 +270,10 @@ class EchoRank:
     def start(self, plan: StepPlan) -> Pending:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        return done(StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan))))
+        whole = self._sequences.complete(plan)
+        tokens = self._ledger.apply(whole)
+        self._sequences.answered(whole, tokens)
+        return done(StepResult(plan.epoch, plan.step, tokens))
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Does it at once: nothing is large here."""

@@ -18,7 +18,9 @@ class Group(Bench):
         self.epoch = 1
 
     def _result(self, plan: StepPlan) -> StepResult:
-        tokens = self.keys.apply(self.sequences.complete(plan))
+        whole = self.sequences.complete(plan)
+        tokens = self.keys.apply(whole)
+        self.sequences.answered(whole, tokens)
         return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def change(

@@ -166,7 +166,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What the ranks answer to a whole plan."""
         if self.window_ledger:
             self.window_ledger.apply(plan)
-        return self.ledger.apply(plan)
+        tokens = self.ledger.apply(plan)
+        if self.window_ledger:
+            self.window_ledger.cut_back(plan, tokens)
+        return tokens
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
@@ -403,6 +406,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += self.seconds
         whole = self.sequences.complete(plan)
         result = StepResult(plan.epoch, plan.step, self._execute(whole), seconds=self.seconds)
+        self.sequences.answered(whole, result.tokens)
         for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]

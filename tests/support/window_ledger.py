@@ -1,10 +1,12 @@
 """What a rank's windows' pool holds, from the plans alone."""
 
+from collections.abc import Mapping, Sized
+
 from hypothesis import strategies as st
 
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Reach, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, until
 
 SIZES = st.integers(1, 10)
 REACHES = st.lists(SIZES.map(Reach) | SIZES.map(lambda size: Reach(section=size)), min_size=1, max_size=4).map(tuple)
@@ -38,13 +40,22 @@ class WindowLedger:
 
     def _store(self, work: Prefill | Row) -> None:
         segment, start = work.path[-1], work.start
-        end = start + max(1, len(work.token_ids))
+        end = start + (work.num_tokens if isinstance(work, Row) else len(work.token_ids))
         self._starts.setdefault(segment, start)
         self._runs[segment] = work.window_runs
         self._check_runs(work.window_runs)
         first = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
         for position in range(first, end):
             self._slots[self._slot(segment, position)] = (segment, position)
+
+    def cut_back(self, plan: StepPlan, tokens: Mapping[int, Sized]) -> None:
+        """Forgets the drafts that were refused: of each sequence all behind what it got."""
+        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+            if row.draft_ids and row.window_runs:
+                [*others, last] = self._runs[row.path[-1]]
+                end = row.start + row.num_known - 1 + len(tokens[row.sequence])
+                assert len(last.blocks) == len(until(last, end, self._block_size).blocks), "a draft opens a block"
+                self._runs[row.path[-1]] = (*others, until(last, end, self._block_size))
 
     def _read(self, work: Prefill | Row) -> None:
         self.check_place(work.path, work.start)
