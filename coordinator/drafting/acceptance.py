@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from coordinator.drafting.drafts import Draft
 
-DECAY = 0.9
+DECAY = 0.85
 """What an outcome still counts after the next one of its kind."""
 PRIOR_COUNT = 1.0
 """As many outcomes a guess counts for."""
@@ -69,7 +69,7 @@ class Acceptance:
         """The chances that at least 1, 2, ... tokens of this draft are accepted."""
         if not draft.size:
             return []
-        first = self._found.value(0.0)
+        first = self._first[_kind(draft.size)].value(self._found.value(0.0))
         return self._chances(first, len(draft.token_ids))
 
     def _chances(self, first: float, count: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""What steps of several rows take, learned from those that ran. Pure: measured times are passed in. Times in seconds."""
+"""What steps of several rows take, learned from those that ran. Pure: measured times are passed in, in seconds."""
 
 from bisect import bisect_right
 
@@ -8,6 +8,9 @@ RATIO_DECAY = 0.75
 """What a step still counts after the next one of as many sequences and rows."""
 FORGOTTEN_AFTER = 512
 """Steps of as many sequences after which a number of rows is unknown again that none of them had."""
+HOPEFUL_EVERY = 16
+"""Steps of as many sequences of which one is planned as if more drafts cost nothing, up to the next number that was
+measured: kernels take rows in tiles, and somewhere a step is."""
 GAP_AHEAD = 0.2e-3
 GAP_AFTER = 0.95e-3
 """Between two steps, before that is measured: where the second is sent ahead, and where it waits for the first's
@@ -67,7 +70,8 @@ class _Steps:
     def seconds(self, num_drafts: int) -> float:
         above = bisect_right(self._measured, num_drafts)
         ratio = self._values[above - 1]
-        if above < len(self._measured):
+        is_hopeful = self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2  # from a step's waiting to its lengths
+        if above < len(self._measured) and not is_hopeful:
             low, high = self._measured[above - 1], self._measured[above]
             ratio += (self._values[above] - ratio) * (num_drafts - low) / (high - low)
         return self.level.value * ratio
@@ -76,9 +80,8 @@ class _Steps:
 class StepCosts:
     """Seconds that a step will take, by its sequences and drafts, and from its end to the next one's begin.
 
-    What lies between two numbers of drafts that were measured is taken to lie between their times; past the largest it
-    is taken to cost nothing more, and so is tried once. A step's first measurement of a kind counts like any other: if
-    it was slow by chance it is forgotten in time.
+    What lies between two numbers of drafts that were measured is taken to lie between their times, and past the largest
+    to cost nothing more; so it is tried, and known.
     """
 
     def __init__(self) -> None:

@@ -22,6 +22,10 @@ class Draft(NamedTuple):
     """Tokens of the n-gram after which they were found; 0: none was."""
     token_ids: tuple[int, ...]
 
+    def cut(self, count: int) -> "Draft":
+        """The first tokens of it."""
+        return Draft(self.size, self.token_ids[:count])
+
 
 NO_DRAFT = Draft(0, ())
 

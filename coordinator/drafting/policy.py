@@ -42,7 +42,7 @@ class Policy:
 
     def _chances(self, of_sequences: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
         """The likeliest drafts first, as many as a step has room for, each with the number of its sequence, counted
-        back from the end: of equally likely ones the first sequence's. A draft is never likelier than the one before it."""
+        back from the end: of equally likely ones the first sequence's. No draft is likelier than the one before it."""
         num_sequences = len(of_sequences)
         room = self._max_rows - num_sequences
         if room <= 0 or not self._costs.knows(num_sequences):

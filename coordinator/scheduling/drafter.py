@@ -107,6 +107,6 @@ def _chances(job: Sequence, draft: Draft) -> list[float]:
 def _with_draft(job: Sequence, row: Row, draft: Draft, length: int) -> Row:
     if not length or job.guesses is None:
         return row
-    draft = draft._replace(token_ids=draft.token_ids[:length])
+    draft = draft.cut(length)
     job.guesses.verify(draft)
     return job.with_drafts(row, draft.token_ids)

@@ -157,3 +157,21 @@ def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> 
     del segment, tail, drafts
     assert len(indexes) == 0
     assert indexes.num_bytes == 0
+
+
+def test_an_ngram_is_found_that_ends_with_the_first_token_that_is_in_no_table() -> None:
+    text = random_ids(REST_TOKENS + 9)
+    text[-2] = text[REST_TOKENS]
+    document = segment_of(0, NOWHERE, text)
+    indexes = Indexes()
+    indexes.enter(document, REST_TOKENS)
+    indexes.enter(document, document.end)
+    tail = segment_of(1, document.path, text[REST_TOKENS - 4 : REST_TOKENS + 1])
+    assert Drafts(tail, indexes).draft(tail.end, 1) == (5, (text[REST_TOKENS + 1],))
+
+
+def test_the_last_tokens_are_not_found_themselves_though_they_are_entered() -> None:
+    tail = segment_of(0, NOWHERE, [5, 6, 7, 8, 6, 7])
+    indexes = Indexes()
+    indexes.enter(tail, tail.end)
+    assert Drafts(tail, indexes).draft(tail.end, 2) == (2, (8, 6))
