@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longleaf.demo.run import DemoSettings, build
-from tests.support.command_line import CLI, Served
+from tests.support.command_line import CLI, NAME, Served
 from zoo.checkpoints import make_checkpoint
 
 
@@ -67,6 +67,24 @@ def test_the_demo_as_it_is_by_default():
     assert report["document_tokens"] >= 199_000
     assert report["world_size"] == 4
     assert sum(question["correct"] for question in report["questions"]) >= 5
+
+
+@pytest.mark.bench
+def test_sources_are_measured_on_any_served_model_beside_what_was_measured_before(
+    served: Served, tmp_path: Path
+) -> None:
+    file = tmp_path / "provenance.json"
+    command = [sys.executable, "-m", "bench.provenance", "--server", served.address, "--into", str(file)]
+    options = ["--questions", "1", "--repeats", "1", "--lengths"]
+    for lengths, costs in (("2000", "3000"), ("3000", "2000")):
+        subprocess.run([*command, *options, lengths, "--cost-lengths", costs], capture_output=True, check=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["model"] for row in rows} == {NAME}
+    assert sorted({(row["tokens"], row["task"] == "cost") for row in rows}) == [
+        (tokens, is_cost) for tokens in (2000, 3000) for is_cost in (False, True)
+    ]
+    assert all("machine" in row for row in rows)
+    assert file.with_suffix(".png").is_file()
 
 
 @pytest.mark.bench
