@@ -66,13 +66,14 @@ from longleaf.messages.parcels import (
     Parcel,
     ParcelPiece,
 )
-from longleaf.messages.provenance import Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.messages.provenance import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
     "CONTEXT_ID",
     "MAX_MESSAGES",
     "MAX_TIME",
+    "MIN_SPAN_TOKENS",
     "UNCHANGED",
     "Account",
     "Attribution",
