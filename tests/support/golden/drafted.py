@@ -74,6 +74,7 @@ class Drafting:
             self.num_steps += 1
             for row in left:
                 self._commit(row, result.tokens[row.sequence])
+            self.audit()
             left = [self.go_on(row, count) for row in left if len(self._told(row)) < count]
         return [tuple(token.id for token in told) for told in self.told]
 
