@@ -219,6 +219,7 @@ class Generation:
             sampling=request.sampling,
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
+            max_draft_tokens=31,
             claim=claim,
             hidden=request.hidden,
         )
