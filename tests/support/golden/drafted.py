@@ -133,6 +133,7 @@ class Drafting:
         for sequence in self.sequences:
             tail = self._service._tails[sequence]
             for rank in self.ranks:
+                assert rank.epoch is not None
                 for owner in (*range(len(self.ranks)), EVERY_RANK):
                     runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
                     found = list(rank.epoch._ledger.held(tail.path[-1], 0, 1 << 30, owner))
