@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from longleaf.channel.epochs import Join, Layout, Ready, SegmentLayout
-from longleaf.channel.fakes import echo_tokens
+from longleaf.channel.fakes import drafted_ends, echo_tokens
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
@@ -270,9 +270,10 @@ class EchoRank:
     def start(self, plan: StepPlan) -> Pending:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        whole = self._sequences.complete(plan)
-        tokens = self._ledger.apply(whole)
-        self._sequences.answered(whole, tokens)
+        plan = self._sequences.complete(plan)
+        tokens = self._ledger.apply(plan)
+        for row, end in drafted_ends(plan, tokens):
+            self._sequences.cut_back(row.sequence, end)
         return done(StepResult(plan.epoch, plan.step, tokens))
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:

@@ -1,9 +1,10 @@
 """What ranks without a model answer, by arithmetic."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from longleaf.channel.step import Attention, Positions
+from longleaf.channel.step import Attention, Decode, Positions, Row, StepPlan
+from longleaf.sampling import Token
 
 VOCAB = 1000
 NUM_HEADS = 2
@@ -22,6 +23,13 @@ def echo_tokens(last: int, token_index: int, draft_ids: Sequence[int], vocab: in
     while len(found) <= len(draft_ids) and found[-1] == draft_ids[len(found) - 1]:
         found.append(echo_token(found[-1], token_index + len(found), vocab))
     return found
+
+
+def drafted_ends(plan: StepPlan, tokens: Mapping[int, Sequence[Token]]) -> Iterator[tuple[Row, int]]:
+    """The rows of a whole plan that have drafts, and where their sequences end, of which these tokens were sampled."""
+    for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+        if row.draft_ids:
+            yield row, row.start + row.num_known + len(tokens[row.sequence]) - 1
 
 
 def echo_spans(starts: Sequence[int], end: int, size: int) -> list[Positions]:

@@ -1,6 +1,6 @@
 """What plans tell of a sequence once, and ranks remember: later rows tell only what grew."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -31,12 +31,6 @@ class Sequences:
         told = self._told[sequence]
         window_runs = tuple(until(run, end, self._block_size) for run in told.window_runs)
         self._told[sequence] = replace(told, window_runs=window_runs)
-
-    def answered(self, plan: StepPlan, tokens: Mapping[int, Sized]) -> None:
-        """Drafts were refused where a sequence got fewer tokens than its row of a whole plan had drafts."""
-        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
-            if row.draft_ids:
-                self.cut_back(row.sequence, row.start + row.num_known - 1 + len(tokens[row.sequence]))
 
     def _begin(self, row: Row) -> Row:
         self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are told once

@@ -5,13 +5,17 @@ import itertools
 import pytest
 import torch
 
+from coordinator.calls.verification import judge
 from longleaf.runs import until
+from longleaf.sampling import Sampling
 from longleaf.tree import MERGES
 from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never, slots_of
 from tests.support.golden.epochs import Service, wipe
 from tests.support.golden.plain import LOGIT_TOLERANCE
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
+from workers.sampling.device_sampler import DeviceSampler
+from workers.step.last_ids import DeviceIds
 
 CUT, ASKED, NEW, MOST = 310, 460, 24, 7
 """Where the second segment goes on from within the first one, where questions begin, tokens of an answer, and drafts of
@@ -28,9 +32,11 @@ MERGED = [(merge, kind) for turn in range(3) for i, merge in enumerate(MERGES) f
 WINDOWED = [("gemma3", 2, "random"), ("llama4", 1, "random"), ("mistral", 3, "wrong"), ("gpt_oss", 2, "right")]
 
 
-def drafting_of(golden, world_size, draft, **settings):
+def drafting_of(golden, world_size, draft, *, on_device=False, **settings):
     settings = {"block_size": 16, "merge": "gather", "kv_bytes": 8 << 20, **settings}
     service = Service(config_for(golden.folder, world_size=world_size, **settings))
+    for rank in service.members if on_device else ():
+        rank.sampler, rank.last_ids = DeviceSampler("cpu", 16), DeviceIds(16, "cpu")
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
@@ -85,6 +91,29 @@ def test_replicated_windows_forget_what_was_refused(goldens, family, world_size,
 @pytest.mark.parametrize(("merge", "kind"), thinned(MERGED, len(MERGES)))
 def test_drafts_are_verified_with_every_merge(goldens, merge, kind):
     compare(goldens("llama"), 3, kind, merge=merge)
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "random"), (3, "wrong"), (2, "right")])
+def test_drafts_are_accepted_on_a_device_as_on_a_cpu(goldens, world_size, kind):
+    golden = goldens("llama")
+    wanted, answers = answer(golden, world_size, never)
+    found, _ = answer(golden, world_size, guess(answers, MOST, SHARES[kind]), on_device=True)
+    check_same(found, wanted, golden)
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "right"), (2, "random"), (3, "wrong")])
+def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size, kind):
+    golden, found = goldens("llama"), []
+    for draft in (never, guess([golden.tokens], MOST, SHARES[kind])):
+        drafting = drafting_of(golden, world_size, draft)
+        row = drafting.ask((0, 1), golden.prompt[ASKED:], ASKED, Sampling(), before=golden.prompt[:ASKED])
+        assert drafting.answer([row], NEW) == [golden.tokens[:NEW]]
+        assert [len(result.comparisons) for result in drafting.results] == [0] * (drafting.num_steps - 1) + [1]
+        found += drafting.results[-1].comparisons.values()
+    for comparison in found:
+        assert (comparison.failure, comparison.num_tokens, comparison.num_equal) == ("", NEW, NEW)
+        assert comparison.num_ranks == world_size
+        assert judge(comparison).passed
 
 
 class Stores:

@@ -28,7 +28,7 @@ from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.fakes import echo_token
+from longleaf.channel.fakes import drafted_ends, echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -167,8 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.window_ledger:
             self.window_ledger.apply(plan)
         tokens = self.ledger.apply(plan)
-        if self.window_ledger:
-            self.window_ledger.cut_back(plan, tokens)
+        for row, end in drafted_ends(plan, tokens):
+            if self.window_ledger:
+                self.window_ledger.cut_back(row.path[-1], end)
         return tokens
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
@@ -405,8 +406,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plans.popleft()
         self.now += self.seconds
         whole = self.sequences.complete(plan)
-        result = StepResult(plan.epoch, plan.step, self._execute(whole), seconds=self.seconds)
-        self.sequences.answered(whole, result.tokens)
+        tokens = self._execute(whole)
+        for row, end in drafted_ends(whole, tokens):
+            self.sequences.cut_back(row.sequence, end)
+        result = StepResult(plan.epoch, plan.step, tokens, seconds=self.seconds)
         for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]

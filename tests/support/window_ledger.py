@@ -1,7 +1,5 @@
 """What a rank's windows' pool holds, from the plans alone."""
 
-from collections.abc import Mapping, Sized
-
 from hypothesis import strategies as st
 
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
@@ -48,14 +46,11 @@ class WindowLedger:
         for position in range(first, end):
             self._slots[self._slot(segment, position)] = (segment, position)
 
-    def cut_back(self, plan: StepPlan, tokens: Mapping[int, Sized]) -> None:
-        """Forgets the drafts that were refused: of each sequence all behind what it got."""
-        for row in plan.work.rows if isinstance(plan.work, Decode) else ():
-            if row.draft_ids and row.window_runs:
-                [*others, last] = self._runs[row.path[-1]]
-                end = row.start + row.num_known - 1 + len(tokens[row.sequence])
-                assert len(last.blocks) == len(until(last, end, self._block_size).blocks), "a draft opens a block"
-                self._runs[row.path[-1]] = (*others, until(last, end, self._block_size))
+    def cut_back(self, segment: int, end: int) -> None:
+        """Drafts from there on were refused: nobody may read what is in their slots."""
+        for position in range(end, self._runs[segment][-1].end):
+            del self._slots[self._slot(segment, position)]
+        self._runs[segment] = tuple(until(run, end, self._block_size) for run in self._runs[segment])
 
     def _read(self, work: Prefill | Row) -> None:
         self.check_place(work.path, work.start)

@@ -77,19 +77,19 @@ class Sampler:
         """Sequences whose logits were not finite: no token is chosen for them any more."""
         self._choosers: dict[int, Chooser] = {}
 
-    def start(self, rows: Sequence[Row], logits_NV: Tensor) -> Choice:
+    def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """The next tokens of each row that can have some, from its logits [V], which those of its drafts follow.
 
         Each of them is chosen as a step of its own would choose it, up to the first one that is not the draft. A draft
         behind which the logits are not finite is not accepted either: they will be so in the next step, too.
         """
-        firsts, is_finite = first_positions(rows), highest_are_finite(logits_NV)
+        firsts, is_finite = first_positions(rows), highest_are_finite(logits_RV)
         self.broken.update(row.sequence for row, first in zip(rows, firsts, strict=True) if not is_finite[first])
         left = [i for i, row in enumerate(rows) if row.sequence not in self.broken]
         tokens: list[tuple[Token, ...]] = [()] * len(rows)
         turn = 0
         while left:
-            logits_LV = take(logits_NV, [firsts[i] + turn for i in left])
+            logits_LV = take(logits_RV, [firsts[i] + turn for i in left])
             chosen = self.choose([ahead(rows[i], turn) for i in left], logits_LV)
             for i, token in zip(left, chosen, strict=True):
                 tokens[i] += (token,)

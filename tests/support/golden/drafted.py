@@ -50,20 +50,21 @@ class Drafting:
         self._draft = draft
         self.sequences: list[int] = []
         self.told: list[list[Token]] = []
+        self._is_compared: list[bool] = []
         self.num_steps = 0
         self.num_refused = 0
         self.results: list[StepResult] = []
         self.accepted: list[tuple[int, Row, int]] = []
         """The number of a step, a row of it, and the end of what was accepted."""
 
-    def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, **told: object) -> Row:
-        """The first row of one more sequence."""
+    def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, before: Ids = ()) -> Row:
+        """The first row of one more sequence. Its answer is compared, if it is told what is before the question."""
         seen = Seen(question, ()) if sampling.has_penalties else None
-        row = self._service.begin(path, question, start, 0, **told)
+        row = self._service.begin(path, question, start, 0)
         self.sequences.append(row.sequence)
         self.told.append([])
-        reference = row.terms.reference_ids if row.terms else ()
-        return replace(row, terms=Terms(sampling, seen, reference))
+        self._is_compared.append(bool(before))
+        return replace(row, terms=Terms(sampling, seen, before and before + question))
 
     def answer(self, rows: Sequence[Row], count: int) -> list[Ids]:
         """So many tokens of each."""
@@ -97,15 +98,19 @@ class Drafting:
     def go_on(self, row: Row, count: int) -> Row:
         """The row of a sequence's next step; drafts open no block."""
         service, tail = self._service, self._service._tails[row.sequence]
-        told, last, known = self._told(row), tail.runs[-1], tail.window_runs
+        sequence = self.sequences.index(row.sequence)
+        told, last, known = self.told[sequence], tail.runs[-1], tail.window_runs
         start, room = last.end, len(last.blocks) * service._size - len(last)
         room = min((room or service._size) - 1, count - len(told) - 1)
-        drafts = self._draft(self.sequences.index(row.sequence), len(told), room)
+        drafts = self._draft(sequence, len(told), room)
         assert len(drafts) <= room
         runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
         windows = tail.window_runs and growth(known, tail.window_runs, service._size)
-        changed = {"window_runs": windows, "draft_ids": drafts}
-        return replace(Row(row.sequence, (), start, (), runs, len(told), None, 0, OWN_ROPE), **changed)
+        is_complete = self._is_compared[sequence] and len(told) + 1 + len(drafts) == count
+        num_reference = start + 1 + len(drafts) if is_complete else 0
+        return Row(
+            row.sequence, (), start, (), runs, len(told), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
+        )
 
     @property
     def ranks(self) -> Sequence[Rank]:
@@ -128,6 +133,7 @@ class Drafting:
         for sequence in self.sequences:
             tail = self._service._tails[sequence]
             for rank in self.ranks:
+                assert rank.epoch is not None
                 for owner in (*range(len(self.ranks)), EVERY_RANK):
                     runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
                     found = list(rank.epoch._ledger.held(tail.path[-1], 0, 1 << 30, owner))
