@@ -17,6 +17,7 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import audit_holdings, audit_jobs
@@ -69,6 +70,7 @@ class Scheduler(AcrossEpochs):
         """Times that a job went back to the queue so that another could begin."""
         self.reread_tokens = 0
         """Tokens of lost or parked keys that were computed again."""
+        self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
@@ -300,6 +302,8 @@ class Scheduler(AcrossEpochs):
                 if (reason := job.take(token.id)) is not None:
                     break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
+            self.drafts.num_sampled += len(tokens)
+            self.drafts.num_row_steps += 1
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
