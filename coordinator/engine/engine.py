@@ -20,7 +20,7 @@ from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
 from coordinator.engine.storing import Storing
 from coordinator.engine.stream import Stream
-from coordinator.engine.views import view_cluster, view_context
+from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.events import Document, Outcome, Prompt, Sealed
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
@@ -202,8 +202,7 @@ class Engine(ContextCalls):
         """What was done until now; also when the engine has ended."""
         counts, scheduler = self._counts, self._scheduler
         if scheduler is not None:
-            counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
-            counts.num_contexts = scheduler.contexts.count
+            count_scheduled(scheduler, counts)
         if self._storing is not None:
             counts.snapshot_bytes = self._storing.num_bytes
         return counts

@@ -17,6 +17,7 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -71,6 +72,7 @@ class Scheduler(AcrossEpochs):
         """Times that a job went back to the queue so that another could begin."""
         self.reread_tokens = 0
         """Tokens of lost or parked keys that were computed again."""
+        self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
@@ -308,8 +310,9 @@ class Scheduler(AcrossEpochs):
                 if (reason := job.take(token.id)) is not None:
                     break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
-            num_drafted = self._drafter.take(job, sampled)
-            counts = (num_drafted, len(sampled) - 1)
+            # those behind the end of the answer are none of it
+            counts = (self._drafter.take(job, sampled), min(len(sampled) - 1, len(tokens)))
+            self.drafts.add(*counts, len(tokens))
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))

@@ -7,6 +7,7 @@ from longleaf.document_text import TextFile
 from longleaf.messages.claims import Account, Claimed, ClaimOptions
 from longleaf.messages.cluster import (
     Cluster,
+    Drafting,
     Draining,
     Loss,
     ModelInfo,
@@ -88,6 +89,7 @@ __all__ = [
     "ContextText",
     "Conversation",
     "Delta",
+    "Drafting",
     "Draining",
     "Event",
     "ExportContext",

@@ -35,6 +35,7 @@ from longleaf.messages import (
     Context,
     ContextSettings,
     Delta,
+    Drafting,
     Event,
     Finished,
     LeftOut,
@@ -153,6 +154,7 @@ class FakeEngine:
         self.running = 3
         self.recovery: Recovery | None = None
         self.losses: tuple[Loss, ...] = ()
+        self.drafting: Drafting | None = None
         self.looked = asyncio.Event()
 
     def check_capacity(self, declared: int) -> None:
@@ -337,6 +339,7 @@ class FakeEngine:
             is_exact=True,
             recovery=self.recovery,
             losses=self.losses,
+            drafting=self.drafting,
         )
 
 

@@ -33,6 +33,7 @@ from longleaf.messages import (
     Context,
     ContextSettings,
     Delta,
+    Drafting,
     Event,
     Finished,
     ForkContext,
@@ -250,6 +251,7 @@ def test_clusters_survive() -> None:
             ),
         ),
         storage=Storage(snapshots="seal", url="s3://bucket", trouble="it is away"),
+        drafting=Drafting(drafted_tokens=2**40, accepted_tokens=9, tokens_per_step=1.25),
     )
     data = codec.encode_cluster(cluster).SerializeToString()
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
