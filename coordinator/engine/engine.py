@@ -105,6 +105,10 @@ class Engine(ContextCalls):
         self.positions.check_capacity(declared)
 
     @property
+    def max_draft_tokens(self) -> int:
+        return self._config.max_draft_tokens
+
+    @property
     def is_exact(self) -> bool:
         """Whether answers are what the model alone would say."""
         return self._config.is_exact

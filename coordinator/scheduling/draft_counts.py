@@ -16,11 +16,11 @@ class DraftCounts:
     num_row_steps: int = 0
     """Steps that gave these; a step counts once for each answer in it."""
 
-    def add(self, num_sampled: int, num_drafted: int, num_accepted: int) -> None:
-        """Takes in what a step gave one answer."""
-        self.num_sampled += num_sampled
+    def add(self, num_drafted: int, num_accepted: int, num_sampled: int) -> None:
+        """Takes in what one step gave one answer."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
+        self.num_sampled += num_sampled
         self.num_row_steps += 1
 
     @property

@@ -311,7 +311,8 @@ class Scheduler(AcrossEpochs):
                     break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
             counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
-            self.drafts.add(len(tokens), *counts)
+            self.drafts.add(*counts, len(tokens))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))

@@ -124,6 +124,7 @@ class FakeEngine:
         self.max_positions = 4096
         self.limit_name = "those that it was trained for"
         self.is_exact = True
+        self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[events.Event, ...] = ()

@@ -348,6 +348,8 @@ def test_exit_codes(error: LongleafError, code: int) -> None:
         ["--port", "70000"],
         ["--window-bytes", "4096"],
         ["--max-waiting", "0"],
+        ["--max-draft-tokens", "-1"],
+        ["--max-draft-tokens", "32"],
     ],
 )
 def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,7 +373,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 *"--window-keys replicated --window-bytes 4096".split(),
                 *("--model-name", "acme/small 1"),
                 *"--device cpu --kernels torch --start-timeout 20".split(),
-                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
+                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7 --max-draft-tokens 5".split(),
             ]
         )
     [command] = run
@@ -385,7 +387,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
         "--window-bytes=4096",
     }
     wanted |= {"--device=cpu", "--kernels=torch", "--start-timeout=20.0"}
-    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
+    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0", "--max-draft-tokens=5"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 
