@@ -313,7 +313,6 @@ class Scheduler(AcrossEpochs):
             counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
