@@ -5,7 +5,9 @@ from collections.abc import Callable
 from coordinator.drafting.drafts import Draft
 
 DECAY = 0.85
-"""What an outcome still counts after the next one of its kind."""
+"""What an outcome of a sequence still counts after the next one of its kind."""
+USUAL_DECAY = 0.98
+"""The same of all sequences that ask alike."""
 PRIOR_COUNT = 1.0
 """As many outcomes a guess counts for."""
 NUM_KINDS = 4
@@ -13,33 +15,42 @@ NUM_KINDS = 4
 
 
 class Chance:
-    """How often something happened lately, between a prior guess and what was seen."""
+    """How often something happened lately, between a prior guess and what was seen. The guess is what is usual, where
+    there is such a thing."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual: "Chance | None", decay: float) -> None:
+        self._usual = usual
+        self._decay = decay
         self._yes = 0.0
         self._count = 0.0
 
     def add(self, is_so: bool) -> None:
-        self._yes = self._yes * DECAY + is_so
-        self._count = self._count * DECAY + 1
+        self._yes = self._yes * self._decay + is_so
+        self._count = self._count * self._decay + 1
+        if self._usual is not None:
+            self._usual.add(is_so)
 
     def value(self, prior: float) -> float:
+        prior = prior if self._usual is None else self._usual.value(prior)
         return (self._yes + PRIOR_COUNT * prior) / (self._count + PRIOR_COUNT)
 
 
 class Acceptance:
-    """Chances of the drafts of one sequence; none before anything was seen.
+    """Chances of the drafts of one sequence; none before anything was seen, of it or of what is `usual`.
 
     That of each draft, if those before it are accepted, is learned by itself; where little was seen of it, it is like
     the one before. That of the first depends on the n-gram that it was found by.
     """
 
-    def __init__(self, max_drafts: int) -> None:
-        self._found = Chance()
+    def __init__(self, max_drafts: int, usual: "Acceptance | None" = None, decay: float = DECAY) -> None:
+        """`usual` are the chances of all that ask alike, for as many drafts; what is seen here counts there, too."""
+        usual_chances: list[Chance | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
+        self.chances = [Chance(each, decay) for each in usual_chances]
+        self._found = self.chances[0]
         """That there is a draft, and its first token is accepted."""
-        self._first = [Chance() for _ in range(NUM_KINDS)]
+        self._first = self.chances[1 : 1 + NUM_KINDS]
         """That the first one is, by the kind of n-gram."""
-        self._next = [Chance() for _ in range(1, max_drafts)]
+        self._next = self.chances[1 + NUM_KINDS :]
         """That the second, the third, ... is, if those before it are."""
 
     @property

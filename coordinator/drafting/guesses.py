@@ -8,8 +8,9 @@ from coordinator.placement.paths import Segment
 class Guesses:
     """The drafts of a sequence. `tail` is the segment that it grows; another one when it begins anew."""
 
-    def __init__(self, tail: Segment, indexes: Indexes, max_drafts: int) -> None:
-        self.acceptance = Acceptance(max_drafts)
+    def __init__(self, tail: Segment, indexes: Indexes, max_drafts: int, usual: Acceptance | None = None) -> None:
+        """`usual` is what became of the drafts of others that ask alike."""
+        self.acceptance = Acceptance(max_drafts, usual)
         self._comparison = Comparison(self.acceptance)
         self._max_drafts = max_drafts
         self._indexes = indexes

@@ -5,6 +5,7 @@ A segment is cut into tables of up to TABLE_TOKENS tokens, so that two bytes tel
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,14 +92,15 @@ class Table:
         self.capacity = capacity
         self.count = 0
         """Tokens that are entered."""
-        nums = [capacity // tokens for tokens in SLOTS]
-        self._slots = tuple(array("H", bytes(2 * num)) for num in nums)
-        self._shifts = tuple(33 - num.bit_length() for num in nums)
-        self._earlier = array("H", bytes(2 * capacity))
+        nums = [*(capacity // tokens for tokens in SLOTS), capacity]
+        room = memoryview(array("H", bytes(2 * sum(nums))))  # in one piece, which the system gets back
+        ends = [*accumulate(nums)]
+        *self._slots, self._earlier = (room[end - num : end] for num, end in zip(nums, ends, strict=True))
+        self._shifts = tuple(33 - num.bit_length() for num in nums[:-1])
 
     @property
     def num_bytes(self) -> int:
-        return sum(2 * len(slots) for slots in (*self._slots, self._earlier))
+        return sum(slots.nbytes for slots in (*self._slots, self._earlier))
 
     def enter(self, ids: Ids, end: int) -> None:
         """Enters the n-grams that end at the next offsets, up to `end`; `ids` are the segment's, uint32 [tokens]."""

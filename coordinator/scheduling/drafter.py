@@ -1,7 +1,9 @@
 """What the sequences of a step draft, and when it pays to wait for that. Pure: measured times are passed in."""
 
 from collections.abc import Sequence as Several
+from weakref import WeakKeyDictionary
 
+from coordinator.drafting.acceptance import USUAL_DECAY, Acceptance
 from coordinator.drafting.costs import StepCosts
 from coordinator.drafting.drafts import NO_DRAFT, Draft, Indexes
 from coordinator.drafting.guesses import Guesses
@@ -25,6 +27,8 @@ class Drafter:
         self._max_drafts = max_drafts
         self._block_size = block_size
         self._indexes = Indexes()
+        self._usual = WeakKeyDictionary[Segment, Acceptance]()
+        """By the first segment of contexts."""
         self._costs = StepCosts()
         self._policy = Policy(max_rows, max_drafts, self._costs)
         self._read = dict[Segment, int]()
@@ -56,9 +60,15 @@ class Drafter:
         if not (self._max_drafts and job.may_draft):
             return None
         if job.guesses is None:
-            job.guesses = Guesses(job.tail.segment, self._indexes, self._max_drafts)
+            job.guesses = Guesses(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
         job.guesses.follow(job.tail.segment)
         return job.guesses
+
+    def _usual_of(self, job: Sequence) -> Acceptance | None:
+        """What became of the drafts of those that asked the same context: the questions of one are alike."""
+        if not (segments := job.request.origin.segments):
+            return None
+        return self._usual.setdefault(segments[0], Acceptance(self._max_drafts, decay=USUAL_DECAY))
 
     # --- what came of it ---
 
