@@ -7,8 +7,10 @@ are written down. Shares are made of them where the logsumexp of all keys is kno
 Shape letters: K key heads, G queries per key head, E entries.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,8 +57,9 @@ def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
     return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
 
-class Columns(NamedTuple):
-    """Where entries count: tables of int64, in the order of the structs of shares.c.
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Where entries count: tables of int64, on the CPU, in the order of the structs of shares.c.
 
     The rows of a teller are told together, in the mean. A run is entries [first, end) of a row of a read; they count
     into columns from `column` on, `per_column` of them each, and `before` of the first one's lie before them.
@@ -67,6 +70,11 @@ class Columns(NamedTuple):
     per_column."""
     tellers: Tensor
     """[A, 4]: the first row and the end of the rows, the first run and the end of the runs."""
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What a backend has made of these tables and keeps for the layers that follow, by what it was made for."""
+        return {}
 
 
 class BlockSums:
@@ -80,13 +88,14 @@ class BlockSums:
         self._room_KE2 = torch.empty(0, 0, 2)
         self._is_told = False
 
-    def room(self, num_kv_heads: int, group: int) -> Tensor:
-        """Where a kernel leaves what it tells of a layer, [K, E * G, 2], float32 on the CPU: of an entry the highest
-        score that the row has seen until then, and the sum of exp(score - that) over the block. A row has all its
-        entries of a read side by side; then comes its next head of the same key head, then the next row."""
+    def room(self, num_kv_heads: int, group: int, device: torch.device | None = None) -> Tensor:
+        """Where a kernel leaves what it tells of a layer, [K, E * G, 2], float32, on the CPU or another device: of an
+        entry the highest score that the row has seen until then, and the sum of exp(score - that) over the block. A
+        row has all its entries of a read side by side; then comes its next head of the same key head, then the next
+        row. Sums are 0 where a kernel, which goes through no keys that a row cannot see, writes nothing."""
         shape = (num_kv_heads, self._size * group, 2)
         if self._room_KE2.shape != shape:
-            self._room_KE2 = torch.empty(shape)
+            self._room_KE2 = torch.zeros(shape, device=device)
         self._is_told = True
         return self._room_KE2
 

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import packed as packed_form
+from longleaf.attention.block_sums import Columns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
 from longleaf.kernels.gpu import constants
+from longleaf.kernels.gpu.block_sums import bags_of, told_arguments, told_numbers
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
+from longleaf.kernels.gpu.device.shares import add_shares
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.items import Shape, work_of
 from longleaf.kernels.gpu.launch import Launcher, launch
-from longleaf.kernels.gpu.tables import DeviceWork, Tables, WorkKey
+from longleaf.kernels.gpu.tables import DeviceWork, Tables, ToldStretches, WorkKey
 from longleaf.runs import ceil_div
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -59,6 +62,7 @@ class TritonKernels:
         chosen = constants.attend(*types, dim, value_dim, self._limits, is_latent=is_latent, has_cap=has_cap)
         most_rows = constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
         work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
+        chosen = constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
         parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
         self._launch(
             attend_items,
@@ -66,7 +70,8 @@ class TritonKernels:
             *(work.table, q_THD, k_KSD, v_KSV, parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(q_THD.shape[1] // num_kv_heads, num_kv_heads),
             *(*q_THD.stride()[:2], *k_KSD.stride()[:2], *v_KSV.stride()[:2]),
-            **constants.with_rows(chosen, work.tile_rows),
+            *told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen["TELLS"]),
+            **chosen,
         )
         return self._folded(q_THD, work, parts)
 
@@ -79,6 +84,7 @@ class TritonKernels:
         num_kv_heads, num_slots, dim = kept.keys_KSD.shape
         chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, self._limits, has_cap=softcap is not None)
         work = self._work(reads, q_THD, num_kv_heads, constants.INT8_TILE_ROWS, chosen["TILE_KEYS"])
+        chosen = constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
@@ -86,7 +92,8 @@ class TritonKernels:
             *(work.table, q_THD, *(numbers.view(torch.int16) for numbers in kept[:3]), kept.scales_KS),
             *(parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(q_THD.shape[1] // num_kv_heads, num_kv_heads, num_slots, *q_THD.stride()[:2]),
-            **constants.with_rows(chosen, work.tile_rows),
+            *told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen["TELLS"]),
+            **chosen,
         )
         return self._folded(q_THD, work, parts)
 
@@ -145,6 +152,28 @@ class TritonKernels:
         )
         return folded
 
+    def add_shares(
+        self,
+        told_KE2: Tensor,
+        lse_TH: Tensor,
+        sink_H: Tensor | None,
+        columns: Columns,
+        found: tuple[Tensor, Tensor, Tensor],
+        *,
+        sink_column: int,
+        first_head: int,
+    ) -> None:
+        """See `TellingBackend`."""
+        bags = bags_of(columns, found[0].shape[1], sink_column, told_KE2.device)
+        (num_kv_heads, _, _), num_heads, lse_TH = told_KE2.shape, lse_TH.shape[1], lse_TH.contiguous()
+        self._launch(
+            add_shares,
+            (found[0].numel(),),
+            *(*bags, told_KE2, lse_TH, lse_TH if sink_H is None else together(sink_H), *found),
+            *(num_heads // num_kv_heads, num_heads, told_KE2.stride(0), first_head),
+            **constants.add_shares(num_heads, has_sinks=sink_H is not None),
+        )
+
     def tables(self, seen: Reads, *, is_shared: bool) -> Tables:
         """See `FixedBackend`."""
         return Tables([key for key in seen.kept if isinstance(key, WorkKey)], is_shared=is_shared)
@@ -159,9 +188,11 @@ class TritonKernels:
         if key not in reads.kept:
             work = work_of(reads, shape, self._num_programs)
             # from pinned memory the copy waits for nothing; other accelerators copy what is small at once
-            numbers = torch.tensor(work.numbers, dtype=torch.long, pin_memory=q_THD.is_cuda)
-            table = numbers.to(q_THD.device, non_blocking=True)
-            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows)
+            told = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
+            numbers = torch.tensor(work.numbers + told, dtype=torch.long, pin_memory=q_THD.is_cuda)
+            table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(told)])
+            asked = ToldStretches(reads.told, rest) if reads.told else None
+            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, asked)
         return reads.kept[key]
 
     def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:

@@ -11,6 +11,7 @@ import torch
 from triton import knobs
 from triton import language as tl
 
+from longleaf.attention.block_sums import BLOCK
 from longleaf.kernels.gpu.items import power_of_two
 from longleaf.runs import ceil_div
 
@@ -72,6 +73,7 @@ def attend(
         "VALUE_PAD": padded(value_dim),
         "TILE_KEYS": tile_keys(width * kept.itemsize, tile_bytes),
         "HAS_CAP": has_cap,
+        "SLOTS": BLOCK,
         "TYPE": TYPES[dtype],
         "UPCAST": upcasts(dtype),
         "num_warps": 8 if is_wide or (is_float32 and is_latent) else limits.latent_warps if is_latent else 4,
@@ -89,6 +91,7 @@ def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: Limits, *
         "BLOCK": block_size,
         "TILE_KEYS": min(most, power_of_two(block_size, MIN_TILE_KEYS)),
         "HAS_CAP": has_cap,
+        "SLOTS": BLOCK,
         "TYPE": TYPES[torch.float32 if is_float32 else torch.float16],
         "HAS_PTX": limits.has_ptx and not knobs.runtime.interpret,
         "num_warps": 8 if is_float32 or pairs > MAX_NARROW_DIM // 2 else limits.int8_warps,
@@ -96,10 +99,17 @@ def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: Limits, *
     }
 
 
-def with_rows(chosen: Constants, tile_rows: int) -> Constants:
-    """The constants of attention with those that depend on the rows of a tile. More rows leave room for fewer keys."""
+def with_rows(chosen: Constants, tile_rows: int, *, is_asked: bool = False) -> Constants:
+    """The constants of attention with those that depend on the rows of a tile. More rows leave room for fewer keys. A
+    kernel that is asked to tell of blocks of keys does so if each of them lies in one tile."""
     keys = chosen["TILE_KEYS"] if tile_rows == MIN_SIDE else max(MIN_TILE_KEYS, chosen["TILE_KEYS"] // 2)
-    return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys}
+    tells = is_asked and keys >= BLOCK and chosen.get("BLOCK", BLOCK) % BLOCK == 0
+    return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys, "TELLS": tells}
+
+
+def add_shares(num_heads: int, *, has_sinks: bool) -> Constants:
+    """Of the sum of what was told."""
+    return {"HEADS_PAD": power_of_two(num_heads, MIN_SIDE), "TILE_ENTRIES": 8, "HAS_SINKS": has_sinks, "num_warps": 4}
 
 
 def fold_items(value_dim: int) -> Constants:

@@ -2,7 +2,8 @@
 
 Rows that see the same stretches of keys make a chain. Its keys, one stretch after the other, are cut into pieces of
 about equal length, so that the device is full; of each piece every row gets one partial. A piece has as many items as
-its rows have tiles: they read the same keys at about the same time, so memory is asked for them once.
+its rows have tiles: they read the same keys at about the same time, so memory is asked for them once. Stretches are
+cut at multiples of BLOCK slots, and tiles of keys begin there, so no two programs tell of one block of a read.
 
     row        query of one head of a key head's group: token * group + member, the same for each key head
     item       a tile of rows over a piece
@@ -22,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from longleaf.attention.block_sums import BLOCK
 from longleaf.attention.masks import Read
 from longleaf.runs import ceil_div
 
@@ -41,10 +43,18 @@ class Stretch(NamedTuple):
     end: int
     ahead: int
     window: int
+    read: int
+    """The number of the read that they are of."""
+
+    @property
+    def first(self) -> int:
+        """The slot at which its first tile begins."""
+        return self.start // BLOCK * BLOCK
 
     @property
     def num_keys(self) -> int:
-        return self.end - self.start
+        """Keys that tiles go through, with those before the first one."""
+        return self.end - self.first
 
 
 class Chain(NamedTuple):
@@ -75,6 +85,8 @@ class Work(NamedTuple):
     """Room for so many part rows per key head is needed."""
     tile_rows: int
     """Rows of an item at most, a power of two: as many as read together, if they are not too many."""
+    reads: list[int]
+    """The number of the read that each stretch is of."""
 
 
 class Shape(NamedTuple):
@@ -116,7 +128,8 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: i
     items.sort(key=lambda item: -item[0])  # long ones first: what is left for the end is short
     rows = [number for _, item in items for number in item]
     table = _table(rows, stretches, pieces, shape.num_tokens)
-    return Work(table, power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows)
+    of_reads = [stretch.read for stretch in stretches]
+    return Work(table, power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows, of_reads)
 
 
 def tile_of(num_rows: int, shape: Shape) -> int:
@@ -127,13 +140,13 @@ def tile_of(num_rows: int, shape: Shape) -> int:
 def chains_of(reads: Iterable[Read]) -> list[Chain]:
     """What rows see, without what none of them does. Reads of the same rows make one chain."""
     found: dict[tuple[int, int], list[Stretch]] = {}
-    for read in reads:
+    for number, read in enumerate(reads):
         offset, window = read.mask
         ahead = offset - read.row_start + read.slot_start
         low = max(read.slot_start, ahead + read.row_start - window + 1)
         high = min(read.slot_end, ahead + read.row_end)
         if read.row_start < read.row_end and low < high:
-            found.setdefault(read[:2], []).append(Stretch(low, high, ahead, window))
+            found.setdefault(read[:2], []).append(Stretch(low, high, ahead, window, number))
     return [Chain(*rows, stretches) for rows, stretches in found.items()]
 
 
@@ -155,18 +168,20 @@ def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int
 
 
 def cut(chain: Chain, size: int, tile_keys: int) -> Iterator[list[Stretch]]:
-    """The stretches of a chain in pieces of at most `size` keys, all but the last one equally long."""
+    """The stretches of a chain in pieces of `size` keys, or up to the next multiple of BLOCK slots; the last one may be
+    shorter."""
     num_pieces = ceil_div(chain.num_keys, size)
     size = ceil_div(ceil_div(chain.num_keys, num_pieces), tile_keys) * tile_keys
     piece: list[Stretch] = []
     room = size
     for stretch in chain.stretches:
-        low = stretch.start
+        low, first = stretch.start, stretch.first
         while low < stretch.end:
-            high = min(stretch.end, low + room)
+            high = min(stretch.end, ceil_div(first + room, BLOCK) * BLOCK)
             piece.append(stretch._replace(start=low, end=high))
-            low, room = high, room - (high - low)
-            if not room:
+            room -= high - first
+            low = first = high
+            if room <= 0:
                 yield piece
                 piece, room = [], size
     if piece:
@@ -180,7 +195,7 @@ def power_of_two(number: int, least: int) -> int:
 
 def _table(items: list[int], stretches: Sequence[Stretch], pieces: Sequence[Piece], num_tokens: int) -> list[int]:
     tokens, shifts = _folds(pieces, num_tokens)
-    flat = [number for stretch in stretches for number in stretch]
+    flat = [number for stretch in stretches for number in stretch[:STRETCH]]
     stretches_at = HEADER + len(items)
     tokens_at = stretches_at + len(flat)
     shifts_at = tokens_at + len(tokens)

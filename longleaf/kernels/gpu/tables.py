@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longleaf.attention.block_sums import BlockSums
 from longleaf.attention.masks import Reads
 from longleaf.kernels.backend import Numbers
 from longleaf.kernels.gpu.items import (
@@ -32,12 +33,22 @@ none of which are neighbours."""
 STRETCHES_PER_TOKEN, CHAINS_PER_TOKEN = 16, 4
 
 
+class ToldStretches(NamedTuple):
+    """What is told of the reads of each stretch."""
+
+    sums: BlockSums
+    numbers: Tensor
+    """On the device, see `longleaf.kernels.gpu.block_sums`."""
+
+
 class DeviceWork(NamedTuple):
     """The work items of a step on the device, see `longleaf.kernels.gpu.items`."""
 
     table: Tensor
     num_part_rows: int
     tile_rows: int
+    told: ToldStretches | None = None
+    """None where nothing is told."""
 
 
 class WorkKey(NamedTuple):

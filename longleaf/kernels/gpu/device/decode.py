@@ -1,13 +1,16 @@
 """Attention over keys and values in a floating type: the work items of a layer, each to one partial per row.
 
 The table is that of `longleaf.kernels.gpu.items`. Programs take items in turns, for every key head, so how many of both
-there are changes nothing but speed. Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys
-beyond the values.
+there are changes nothing but speed. Tiles of keys begin at multiples of a block's slots, whether blocks are told of or
+not, and what is told of them (TELLS) goes into no partial: bits are the same either way.
+
+Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys beyond the values.
 """
 
 import triton
 import triton.language as tl
 
+from longleaf.kernels.gpu.device.block_sums import asked, tell
 from longleaf.kernels.gpu.device.online import finish, masked, product, visible, weigh
 
 
@@ -29,6 +32,9 @@ def attend_items(
     k_stride_s,
     v_stride_h,
     v_stride_s,
+    told_reads,
+    told,
+    told_stride_h,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
@@ -37,6 +43,8 @@ def attend_items(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    TELLS: tl.constexpr,
+    SLOTS: tl.constexpr,
     TYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -45,6 +53,8 @@ def attend_items(
 
     Where REST_PAD is not 0 the values are the first dims of the keys, and these are read once for both: DIM_PAD is then
     VALUE_PAD, and REST_PAD holds the rest of the dims. `v` is not looked at.
+
+    With TELLS it also writes `told` [K, E * G, 2], float32, as `told_reads` says of each stretch, see `tell`.
     """
     HEADER: tl.constexpr = 4
     first_dim_D = tl.arange(0, DIM_PAD)
@@ -75,10 +85,14 @@ def attend_items(
             ahead, window = tl.load(stretches + i * 4 + 2), tl.load(stretches + i * 4 + 3)
             low = tl.maximum(tl.load(stretches + i * 4), ahead + first - window + 1)
             high = tl.minimum(tl.load(stretches + i * 4 + 1), ahead + last + 1)
-            for start in range(low, high, TILE_KEYS):
+            if TELLS:
+                told_R, is_told_R, edge = asked(told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R)
+            for start in range(low // SLOTS * SLOTS, high, TILE_KEYS):
                 # in 64 bits: slots x dim passes 2^31 at 16 M tokens of 128
-                slot_S = start + tl.arange(0, TILE_KEYS).to(tl.int64)
-                is_key_S1 = (slot_S < high)[:, None]
+                offset_S = tl.arange(0, TILE_KEYS)
+                slot_S = start + offset_S.to(tl.int64)
+                is_key_S = (offset_S >= (low - start).to(tl.int32)) & (offset_S < (high - start).to(tl.int32))
+                is_key_S1 = is_key_S[:, None]
                 keys_S1 = k + (head * k_stride_h + slot_S * k_stride_s)[:, None]
                 k_SD = tl.load(keys_S1 + first_dim_D[None, :], mask=is_key_S1 & is_dim_D[None, :], other=0.0).to(TYPE)
                 score_RS = product(q_RD, tl.trans(k_SD), UPCAST)
@@ -90,10 +104,12 @@ def attend_items(
                     values_S1 = v + (head * v_stride_h + slot_S * v_stride_s)[:, None]
                     v_SV = tl.load(values_S1 + value_V[None, :], mask=is_key_S1 & is_value_V[None, :], other=0.0)
                     v_SV = v_SV.to(TYPE)
-                is_seen_RS = visible(token_R, first, start, high, ahead, window, TILE_KEYS)
+                is_seen_RS = is_key_S[None, :] & visible(token_R, first, start, ahead, window, TILE_KEYS)
                 score_RS = masked(score_RS * scale, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
                 acc_RV = acc_RV * fade_R[:, None] + product(weight_RS.to(TYPE), v_SV, UPCAST)
+                if TELLS:
+                    tell(told_R, is_told_R, edge, weight_RS, peak_R, start, low, high, TILE_ROWS, TILE_KEYS, SLOTS)
         out_RV, lse_R = finish(acc_RV, peak_R, mass_R)
         place_R = (tl.load(item + 4) + row_R) * num_kv_heads + head
         is_out_RV = is_row_R[:, None] & is_value_V[None, :]

@@ -13,6 +13,7 @@ Shape letters as there; C pairs of dims, of which `even` is the first and `odd` 
 import triton
 import triton.language as tl
 
+from longleaf.kernels.gpu.device.block_sums import asked, tell
 from longleaf.kernels.gpu.device.online import finish, masked, visible, weigh
 
 # x << 1 and x >> 7 bring a byte to bits 1 to 8 of its half; there, behind the bits of 512, and with its sign turned, it
@@ -56,18 +57,23 @@ def attend_items_int8(
     num_slots,
     q_stride_t,
     q_stride_h,
+    told_reads,
+    told,
+    told_stride_h,
     DIM: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    TELLS: tl.constexpr,
+    SLOTS: tl.constexpr,
     TYPE: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
     """Writes `out` [P, K, D] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D]; `keys` and `values`
     [K, S, C] and `exponents` [K, B, C], whose 16 bits are two numbers each; and `scales` [K, S]. Products are of type
-    TYPE, float16 or float32.
+    TYPE, float16 or float32. With TELLS, blocks are told of as there.
 
     All keys of a tile have the same exponents: where a block ends a tile does.
     """
@@ -105,6 +111,8 @@ def attend_items_int8(
             first_tile, end_tile = _tile_of(low, BLOCK, TILE_KEYS), _tile_of(high - 1, BLOCK, TILE_KEYS) + 1
             exponents_C = exponents + head * (num_slots // BLOCK) * PAIRS + pair_C
             exponent_C = tl.load(exponents_C + first_tile // TILES * PAIRS, mask=is_pair_C, other=NO_PAIR)
+            if TELLS:
+                told_R, is_told_R, edge = asked(told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R)
             for tile in range(first_tile, end_tile):
                 start = tile // TILES * BLOCK + tile % TILES * TILE_KEYS
                 end = tl.minimum(high, (tile // TILES + 1) * BLOCK)
@@ -121,9 +129,11 @@ def attend_items_int8(
                 score_RS = tl.dot(q_odd_RC, tl.trans(k_odd_SC), score_RS, input_precision="ieee")
                 score_RS = score_RS * (_power(top) * scale * unit_R)[:, None]
                 is_key_S = (offset_S >= (low - start).to(tl.int32)) & (offset_S < (end - start).to(tl.int32))
-                is_seen_RS = is_key_S[None, :] & visible(token_R, first, start, end, ahead, window, TILE_KEYS)
+                is_seen_RS = is_key_S[None, :] & visible(token_R, first, start, ahead, window, TILE_KEYS)
                 score_RS = masked(score_RS, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
+                if TELLS:
+                    tell(told_R, is_told_R, edge, weight_RS, peak_R, start, low, end, TILE_ROWS, TILE_KEYS, SLOTS)
                 scale_S = tl.load(scales + head * num_slots + start + offset_S, mask=is_key_S, other=0.0)
                 before, largest = largest, tl.maximum(largest, tl.max(scale_S, 0))
                 fade_R *= before / largest

@@ -18,8 +18,8 @@ def product(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def visible(token_R, first, start, end, ahead, window, TILE_KEYS: tl.constexpr):
-    """Which rows see which of the keys in slots [start, start + TILE_KEYS), of which those from `end` on are not read.
+def visible(token_R, first, start, ahead, window, TILE_KEYS: tl.constexpr):
+    """Which rows see which of the keys in slots [start, start + TILE_KEYS), if these are read.
 
     Compared in 32 bits: what is farther from the first token than 2^30 is as far as that.
     """
@@ -27,7 +27,7 @@ def visible(token_R, first, start, end, ahead, window, TILE_KEYS: tl.constexpr):
     distance = tl.minimum(tl.maximum(ahead + first - start, -(1 << 30)), 1 << 30).to(tl.int32)
     distance_RS = (distance + (token_R - first).to(tl.int32))[:, None] - key_S[None, :]
     is_near_RS = distance_RS < tl.minimum(window, (1 << 31) - 1).to(tl.int32)
-    return (start + key_S < end)[None, :] & (distance_RS >= 0) & is_near_RS
+    return (distance_RS >= 0) & is_near_RS
 
 
 @triton.jit

@@ -1,0 +1,54 @@
+"""What the attention kernels tell of blocks of keys beside their partials, see `longleaf.attention.block_sums`.
+
+Nothing here goes into a partial. Shape letters: R rows, S keys of a tile, B blocks of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def asked(read, told, row_R, is_row_R):
+    """Of a stretch, by its numbers (`longleaf.kernels.gpu.block_sums`): where the entry of each row for slot 0 would
+    be, of which rows is told, and the edge. `told` has the entries of this key head."""
+    is_told_R = is_row_R & (row_R >= tl.load(read + 1)) & (row_R < tl.load(read + 2))
+    return told + 2 * (tl.load(read) + row_R * tl.load(read + 4)), is_told_R, tl.load(read + 3)
+
+
+@triton.jit
+def tell(
+    told_R,
+    is_told_R,
+    edge,
+    weight_RS,
+    peak_R,
+    start,
+    low,
+    end,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Writes down what the blocks of SLOTS slots of a tile, which begins at slot `start` and has the keys in slots
+    [low, end), gave to its rows: their peak until now and the sum of the weights."""
+    BLOCKS: tl.constexpr = TILE_KEYS // SLOTS
+    first_B = start + tl.arange(0, BLOCKS).to(tl.int64) * SLOTS
+    is_told_RB = is_told_R[:, None] & ((low < first_B + SLOTS) & (first_B < end))[None, :]
+    told_RB = told_R[:, None] + 2 * (first_B // SLOTS + (first_B >= edge).to(tl.int64))[None, :]
+    peak_RB = tl.broadcast_to(peak_R[:, None], [TILE_ROWS, BLOCKS])
+    sum_RB = _block_sums(weight_RS, TILE_ROWS, BLOCKS, SLOTS)
+    if (start < edge) & (edge < end):
+        is_behind_S = start + tl.arange(0, TILE_KEYS) >= edge
+        is_cut_RB = is_told_RB & ((first_B < edge) & (edge < first_B + SLOTS))[None, :]
+        before_RB = _block_sums(tl.where(is_behind_S[None, :], 0.0, weight_RS), TILE_ROWS, BLOCKS, SLOTS)
+        behind_RB = _block_sums(tl.where(is_behind_S[None, :], weight_RS, 0.0), TILE_ROWS, BLOCKS, SLOTS)
+        sum_RB = tl.where(is_cut_RB, before_RB, sum_RB)
+        tl.store(told_RB + 2, peak_RB, mask=is_cut_RB)
+        tl.store(told_RB + 3, behind_RB, mask=is_cut_RB)
+    tl.store(told_RB, peak_RB, mask=is_told_RB)
+    tl.store(told_RB + 1, sum_RB, mask=is_told_RB)
+
+
+@triton.jit
+def _block_sums(weight_RS, TILE_ROWS: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr):
+    return tl.sum(tl.reshape(weight_RS, [TILE_ROWS, BLOCKS, SLOTS]), 2)

@@ -1,0 +1,66 @@
+"""Of one layer, what of the attention of some rows falls on each of some columns, from what the attention kernels told.
+
+Shape letters: H heads, E entries of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_shares(
+    entries,
+    bags,
+    told,
+    lse,
+    sinks,
+    means,
+    largest,
+    heads,
+    group,
+    num_heads,
+    told_stride_h,
+    first_head,
+    HEADS_PAD: tl.constexpr,
+    TILE_ENTRIES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One program for each column of each teller, see `longleaf.kernels.gpu.block_sums`; all heads are added up there,
+    in the same order each time. `told` [K, E * G, 2], `lse` [T, H], `sinks` [H]; `means` are summed over heads,
+    `largest` is the most of any head, float32, and `heads` its number, int32, which begins at `first_head`."""
+    place = tl.program_id(0)
+    bag = bags + place.to(tl.int64) * 5
+    head_H = tl.arange(0, HEADS_PAD)
+    is_head_H = head_H < num_heads
+    told_H = told + (head_H // group).to(tl.int64) * told_stride_h
+    share_H = tl.zeros([HEADS_PAD], tl.float32)
+    end = tl.load(bag + 1)
+    for start in range(tl.load(bag), end, TILE_ENTRIES):
+        number_E = start + tl.arange(0, TILE_ENTRIES)
+        is_entry_E = number_E < end
+        entry_E = entries + number_E * 4
+        row_E = tl.load(entry_E, mask=is_entry_E, other=0)
+        first_E = tl.load(entry_E + 1, mask=is_entry_E, other=0) * group + tl.load(
+            entry_E + 2, mask=is_entry_E, other=0
+        )
+        per_head_E = tl.load(entry_E + 3, mask=is_entry_E, other=0)
+        is_told_HE = is_head_H[:, None] & is_entry_E[None, :]
+        told_HE = told_H[:, None] + 2 * (first_E[None, :] + (head_H % group)[:, None] * per_head_E[None, :])
+        peak_HE = tl.load(told_HE, mask=is_told_HE, other=0.0)
+        sum_HE = tl.load(told_HE + 1, mask=is_told_HE, other=0.0)
+        lse_HE = tl.load(lse + row_E[None, :] * num_heads + head_H[:, None], mask=is_told_HE, other=0.0)
+        # of what was not seen the peak says nothing
+        share_HE = tl.where(sum_HE == 0, 0.0, sum_HE * tl.exp(peak_HE - lse_HE))
+        share_H += tl.sum(share_HE, 1)
+    if HAS_SINKS:
+        sink_H = tl.load(sinks + head_H, mask=is_head_H, other=0.0).to(tl.float32)
+        for row in range(tl.load(bag + 2), tl.load(bag + 3)):
+            lse_H = tl.load(lse + row * num_heads + head_H, mask=is_head_H, other=float("inf"))
+            share_H += tl.exp(sink_H - lse_H)
+    share_H = share_H / tl.load(bag + 4).to(tl.float32)
+    tl.store(means + place, tl.load(means + place) + tl.sum(share_H, 0))
+    share_H = tl.where(is_head_H, share_H, -1.0)
+    top, head, most = tl.max(share_H, 0), tl.argmax(share_H, 0), tl.load(largest + place)
+    is_more = top > most
+    tl.store(largest + place, tl.where(is_more, top, most))
+    tl.store(heads + place, tl.where(is_more, first_head + head, tl.load(heads + place)))

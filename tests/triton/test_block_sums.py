@@ -1,0 +1,175 @@
+"""What the attention kernels tell of blocks of keys, against float64, and what is added up of it, against the same of
+CPUs."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longleaf.attention.block_sums import BLOCK, NO_EDGE, BlockSums, Columns, table, told_read
+from longleaf.attention.masks import Read, Reads
+from longleaf.kernels import int8
+from longleaf.kernels.backend import TellingBackend
+from longleaf.kernels.cpu.shares import NativeShares
+from longleaf.kernels.gpu.backend import TritonKernels
+from tests.support.attention.partials import seeds
+from tests.support.attention.told import Dense, check_told, drawn_reads
+
+SCALE, KEY_HEADS, BLOCK_SIZE = 0.4, 2, 64
+KERNELS = TritonKernels(4)
+
+
+class Layer:
+    """Queries of a type over keys and values of the same, or in 8 bits; what no read names is NaN."""
+
+    def __init__(self, seed, num_rows, group, dim, kind, dtype, num_slots):
+        generator = torch.Generator().manual_seed(seed)
+        num_slots = -(-num_slots // BLOCK_SIZE) * BLOCK_SIZE
+        self.q = torch.randn(num_rows, KEY_HEADS * group, dim, generator=generator).to(dtype)
+        keys, values = (torch.randn(KEY_HEADS, num_slots, dim, generator=generator).to(dtype) for _ in range(2))
+        self.kept, self.keys, self.values = None, keys, values
+        if kind == "int8":
+            self.kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim)
+            int8.write(self.kept, torch.arange(num_slots), keys, values)
+            self.keys = int8.keys_between(self.kept, 0, num_slots)
+        if kind == "latent":
+            self.values = keys[..., : dim // 2]
+
+    def attend(self, reads, cap=None, kernels=KERNELS):
+        if self.kept is not None:
+            return kernels.attend_int8(self.q, self.kept, reads, SCALE, cap)
+        return kernels.attend(self.q, self.keys, self.values, reads, SCALE, cap)
+
+
+@pytest.fixture
+def any_cut(monkeypatch):
+    """Pieces may be as short as a tile."""
+    monkeypatch.setattr("longleaf.kernels.gpu.items.MIN_PIECE", 1)
+
+
+@pytest.mark.usefixtures("any_cut")
+@pytest.mark.parametrize("kind", ["alike", "latent", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@settings(max_examples=8, deadline=None)
+@given(
+    data=st.data(),
+    seed=seeds,
+    num_rows=st.integers(1, 24),
+    group=st.integers(1, 3),
+    dim=st.sampled_from([16, 64]),
+    cap=st.sampled_from([None, 3.0]),
+    tile_keys=st.sampled_from([64, 128]),
+    num_multiprocessors=st.sampled_from([1, 4, 13]),
+)
+def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
+    kind, dtype, data, seed, num_rows, group, dim, cap, tile_keys, num_multiprocessors
+):
+    """Of tiles and pieces of any size, and in memory in which another layer was told of."""
+    reads, told, num_slots = drawn_reads(data, num_rows)
+    layer, before = (Layer(seed + i, num_rows, group, dim, kind, dtype, num_slots) for i in range(2))
+    kernels, sums = TritonKernels(num_multiprocessors), BlockSums(told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", tile_keys)
+        plain, asking = layer.attend(Reads(reads), cap, kernels), Reads(reads)
+        asking.told = sums
+        before.attend(asking, cap, kernels)
+        partial = layer.attend(asking, cap, kernels)
+    assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
+    told_KE2 = sums.take()
+    assert told_KE2 is not None and sums.take() is None
+    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, told_KE2, partial)
+
+
+def asked(*reads):
+    """All rows of some reads are told of."""
+    found, told = Reads(reads), []
+    for read in reads:
+        told.append(told_read(read[2:4], told[-1].end if told else 0, read[:2]))
+    found.told = BlockSums(told)
+    return found
+
+
+@pytest.mark.usefixtures("any_cut")
+@pytest.mark.parametrize("num_multiprocessors", [1, 3, 40])
+def test_no_slot_that_is_not_read_is_looked_at(num_multiprocessors):
+    """Before the first key of a block, or behind the last one."""
+    layer, reads = Layer(3, 3, 2, 16, "alike", torch.float32, 700), asked(Read(0, 3, 45, 333), Read(1, 2, 350, 351))
+    wanted = layer.attend(reads)
+    for tensor in (layer.keys, layer.values):
+        for low, high in ((0, 45), (333, 350), (351, 700)):
+            tensor[:, low:high] = torch.nan
+    found = layer.attend(reads, kernels=TritonKernels(num_multiprocessors))
+    torch.testing.assert_close(found.out_THD, wanted.out_THD)
+    assert reads.told.take().isfinite().all()
+
+
+def test_blocks_that_lie_in_no_tile_are_not_told_of(monkeypatch):
+    monkeypatch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", BLOCK // 2)
+    layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), asked(Read(0, 2, 3, 90))
+    layer.attend(reads)
+    assert reads.told.take() is None
+
+
+def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
+    kept = int8.empty(KEY_HEADS, 5, 20, 16)
+    int8.write(kept, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
+    reads = asked(Read(0, 2, 3, 90))
+    KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), kept, reads, SCALE)
+    assert reads.told.take() is None
+
+
+def drawn_columns(data, num_rows, num_entries):
+    """Of some tellers, whose rows have some runs of their entries count into some columns."""
+    runs, tellers, row = [], [], 0
+    while row < num_rows:
+        end, first_run = data.draw(st.integers(row + 1, num_rows)), len(runs)
+        for one in range(row, end):
+            for _ in range(data.draw(st.integers(0, 3))):
+                first, last = sorted(data.draw(st.lists(st.integers(0, num_entries), min_size=2, max_size=2)))
+                per_column = data.draw(st.sampled_from([1, 2, 4, NO_EDGE]))
+                before = data.draw(st.integers(0, min(per_column, 40) - 1))
+                column = data.draw(st.integers(0, 3))
+                runs.append((one, one * num_entries, num_entries, first, last, column, before, per_column))
+        tellers.append((row, end, first_run, len(runs)))
+        row = end
+    return Columns(table(runs, 8), table(tellers, 4))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.data(),
+    seed=seeds,
+    num_rows=st.integers(1, 5),
+    num_entries=st.integers(1, 40),
+    group=st.integers(1, 3),
+    has_sinks=st.booleans(),
+)
+def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, group, has_sinks):
+    generator, columns = torch.Generator().manual_seed(seed), drawn_columns(data, num_rows, num_entries)
+    sums = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
+    told_KE2 = sums.room(KEY_HEADS, group)
+    told_KE2.copy_(torch.rand(told_KE2.shape, generator=generator))
+    lse = torch.randn(num_rows, KEY_HEADS * group, generator=generator)
+    sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
+    shape, found = (len(columns.tellers), 50), []
+    for add in (NativeShares.load(), KERNELS.add_shares):
+        found.append((torch.zeros(shape), torch.full(shape, -1.0), torch.zeros(shape, dtype=torch.int32)))
+        for layer in range(2):
+            place = {"sink_column": 49, "first_head": layer << 16}
+            add(told_KE2 + layer * 0.1, lse, sinks, columns, found[-1], **place)
+    (means, largest, heads), (other_means, other_largest, other_heads) = found
+    torch.testing.assert_close(other_means, means, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(other_largest, largest, atol=1e-5, rtol=1e-5)
+    assert torch.equal(other_heads, heads)
+
+
+def test_what_was_not_seen_has_no_share_whatever_is_written_there():
+    columns = Columns(table([(0, 0, 2, 0, 2, 0, 0, 1)], 8), table([(0, 1, 0, 1)], 4))
+    told_KE2 = torch.tensor([[[900.0, 0.0], [-5.0, 1.0]]])
+    found = (torch.zeros(1, 3), torch.full((1, 3), -1.0), torch.zeros(1, 3, dtype=torch.int32))
+    KERNELS.add_shares(told_KE2, torch.full((1, 1), -5.0), None, columns, found, sink_column=2, first_head=7)
+    assert found[0].tolist() == found[1].tolist() == [[0.0, 1.0, 0.0]] and found[2].tolist() == [[7, 7, 7]]
+
+
+def test_the_backend_tells():
+    assert isinstance(KERNELS, TellingBackend)
