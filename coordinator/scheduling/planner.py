@@ -26,6 +26,10 @@ LEAST_SHARE = 0.25
 MAX_UNDER_WAY = 2
 """Plans that the ranks may hold: the one they execute, and the one after it."""
 
+MAX_PROBED = 1024
+"""Rows of probes in a step: others wait for their tokens, and each scored row takes as many numbers as the vocabulary
+has tokens."""
+
 
 class Budget:
     """Chunk sizes from measured speeds. Chunks and decode steps alternate, so a token comes after one of each.
@@ -181,6 +185,7 @@ class Planner:
             return None
         if under_way and self._drafter.waits(jobs):
             return None
+        jobs = _part(jobs)
         rows = [job.next_row(self._placer) for job in jobs]
         work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
         return self._plan(work, jobs, is_apart=is_apart)
@@ -226,3 +231,15 @@ class Planner:
         self._epoch = epoch
         self._forgotten.clear()
         self._budget.change_ranks(len(self._placer.pools))
+
+
+def _part(jobs: Several[Sequence]) -> list[Sequence]:
+    """Those that have a row in the next step: of probes only as many as others can wait for."""
+    part, num_probed = list[Sequence](), 0
+    for job in jobs:
+        if job.prompt.is_probe:
+            num_probed += job.reading.num_unplaced
+            if num_probed > max(MAX_PROBED, job.reading.num_unplaced):
+                continue
+        part.append(job)
+    return part

@@ -37,6 +37,11 @@ class Reading:
         """All chunks are read."""
         return self.num_read >= self.num_prefill
 
+    @property
+    def num_unplaced(self) -> int:
+        """Tokens that no plan has given a place."""
+        return len(self.token_ids) - self.num_placed
+
     def roll_back(self) -> bool:
         """Takes back what plans under way have placed; whether there was anything."""
         had_placed, self.num_placed = self.num_placed > self.num_read, self.num_read
