@@ -2,9 +2,9 @@
 
 from longleaf import native
 from longleaf.comm import meet
-from longleaf.kernels.cpu import decode, fold
+from longleaf.kernels.cpu import decode, fold, shares
 
-for module in (decode, fold, meet):
+for module in (decode, fold, meet, shares):
     native.install(module.SOURCE, module.FLAGS)
 for library in sorted(native.INSTALLED.iterdir()):
     print(library.name)

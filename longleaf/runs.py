@@ -81,6 +81,20 @@ def extents(run: Run, block_size: int) -> Iterator[Extent]:
         first = i
 
 
+def joined(found: Iterable[Extent]) -> Iterator[Extent]:
+    """Extents in the order of positions; neighbours in positions and slots are one."""
+    last: Extent | None = None
+    for extent in found:
+        if last is not None and (extent.start, extent.slot) == (last.end, last.slot + last.end - last.start):
+            last = Extent(last.start, extent.end, last.slot)
+            continue
+        if last is not None:
+            yield last
+        last = extent
+    if last is not None:
+        yield last
+
+
 class Overlap(NamedTuple):
     """Queries [query_start, query_end) against keys [key_start, key_end), which are either all earlier (`full`)
     or the same positions (`diagonal`)."""

@@ -18,7 +18,7 @@ from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan,
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
-from longleaf.kernels.backend import Backend, FixedBackend
+from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
 from longleaf.sampling import Token
 from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
@@ -41,7 +41,7 @@ from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.step.layers import RowLayer
-from workers.step.masses import Masses
+from workers.step.masses import Blocks, Masses
 from workers.step.moving import move
 from workers.step.past import PastBuilder
 from workers.step.restoring import restore
@@ -120,6 +120,7 @@ class Epoch:
             world_size=size,
             pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
+            tells_blocks=isinstance(self._means.backend, TellingBackend),
         )
 
     def fewest(self, number: int) -> int:
@@ -233,8 +234,7 @@ class Epoch:
     def _begin(self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row]) -> Launched:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
-        comm = self.peers.comm if self.peers else None
-        masses = Masses(rows.asked, self._means.pool, comm) if rows.asked else None
+        masses = self._masses(rows) if rows.asked else None
         drafted = self._drafted_blocks(rows, sampled)
         logits_RV = self._logits(inputs, masses, drafted)
         told = masses.told() if masses else None
@@ -247,6 +247,11 @@ class Epoch:
             self._note(sampled, choice, drafted)
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told)
+
+    def _masses(self, rows: RowNumbers) -> Masses:
+        comm, backend = self.peers.comm if self.peers else None, self._means.backend
+        blocks = Blocks(backend, rows.blocks) if rows.blocks and isinstance(backend, TellingBackend) else None
+        return Masses(rows.asked, self._means.pool, comm, blocks)
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
         """Where drafts leave more than their keys when they are refused."""

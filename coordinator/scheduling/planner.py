@@ -12,6 +12,7 @@ from coordinator.placement.blocks import Placer
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import Recovery
+from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
@@ -79,9 +80,17 @@ class Planner:
     have finished the first."""
 
     def __init__(
-        self, config: EngineConfig, placer: Placer, segments: Segments, speeds: Speeds, recovery: Recovery, epoch: int
+        self,
+        config: EngineConfig,
+        placer: Placer,
+        segments: Segments,
+        speeds: Speeds,
+        recovery: Recovery,
+        drafter: Drafter,
+        epoch: int,
     ) -> None:
         self._placer = placer
+        self._drafter = drafter
         self._segments = segments
         self._recovery = recovery
         self._epoch = epoch
@@ -167,9 +176,14 @@ class Planner:
         if self._suspects:
             jobs = self._suspects.part(jobs)
             is_apart = self._suspects.is_apart(jobs[0])
-        if is_apart and self._flights:
+        under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
+        if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
-        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs, is_apart=is_apart)
+        if under_way and self._drafter.waits(jobs):
+            return None
+        rows = [job.next_row(self._placer) for job in jobs]
+        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
+        return self._plan(work, jobs, is_apart=is_apart)
 
     def _plan(self, work: Work, jobs: Several[Job], *, is_apart: bool) -> StepPlan:
         self.step += 1

@@ -17,6 +17,8 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.draft_counts import DraftCounts
+from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import audit_holdings, audit_jobs
@@ -56,6 +58,7 @@ class Scheduler(AcrossEpochs):
         max_moved_blocks: int = MOVED_BLOCKS,
         *,
         is_durable: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
         those that nobody asks make room for others."""
@@ -69,6 +72,7 @@ class Scheduler(AcrossEpochs):
         """Times that a job went back to the queue so that another could begin."""
         self.reread_tokens = 0
         """Tokens of lost or parked keys that were computed again."""
+        self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
@@ -80,7 +84,8 @@ class Scheduler(AcrossEpochs):
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
         )
         self._recovery = Recovery(placer, self.segments, max_moved_blocks)
-        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, epoch)
+        self._drafter = drafter or Drafter(config.max_sequences, config.max_draft_tokens, config.block_size)
+        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
         self._running = self._lives.running
@@ -220,7 +225,9 @@ class Scheduler(AcrossEpochs):
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.num_answered += 1
-        self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
+        seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
+        self.speeds.measure(plan, seconds)
+        self._drafter.measure(plan, seconds)
         jobs = self._planner.land(plan)
         if self._recovery.owns(plan.work):
             self._healing.commit(result)
@@ -234,7 +241,7 @@ class Scheduler(AcrossEpochs):
                 job.read(len(plan.work.token_ids), result.seconds)
                 self._commit_chunk(job, now)
             elif isinstance(job, Sequence):
-                self._commit_token(job, result)
+                self._commit_tokens(job, result)
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -245,6 +252,7 @@ class Scheduler(AcrossEpochs):
 
     def _commit_chunk(self, job: Job, now: float) -> None:
         num_read, total = job.reading.num_read, len(job.reading.token_ids)
+        self._drafter.read(job.tail.segment, job.request.start + num_read)
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_read, total)))
             if job.reading.is_over and self._is_durable:
@@ -291,19 +299,33 @@ class Scheduler(AcrossEpochs):
         self._outcomes.append((job.request.id, Acknowledged(document.context)))
         self._lives.finish(job)
 
-    def _commit_token(self, job: Sequence, result: StepResult) -> None:
+    def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            index, tokens, attention = job.num_generated, list[Token](), result.attention.get(job.id)
-            for token in result.tokens[job.id]:
+            index, attention = job.num_generated, result.attention.get(job.id)
+            sampled, tokens = result.tokens[job.id], list[Token]()
+            job.accept([token.id for token in sampled[:-1]])
+            for token in sampled:
                 tokens.append(token)
                 if (reason := job.take(token.id)) is not None:
                     break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told)))
+            counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
+            self.drafts.add(*counts, len(tokens))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
+
+    def measure_gap(self, seconds: float, is_ahead: bool) -> None:
+        """Takes in the time between two decode steps, the second sent before the first was answered (`is_ahead`), or
+        after."""
+        self._drafter.measure_gap(seconds, is_ahead=is_ahead)
+
+    def learn(self) -> None:
+        """Does what need not be done before the ranks have the next plan."""
+        self._drafter.learn()
 
     # --- cancel, pause ---
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longleaf.attention.block_sums import BlockSums
 from longleaf.geometry import Reach
 from longleaf.runs import Extent, ceil_div, overlaps
 
@@ -61,6 +62,9 @@ class Read(NamedTuple):
 
 class Reads(tuple[Read, ...]):
     """The reads of a layer, decided once per step for all layers that see alike."""
+
+    told: BlockSums | None = None
+    """What kernels are to tell beside partials, if they can: attention rests on none of it."""
 
     @cached_property
     def table(self) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longleaf.attention.block_sums import Columns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 
@@ -93,6 +94,30 @@ class Backend(Protocol):
     def fold(self, packed_NTHC: Tensor) -> Partial:
         """Joins N packed partials in the order of the first dimension: the same inputs give the same bits on every
         device of this backend. The result has memory of its own."""
+        ...
+
+
+@runtime_checkable
+class TellingBackend(Backend, Protocol):
+    """A backend with kernels that tell what each block of keys gave to a row, where `Reads.told` asks for it. Partials
+    are the same bits whether it does or not."""
+
+    def add_shares(
+        self,
+        told_KE2: Tensor,
+        lse_TH: Tensor,
+        sink_H: Tensor | None,
+        columns: Columns,
+        found: tuple[Tensor, Tensor, Tensor],
+        *,
+        sink_column: int,
+        first_head: int,
+    ) -> None:
+        """Adds one layer to what of the attention of A tellers was found to fall on N columns: sums over heads, the
+        largest of all heads, both float32 [A, N], and its number, int32, where the layer's begin at `first_head`.
+
+        `told_KE2` is what kernels have told, with the natural-log logsumexp of all that the rows see. Sinks count
+        where they are given."""
         ...
 
 

@@ -19,7 +19,7 @@ from tests.support.golden.states import Logits
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
-CUT, ASKED, SIZE, STEPS = 610, 960, 16, 3
+CUT, ASKED, SIZE, STEPS = 610, 960, 32, 3
 """Where the second segment goes on from within the first one, where the question begins, tokens of a span and of an
 answer."""
 TOLERANCE = 2e-5
@@ -99,12 +99,29 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     check(results[0].attention[before], expected(weights, rows_before, (0, CUT), ASKED - 8, spans))
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gpt_oss", 3), ("gemma2", 2)])
+def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, family, world_size, kv_dtype):
+    def never(*_):
+        raise AssertionError("keys are looked at again")
+
+    monkeypatch.setattr("workers.step.masses.Masses._of_layer", never)
+    golden = goldens(family)
+    service = service_of(golden, world_size, kv_dtype=kv_dtype)
+    spans = Spans(SIZE, 2, len(golden.prompt))
+    asking = [
+        service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans, hidden=hidden) for hidden in ((), HIDDEN)
+    ]
+    results, _ = steps(service, [*asking, service.begin((0,), golden.prompt[:9], CUT, 0)])
+    assert all(len(result.attention) == len(asking) for result in results)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_size):
     golden, found = goldens("llama"), []
     for tile in (4096, SIZE * 3 - 1):
-        monkeypatch.setattr("workers.step.spans.TILE_KEYS", tile)
-        service = service_of(golden, world_size)
+        monkeypatch.setattr("workers.step.masses.TILE_KEYS", tile)
+        service = service_of(golden, world_size, kernels="torch")
         spans = Spans(SIZE, 2, len(golden.prompt), of_all_rows=True)
         row = service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans)
         [result], _ = steps(service, [row], 1)

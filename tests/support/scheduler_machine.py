@@ -44,6 +44,7 @@ from longleaf.errors import (
 )
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling, Token
+from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger, windows_of
 from workers.fakes import EchoLedger
 
@@ -93,6 +94,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences=st.integers(1, 3),
         max_waiting=st.integers(1, 4),
         windows=st.none() | windows_of(4, 40),
+        max_drafts=st.integers(0, 4),
+        kind=st.sampled_from(RandomDrafter.KINDS),
     )
     def begin(
         self,
@@ -103,6 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences: int,
         max_waiting: int,
         windows: Windows | None,
+        max_drafts: int,
+        kind: str,
     ) -> None:
         config = EngineConfig(
             model="none",
@@ -111,8 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             replicate_below=replicate_below,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
+            max_draft_tokens=max_drafts,
         )
         self.config = config
+        self.drafter = RandomDrafter(config, kind)
         self.windows = windows
         self.max_unread = config.max_sequences + config.max_waiting
         self.placer = Placer(blocks, block_size, windows)
@@ -145,7 +152,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waited: dict[int, int] = {}
 
     def _make_scheduler(self, epoch: int) -> Scheduler:
-        return Scheduler(self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable)
+        return Scheduler(
+            self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable, drafter=self.drafter
+        )
 
     # --- the ranks ---
 
@@ -200,6 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             end_tokens=frozenset([end]),
             num_samples=num_samples,
             claim=claim,
+            max_draft_tokens=max_tokens % 5,
         )
         try:
             self.scheduler.admit(self.num_jobs, prompt, self.now)
@@ -233,6 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=Sampling(max_tokens=max_tokens),
             num_samples=len(told),
             claim=claim,
+            max_draft_tokens=max_tokens % 5,
             generated=generated,
         )
         try:
@@ -411,6 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             result = replace(result, not_finite=tuple(broken), has_finite_keys=not isinstance(plan.work, Prefill))
         self.breaks = None
         self._see(self.scheduler.commit(plan, result))
+        self.scheduler.learn()
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for job, outcome in outcomes:

@@ -22,6 +22,7 @@ from workers.keys.ledger import Ledger, stretches
 from workers.keys.slots import Slots
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
+from workers.step.block_plan import BlockPlan, block_plan
 from workers.step.last_ids import LastIds
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.past import PastBuilder
@@ -71,6 +72,8 @@ class RowNumbers:
     """Rows of which the next token is scored, in the order of the plan."""
     asked: Sequence[Asked] = ()
     """Whatever rows tell of their attention."""
+    blocks: BlockPlan | None = None
+    """What kernels tell of it; None where they tell nothing."""
     is_plain: bool = True
     """Whether rows see all that is before them, and nothing but a token of each is wanted; all ranks say the same."""
 
@@ -79,7 +82,8 @@ class RowNumbers:
 
 
 class InputBuilder:
-    """Builds the inputs of one rank. `windows` is None where no layer's keys lie on every rank."""
+    """Builds the inputs of one rank. `windows` is None where no layer's keys lie on every rank.
+    `tells_blocks`: there are kernels that can tell what falls on blocks of keys."""
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class InputBuilder:
         world_size: int,
         pasts: PastBuilder,
         windows: WindowBuilder | None = None,
+        tells_blocks: bool = False,
     ) -> None:
         self._ledger = ledger
         self._rank = ledger.rank
@@ -103,6 +108,7 @@ class InputBuilder:
         self._world_size = world_size
         self._pasts = pasts
         self._windows = windows
+        self._tells_blocks = tells_blocks
 
     def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
         """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
@@ -158,6 +164,7 @@ class InputBuilder:
             last_rows[row.sequence] = len(ids) - 1 - len(row.draft_ids)
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
+        reads = row_reads(self._ledger, queries, self.reaches, near_rank)
         told = asked(self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers)
         return RowNumbers(
             token_ids=ids,
@@ -171,12 +178,20 @@ class InputBuilder:
                 if row.token_index >= 0
                 for i in range(1 + len(row.draft_ids))
             ],
-            reads=row_reads(self._ledger, queries, self.reaches, near_rank),
+            reads=reads,
             most_together=most_together(queries),
             scored_rows=scored,
             asked=told,
+            blocks=self._blocks(reads, told),
             is_plain=not (told or scored or any(row.hidden or row.draft_ids for row in work.rows)),
         )
+
+    def _blocks(self, reads: dict[Reach, Reads], told: Sequence[Asked]) -> BlockPlan | None:
+        """Has kernels tell what is asked, if they can."""
+        plan = block_plan(reads[Reach()], told) if told and self._tells_blocks else None
+        if plan is not None:
+            reads[Reach()].told = plan.sums
+        return plan
 
     def tensors(self, rows: RowNumbers, last_ids: LastIds) -> Inputs[RowLayer]:
         """The inputs of a step, of which the numbers go to the device in one copy."""

@@ -1,26 +1,34 @@
-"""How much of rows' attention falls on each span of their context: a pass over keys alone, for rows that ask.
+"""How much of rows' attention falls on each span of their context.
 
-The share of a key is exp(score - lse), with the merged logsumexp of the row. Whatever kernels computed the row, their
+The share of a key is exp(score - lse), with the merged logsumexp of the row. Kernels that can tell what fell on each
+block of keys are asked to; where they cannot, a pass over keys alone finds the same. Whatever computed the row, its
 bits are not touched, and a row that does not ask costs nothing.
 
 Shape letters: T rows of the step, A sequences that are told together, R their rows, K key heads, G queries per key
 head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.spans`), W ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longleaf.attention.block_sums import Columns
 from longleaf.attention.masks import hidden
 from longleaf.channel.step import HEADS_PER_LAYER, Attention
 from longleaf.comm import Comm
+from longleaf.kernels.backend import TellingBackend
 from longleaf.runs import ceil_div
 from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
+from workers.step.block_plan import BlockPlan
 from workers.step.spans import SINK, Asked, Keys
 from workers.transfers import ToHost, to_device
+
+TILE_KEYS = 4096
+"""Keys that are looked at together: their scores are written out."""
 
 
 class Sums:
@@ -48,6 +56,21 @@ class Sums:
         self.largest_AN = torch.where(is_more_AN, most_AN, self.largest_AN)
         self.heads_AN = torch.where(is_more_AN, heads_AN.int() + layer * HEADS_PER_LAYER, self.heads_AN)
 
+    def add_blocks(
+        self,
+        layer: int,
+        backend: TellingBackend,
+        told_KE2: Tensor,
+        lse_TH: Tensor,
+        sink_H: Tensor | None,
+        columns: Columns,
+    ) -> None:
+        """The same of what kernels have told of blocks."""
+        self.num_heads += lse_TH.shape[1]
+        found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.asked.view.num_spans + SINK
+        place = {"sink_column": sink_column, "first_head": layer * HEADS_PER_LAYER}
+        backend.add_shares(told_KE2, lse_TH, sink_H, columns, found, **place)
+
     def numbers(self) -> Tensor:
         """Means, largest and, bit for bit, heads: [3, A * N], float32."""
         heads_AN = self.heads_AN.view(torch.float32)
@@ -74,22 +97,37 @@ class Told:
         return found
 
 
+class Blocks(NamedTuple):
+    """What kernels tell of a step's blocks of keys, and who adds it up."""
+
+    backend: TellingBackend
+    plan: BlockPlan
+
+
 class Masses:
     """Counts, layer by layer of one step, what falls on the columns of all rows that ask."""
 
-    def __init__(self, groups: Sequence[Asked], pool: Slots, comm: Comm | None) -> None:
+    def __init__(self, groups: Sequence[Asked], pool: Slots, comm: Comm | None, blocks: Blocks | None = None) -> None:
         """Of all ranks the first one counts sinks."""
         self._sums = [Sums(asked, pool.device) for asked in groups]
         self._pool = pool
         self._comm = comm
+        self._blocks = blocks
         self._has_sink = comm is None or comm.rank == 0
 
     def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
         """Counts a layer that sees all keys, if it counts: queries as attention gets them, and the natural-log
         logsumexp of all that they see."""
-        for sums in self._sums:
-            if layer in sums.asked.view.layers:
+        told_KE2 = self._blocks.plan.sums.take() if self._blocks else None
+        for number, sums in enumerate(self._sums):
+            if layer not in sums.asked.view.layers:
+                continue
+            if self._blocks is None or told_KE2 is None:
                 sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
+                continue
+            sinks = call.sink_H if self._has_sink else None
+            columns = self._blocks.plan.columns[number]
+            sums.add_blocks(layer, self._blocks.backend, told_KE2, lse_TH, sinks, columns)
 
     def told(self) -> Told | None:
         """Has the ranks put together what they counted, all at the same time; the first one gets it."""
@@ -111,12 +149,12 @@ class Masses:
         q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
         lse_K1M = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(1)
         masses_KNM = q_KDM.new_zeros(num_kv_heads, asked.num_columns, num_rows * group)
-        for keys in asked.context:
+        for keys in _tiles(asked.context):
             _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
         first = 0
         for _, run, own in asked.tellers:
             some = slice(first, first + (run.end - run.start) * group)
-            for keys in own:
+            for keys in _tiles(own):
                 ahead = keys.position + keys.num_keys - 1 - run.start
                 weights_KSM = self._weights(layer, keys, q_KDM[..., some], lse_K1M[..., some], call, ahead, group)
                 _count(masses_KNM[..., some], weights_KSM, keys)
@@ -139,6 +177,10 @@ class Masses:
             unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KDM.device))
             scores_KSM.masked_fill_(unseen_RS.repeat_interleave(group, dim=0).T, float("-inf"))
         return scores_KSM.sub_(lse_K1M).exp_()
+
+
+def _tiles(found: Iterable[Keys]) -> Iterator[Keys]:
+    return (tile for keys in found for tile in keys.tiles(TILE_KEYS))
 
 
 def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: Keys) -> None:

@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun
 from longleaf.channel.step import NUM_OTHER_SHARES, Positions, Row, Spans
-from longleaf.runs import Extent, ceil_div, without
+from longleaf.runs import ceil_div, joined, without
 from workers.keys.ledger import Ledger, Part
 from workers.step.rows import Query
 
-TILE_KEYS = 4096
-"""Keys that are looked at together: their scores are written out."""
 PROMPT, ANSWER, SINK = 0, 1, 2
 """Columns behind the spans."""
 
@@ -32,6 +30,13 @@ class Keys(NamedTuple):
     """Keys of that column that lie before it."""
     size: int
     """Keys of a column."""
+
+    def tiles(self, most: int) -> Iterator["Keys"]:
+        """The same in parts of at most so many keys."""
+        for low in range(0, self.num_keys, most):
+            number, before = divmod(self.before + low, self.size)
+            count = min(most, self.num_keys - low)
+            yield Keys(self.position + low, self.slot + low, count, self.column + number, before, self.size)
 
 
 class Teller(NamedTuple):
@@ -98,9 +103,9 @@ def _context_keys(ledger: Ledger, view: View) -> Iterator[Keys]:
     column = 0
     for part in view.parts:
         for low, high in without(part.start, part.end, view.hidden):
-            for tile in _tiles(ledger.held(part.segment, low, high)):
-                number, before = divmod(tile.start - part.start, view.size)
-                yield Keys(tile.start, tile.slot, tile.end - tile.start, column + number, before, view.size)
+            for held in joined(ledger.held(part.segment, low, high)):
+                number, before = divmod(held.start - part.start, view.size)
+                yield Keys(held.start, held.slot, held.end - held.start, column + number, before, view.size)
         column += ceil_div(part.end - part.start, view.size)
 
 
@@ -108,12 +113,6 @@ def _own_keys(ledger: Ledger, parts: Iterable[Part], spans: Spans, num_spans: in
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
-            for tile in _tiles(ledger.held(part.segment, low, high)):
-                count = tile.end - tile.start
-                yield Keys(tile.start, tile.slot, count, num_spans + other, 0, count)
-
-
-def _tiles(extents: Iterable[Extent]) -> Iterator[Extent]:
-    for start, end, slot in extents:
-        for low in range(start, end, TILE_KEYS):
-            yield Extent(low, min(low + TILE_KEYS, end), slot + low - start)
+            for held in joined(ledger.held(part.segment, low, high)):
+                count = held.end - held.start
+                yield Keys(held.start, held.slot, count, num_spans + other, 0, count)

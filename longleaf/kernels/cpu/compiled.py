@@ -10,6 +10,7 @@ from longleaf.kernels.backend import Int8Layer, check_shapes
 from longleaf.kernels.cpu.decode import NativeDecode
 from longleaf.kernels.cpu.flash import Flash
 from longleaf.kernels.cpu.fold import NativeFold
+from longleaf.kernels.cpu.shares import NativeShares
 
 
 class Compiled(Flash):
@@ -22,6 +23,7 @@ class Compiled(Flash):
         super().__init__()
         self._decode = NativeDecode.load()
         self._fold = NativeFold.load()
+        self.add_shares = NativeShares.load()
 
     def attend(
         self,

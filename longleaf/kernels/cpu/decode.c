@@ -11,6 +11,10 @@
    Scores s become cap * tanh(s / cap), unless cap is 0. lse is the natural log of the sum of exponentials; a row that
    sees nothing gives out 0, lse -inf.
 
+   Of reads of which it is asked, the kernel also tells what each block of BLOCK slots gave to each row: the share of a
+   block in what the row attends to is sum * exp(peak - lse). Bits are the same whether it is asked or not: blocks always
+   end at multiples of BLOCK slots, there is ONE_COPY of what computes, and what is told is written down behind it.
+
    What is not finite shows: a row of which a score is NaN or infinite gives NaN, and so does one that reads a value that
    is, even where a mask hides it. fast-math takes all numbers for finite, so the scores of a row are added up and the bits
    of the sum are looked at: that costs 0 to 2 % in one call, and to have the compiler mind NaN itself costs 2 to 9 %. */
@@ -49,6 +53,12 @@
 /* fast-math knows no infinities: a finite score below all others */
 #define HIDDEN -1e38f
 
+/* Copies that a compiler makes of a function for some of its callers may round otherwise. */
+#ifdef __clang__
+#define ONE_COPY __attribute__((noinline))
+#else
+#define ONE_COPY __attribute__((noinline, noclone))
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi" /* on vectors that functions hand on: these are all inlined */
 /* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do; processors
@@ -75,6 +85,18 @@ struct read {
     long first_row, end_row, first_slot, end_slot, offset, window;
 };
 
+/* What is told of a read: of rows [first_row, end_row), a token's group of heads after the other, `num_entries` entries
+   each, from the entry `start * group` on. Slots from `edge` on count apart from those before it: the block in which
+   it lies has two entries. A read of which nothing is told has no rows. */
+struct told_read {
+    long start, first_row, end_row, edge, num_entries;
+};
+
+/* An entry: the highest score of the row until then, and the sum of exp(score - that). */
+struct entry {
+    float peak, sum;
+};
+
 /* The keys and values of one key head. int8 has an exponent per block of slots and column of the keys and a scale per
    slot of the values, as longleaf/kernels/int8.py writes them. */
 struct store {
@@ -93,6 +115,8 @@ struct rows {
     float *out;        /* [num_rows, dim], not yet divided by `sum` */
     float *peak, *sum; /* [num_rows] */
     float *witness;    /* [num_rows], the sum of all scores: no finite number if one of them is none */
+    float *total;      /* [num_rows], the sums of the weights of the block that was added last */
+    float *weights;    /* those of up to TILE rows: of fewer than LANES [row, BLOCK], else [BLOCK, TILE] */
     long dim, stride, group;
     float cap;
 };
@@ -256,11 +280,11 @@ INLINE void value_few(const void *values, long num_keys, const float *weight, co
 
 /* Adds a block to fewer rows than LANES. */
 INLINE void add_few(const struct block *block, const float *restrict q, float *restrict out, float *restrict peak,
-                    float *restrict sum, float *restrict witness, long group, float cap, long dim,
-                    const enum kind kind)
+                    float *restrict sum, float *restrict witness, float *restrict totals,
+                    float (*restrict score)[BLOCK], long group, float cap, long dim, const enum kind kind)
 {
     const long num_rows = block->num_rows, num_keys = block->num_keys;
-    float score[LANES][BLOCK], fade[LANES];
+    float fade[LANES];
     const void *keys = block->keys, *values = block->values;
     BY_ROWS(SCORE)
     for (long r = 0; r < num_rows; r++) {
@@ -285,6 +309,7 @@ INLINE void add_few(const struct block *block, const float *restrict q, float *r
                 score[r][j] = sees(block->read, group, block->row + r, block->key + j) ? score[r][j] : 0.0f;
         for (long j = 0; j < num_keys; j++)
             total += score[r][j];
+        totals[r] = total;
         fade[r] = expf(peak[r] - top);
         sum[r] = sum[r] * fade[r] + total;
         peak[r] = top;
@@ -292,14 +317,15 @@ INLINE void add_few(const struct block *block, const float *restrict q, float *r
     BY_ROWS(VALUE)
 }
 
-#define ADD(DIM, KIND) add_few(block, q, out, peak, sum, witness, rows->group, rows->cap, DIM, KIND)
+#define ADD(DIM, KIND) add_few(block, q, out, peak, sum, witness, totals, score, rows->group, rows->cap, DIM, KIND)
 
-static void add_few_of_kind(const struct rows *rows, const struct block *block)
+static ONE_COPY void add_few_of_kind(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, dim = rows->dim;
     const float *q = rows->q + row * dim;
     float *out = rows->out + row * dim, *peak = rows->peak + row, *sum = rows->sum + row;
-    float *witness = rows->witness + row;
+    float *witness = rows->witness + row, *totals = rows->total + row;
+    float(*score)[BLOCK] = (float(*)[BLOCK])rows->weights;
     switch (block->kind) {
         case FLOAT32: /* short loops of known length stay in registers */
             if (dim == 32)
@@ -438,10 +464,10 @@ INLINE void add_values(float weight[BLOCK][TILE], long row, const float *fade, c
 }
 
 /* Adds a block to at least LANES and at most TILE rows. */
-static void add_many(const struct rows *rows, const struct block *block)
+static ONE_COPY void add_many(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, num_rows = block->num_rows, dim = rows->dim;
-    float score[BLOCK][TILE], top[TILE] = {0}, total[TILE] = {0}, seen[TILE] = {0}, fade[TILE];
+    float(*score)[TILE] = (float(*)[TILE])rows->weights, top[TILE] = {0}, total[TILE] = {0}, seen[TILE] = {0}, fade[TILE];
     memcpy(top, rows->peak + row, sizeof(float) * num_rows);
     if (num_rows > LANES) {
         score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 2);
@@ -455,6 +481,7 @@ static void add_many(const struct rows *rows, const struct block *block)
         rows->sum[row + r] = rows->sum[row + r] * fade[r] + total[r];
         rows->peak[row + r] = top[r];
         rows->witness[row + r] += seen[r];
+        rows->total[row + r] = total[r];
     }
     long r = 0;
     for (; r + 4 <= num_rows; r += 4)
@@ -533,7 +560,49 @@ static void fetch(const struct store *store, long slot, int are_few, struct bloc
         widen_block(store, block);
 }
 
-static void add_read(const struct rows *rows, const struct read *read, const struct store *store)
+/* Several blocks of few keys may make up one of BLOCK slots: the sums of those before fade as the peak rises. */
+INLINE void note(struct entry *entry, int begins, float peak, float sum)
+{
+    if (!begins) /* a peak rises seldom */
+        sum += entry->sum * (entry->peak == peak ? 1.0f : expf(entry->peak - peak));
+    *entry = (struct entry){peak, sum};
+}
+
+/* The first keys of a block count into one entry, the others into the next. */
+static void note_parts(const struct rows *rows, const struct block *block, long tile_row, long num_before, int begins,
+                       struct entry *entry)
+{
+    const int are_few = block->num_rows < LANES;
+    const float *weights = rows->weights + tile_row * (are_few ? BLOCK : 1);
+    const float peak = rows->peak[block->read->first_row * rows->group + block->row + tile_row];
+    float sums[2] = {0.0f, 0.0f};
+    for (long j = 0; j < block->num_keys; j++)
+        sums[j >= num_before] += weights[j * (are_few ? 1 : TILE)];
+    note(entry, begins, peak, sums[0]);
+    note(entry + 1, 1, peak, sums[1]);
+}
+
+/* Tells what a block, whose first key lies in `slot`, gave to its rows; `told` has the entries of this key head. */
+static void tell(const struct rows *rows, const struct block *block, unsigned long slot, const struct told_read *read,
+                 struct entry *told)
+{
+    const long group = rows->group, told_row = read->first_row * group, told_end = read->end_row * group;
+    const long block_row = block->read->first_row * group + block->row, block_end = block_row + block->num_rows;
+    const long first = told_row > block_row ? told_row : block_row, end = told_end < block_end ? told_end : block_end;
+    const unsigned long edge = read->edge, first_slot = block->read->first_slot;
+    const int begins = block->key == 0 || slot % BLOCK == 0 || slot == edge;
+    struct entry *entry = told + read->start * group + (first - told_row) * read->num_entries;
+    entry += slot / BLOCK - first_slot / BLOCK + (slot >= edge);
+    const int is_cut = slot < edge && edge < slot + block->num_keys;
+    for (long row = first; row < end; row++, entry += read->num_entries)
+        if (is_cut)
+            note_parts(rows, block, row - block_row, edge - slot, begins, entry);
+        else
+            note(entry, begins, rows->peak[row], rows->total[row]);
+}
+
+static void add_read(const struct rows *rows, const struct read *read, const struct store *store,
+                     const struct told_read *told_read, struct entry *told)
 {
     const long num_keys = read->end_slot - read->first_slot, group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
@@ -542,9 +611,10 @@ static void add_read(const struct rows *rows, const struct read *read, const str
     const long page = (PAGE + bytes - 1) / bytes;
     const long most = num_rows < LANES && page < BLOCK ? page : BLOCK;
     for (long key = 0; key < num_keys; key += block.num_keys) {
-        const long slot = read->first_slot + key, rest = num_keys - key;
+        const long slot = read->first_slot + key, rest = num_keys - key, room = BLOCK - slot % BLOCK;
         block.key = key;
         block.num_keys = rest < most ? rest : most;
+        block.num_keys = block.num_keys < room ? block.num_keys : room;
         if (store->kind == INT8) {
             const long same_scales = store->block_size - slot % store->block_size;
             block.num_keys = block.num_keys < same_scales ? block.num_keys : same_scales;
@@ -560,6 +630,8 @@ static void add_read(const struct rows *rows, const struct read *read, const str
                 add_few_of_kind(rows, &block);
             else
                 add_many(rows, &block);
+            if (told_read)
+                tell(rows, &block, slot, told_read, told);
         }
     }
 }
@@ -607,7 +679,7 @@ static void finish(const struct rows *rows, float *out, float *lse, long tokens,
 /* Tiles look, but do not write, beyond the last row. */
 long longleaf_scratch_size(long num_rows, long dim)
 {
-    return 2 * num_rows * dim + (num_rows + TILE) * dim + 3 * num_rows + (2 * BLOCK + 1) * dim;
+    return 2 * num_rows * dim + (num_rows + TILE) * dim + 4 * num_rows + BLOCK * TILE + (2 * BLOCK + 1) * dim;
 }
 
 static void go_to_next_head(struct store *store, long stride)
@@ -622,7 +694,8 @@ static void go_to_next_head(struct store *store, long stride)
 
 static void decode(const float *q, struct store store, float *out, float *lse, float *scratch, const struct read *reads,
                    long num_reads, long tokens, long heads, long group, long q_token_stride, long q_head_stride,
-                   long kv_head_stride, float scale, float cap)
+                   long kv_head_stride, float scale, float cap, const struct told_read *told_reads, struct entry *told,
+                   long told_stride)
 {
     const long num_rows = tokens * group, dim = store.dim;
     struct rows rows = {.q = scratch, .dim = dim, .stride = num_rows + TILE, .group = group, .cap = cap};
@@ -631,34 +704,40 @@ static void decode(const float *q, struct store store, float *out, float *lse, f
     rows.peak = rows.out + num_rows * dim;
     rows.sum = rows.peak + num_rows;
     rows.witness = rows.sum + num_rows;
-    store.room = rows.witness + num_rows;
+    rows.total = rows.witness + num_rows;
+    rows.weights = rows.total + num_rows;
+    store.room = rows.weights + BLOCK * TILE;
     memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
     for (long h = 0; h < heads; h++) {
         begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
         for (long i = 0; i < num_reads; i++)
-            add_read(&rows, reads + i, &store);
+            add_read(&rows, reads + i, &store, told_reads ? told_reads + i : NULL, told);
         finish(&rows, out + h * group * dim, lse + h * group, tokens, heads);
         go_to_next_head(&store, kv_head_stride);
+        told += told_stride;
     }
 }
 
-/* Keys and values are float32, bfloat16 or float16, as `kind` says. */
+/* Keys and values are float32, bfloat16 or float16, as `kind` says. `told_reads` has a row for each read, or is NULL;
+   `told` [kv_heads, entries * group], with a stride between heads, takes what is told. */
 void longleaf_decode(const float *q, const char *keys, const char *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
-                     long q_token_stride, long q_head_stride, long kv_head_stride, long kind, float scale, float cap)
+                     long q_token_stride, long q_head_stride, long kv_head_stride, long kind, float scale, float cap,
+                     const struct told_read *told_reads, struct entry *told, long told_stride)
 {
     const struct store store = {.keys = keys, .values = values, .dim = dim, .kind = kind};
     decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
-           kv_head_stride, scale, cap);
+           kv_head_stride, scale, cap, told_reads, told, told_stride);
 }
 
 void longleaf_decode_int8(const float *q, const char *keys, const char *values, const signed char *exponents,
                           const float *scales, float *out, float *lse, float *scratch, const struct read *reads,
                           long num_reads, long tokens, long heads, long group, long dim, long q_token_stride,
-                          long q_head_stride, long kv_head_stride, long block_size, float scale, float cap)
+                          long q_head_stride, long kv_head_stride, long block_size, float scale, float cap,
+                          const struct told_read *told_reads, struct entry *told, long told_stride)
 {
     const struct store store = {.keys = keys, .values = values, .exponents = exponents, .scales = scales,
                                 .block_size = block_size, .dim = dim, .kind = INT8};
     decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
-           kv_head_stride, scale, cap);
+           kv_head_stride, scale, cap, told_reads, told, told_stride);
 }

@@ -21,6 +21,7 @@ LANES = 8
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as decode.c numbers them."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
+TOLD_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 MAX_ROWS = 512
 """Rows per key head of a layer from which on torch's matrix products are faster on one thread."""
 
@@ -31,10 +32,10 @@ class NativeDecode:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2
+        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + TOLD_TYPES
         self._run.restype = None
         self._run_int8 = library.longleaf_decode_int8
-        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2
+        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + TOLD_TYPES
         self._run_int8.restype = None
         self._scratch_size = library.longleaf_scratch_size
         self._scratch_size.argtypes = [ctypes.c_long] * 2
@@ -76,7 +77,8 @@ class NativeDecode:
         q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, k_KSD, reads)
         tensors = (q_THD, k_KSD, v_KSD, *results)
-        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, KINDS[k_KSD.dtype], scale, softcap or 0.0)
+        limits = (KINDS[k_KSD.dtype], scale, softcap or 0.0)
+        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_told(reads, sizes))
         return Partial(*results[:2])
 
     def can_run_int8(self, q_THD: Tensor, kept: Int8Layer) -> bool:
@@ -98,7 +100,8 @@ class NativeDecode:
         q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, kept.keys_KSD, reads)
         tensors = (q_THD, *kept[:4], *results)
-        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, kept.block_size, scale, softcap or 0.0)
+        limits = (kept.block_size, scale, softcap or 0.0)
+        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_told(reads, sizes))
         return Partial(*results[:2])
 
     def _prepare(
@@ -113,3 +116,13 @@ class NativeDecode:
         scratch = q_THD.new_empty(self._scratch_size(num_tokens * group, dim))
         sizes = (len(table), num_tokens, num_kv_heads, group, dim, *q_THD.stride()[:2], k_KSD.stride(0))
         return (out_THD, lse_TH, scratch, table), sizes
+
+
+def _told(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
+    """What is told of blocks of keys: the table of reads, where entries go, and how many each key head has."""
+    told = reads.told if isinstance(reads, Reads) else None
+    if told is None:
+        return None, None, 0
+    _, _, num_kv_heads, group, *_ = sizes
+    room_KE2 = told.room(num_kv_heads, group)
+    return told.table.data_ptr(), room_KE2.data_ptr(), room_KE2.shape[1]

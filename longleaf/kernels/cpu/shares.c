@@ -1,0 +1,74 @@
+/* Of one layer, what of the attention of some rows falls on each of some columns, from what the decode kernel told of
+   blocks of keys: sum * exp(peak - lse), with the logsumexp of all keys that the row sees.
+
+   A row's peak rises seldom, so few exponentials are taken: as long as it stays, so does the factor. */
+
+#include <math.h>
+#include <string.h>
+
+/* As in decode.c: the highest score of the row until then, and the sum of exp(score - that). */
+struct entry {
+    float peak, sum;
+};
+
+/* Entries [first, end) of a row, of `num_entries` that begin at `start` for one query per key head: they count into
+   columns from `column` on, `per_column` of them each, and `before` of the first one's lie before them. */
+struct run {
+    long row, start, num_entries, first, end, column, before, per_column;
+};
+
+/* Rows whose mean is told together, [first_row, end_row), and their runs. */
+struct teller {
+    long first_row, end_row, first_run, end_run;
+};
+
+static void add_run(const struct run *run, const struct entry *told, float lse, float *columns)
+{
+    float *column = columns + run->column, peak = 0.0f, factor = 0.0f;
+    long left = run->per_column - run->before;
+    for (long i = run->first; i < run->end; i++) {
+        if (i == run->first || told[i].peak != peak) {
+            peak = told[i].peak;
+            factor = expf(peak - lse);
+        }
+        *column += told[i].sum * factor;
+        if (--left == 0) {
+            column++;
+            left = run->per_column;
+        }
+    }
+}
+
+/* `told` is [kv_heads, entries * group] with a stride between heads, lse [rows, kv_heads * group]; sinks
+   [kv_heads * group], or NULL where they count elsewhere; means and largest [tellers, num_columns], heads alike, whose
+   numbers begin at `first_head` in this layer; columns [num_columns] is room to compute in. Means are summed over heads;
+   the largest is found over the heads of all layers. */
+void longleaf_add_shares(const struct entry *told, const float *lse, const float *sinks,
+                         const struct run *runs, const struct teller *tellers, float *means, float *largest, int *heads,
+                         float *columns, long head_stride, long num_tellers, long num_kv_heads, long group,
+                         long num_columns, long sink_column, long first_head)
+{
+    const long num_heads = num_kv_heads * group;
+    for (long a = 0; a < num_tellers; a++) {
+        const struct teller *teller = tellers + a;
+        const float weight = 1.0f / (float)(teller->end_row - teller->first_row);
+        float *mean = means + a * num_columns, *most = largest + a * num_columns;
+        int *head = heads + a * num_columns;
+        for (long h = 0; h < num_heads; h++) {
+            const long k = h / group, g = h % group;
+            memset(columns, 0, sizeof(float) * num_columns);
+            for (const struct run *run = runs + teller->first_run; run < runs + teller->end_run; run++) {
+                const long place = k * head_stride + run->start * group + g * run->num_entries;
+                add_run(run, told + place, lse[run->row * num_heads + h], columns);
+            }
+            for (long row = teller->first_row; sinks && row < teller->end_row; row++)
+                columns[sink_column] += expf(sinks[h] - lse[row * num_heads + h]);
+            for (long n = 0; n < num_columns; n++) {
+                const float share = columns[n] * weight;
+                mean[n] += share;
+                head[n] = share > most[n] ? (int)(first_head + h) : head[n];
+                most[n] = share > most[n] ? share : most[n];
+            }
+        }
+    }
+}

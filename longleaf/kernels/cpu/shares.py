@@ -1,0 +1,46 @@
+"""The compiled sum of what a CPU rank's decode kernel told of blocks of keys, from shares.c."""
+
+import ctypes
+from pathlib import Path
+
+from torch import Tensor
+
+from longleaf import native
+from longleaf.attention.block_sums import Columns
+
+SOURCE = Path(__file__).with_name("shares.c")
+FLAGS = ("-O3", "-march=native")
+
+
+class NativeShares:
+    """What of rows' attention falls on columns, some twenty small torch operations in one call."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.longleaf_add_shares
+        self._run.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 7
+        self._run.restype = None
+
+    @staticmethod
+    def load() -> "NativeShares":
+        """Compiled at the first call on this kind of processor. Raises OSError, as where there is no C compiler."""
+        return NativeShares(native.load(SOURCE, FLAGS))
+
+    def __call__(
+        self,
+        told_KE2: Tensor,
+        lse_TH: Tensor,
+        sink_H: Tensor | None,
+        columns: Columns,
+        found: tuple[Tensor, Tensor, Tensor],
+        *,
+        sink_column: int,
+        first_head: int,
+    ) -> None:
+        """As `TellingBackend.add_shares`."""
+        (num_tellers, num_columns), num_kv_heads = found[0].shape, len(told_KE2)
+        lse_TH, sink_H = lse_TH.contiguous(), sink_H if sink_H is None else sink_H.float().contiguous()
+        room_N = found[0].new_empty(num_columns)
+        tensors = (told_KE2, lse_TH, sink_H, *columns, *found, room_N)
+        sizes = (told_KE2.shape[1], num_tellers, num_kv_heads, lse_TH.shape[1] // num_kv_heads)
+        places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        self._run(*places, *sizes, num_columns, sink_column, first_head)

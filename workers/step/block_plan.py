@@ -1,0 +1,125 @@
+"""Where what kernels tell of blocks of keys counts: from a step's reads to the columns of the rows that ask.
+
+Spans are whole blocks, but for the last of a segment. Behind the context the prompt may end inside a block: there the
+kernel tells the two parts apart, at the read's edge.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from longleaf.attention.block_sums import BLOCK, NO_EDGE, BlockSums, Columns, ToldRead, table, told_read
+from longleaf.attention.masks import Read
+from longleaf.runs import ceil_div
+from workers.step.spans import Asked, Keys, Teller
+
+
+class BlockPlan(NamedTuple):
+    """What kernels are to tell in a step, and where it counts."""
+
+    sums: BlockSums
+    columns: list[Columns]
+    """Of each group of sequences that are told together."""
+
+
+class CutApart(Exception):
+    """Keys of one block count into several columns, and kernels do not tell them apart."""
+
+
+class Piece(NamedTuple):
+    """Slots [low, high) of a read that count into columns one after the other."""
+
+    read: int
+    low: int
+    high: int
+    keys: Keys
+
+
+def block_plan(reads: Sequence[Read], groups: Sequence[Asked]) -> BlockPlan | None:
+    """None where spans are no whole blocks, or a block would have to be cut at several places to tell what is asked."""
+    if any(asked.view.size % BLOCK for asked in groups):
+        return None
+    rows = sorted({row for asked in groups for teller in asked.tellers for row in _rows(teller)})
+    seen = {row: _read_by(reads, row) for row in rows}
+    edges: dict[int, set[int]] = {}
+    for asked in groups:
+        for teller in asked.tellers:
+            for row in _rows(teller):
+                for piece in _pieces(reads, seen[row], teller.own):
+                    if reads[piece.read].slot_start < piece.low and piece.low % BLOCK:
+                        edges.setdefault(piece.read, set()).add(piece.low)
+    told = list(_told(reads, rows, {read: min(found) for read, found in edges.items()}))
+    try:
+        return BlockPlan(BlockSums(told), [_columns(reads, told, seen, asked) for asked in groups])
+    except CutApart:
+        return None
+
+
+def _rows(teller: Teller) -> range:
+    return range(teller.run.row, teller.run.row + teller.run.end - teller.run.start)
+
+
+def _read_by(reads: Sequence[Read], row: int) -> list[int]:
+    """The reads of a row, by number, in the order of their slots."""
+    found = [number for number, read in enumerate(reads) if read.row_start <= row < read.row_end]
+    return sorted(found, key=lambda number: reads[number].slot_start)
+
+
+def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[Keys]) -> Iterator[Piece]:
+    """Where keys lie in the reads of these numbers; both are in the order of slots, or are brought into it."""
+    ahead = sorted(keys, key=lambda each: each.slot)
+    first = 0
+    for number in numbers:
+        read = reads[number]
+        while first < len(ahead) and ahead[first].slot + ahead[first].num_keys <= read.slot_start:
+            first += 1
+        at = first
+        while at < len(ahead) and ahead[at].slot < read.slot_end:
+            low, high = max(read.slot_start, ahead[at].slot), ahead[at].slot + ahead[at].num_keys
+            yield Piece(number, low, min(read.slot_end, high), ahead[at])
+            at += 1
+
+
+def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> Iterator[ToldRead]:
+    start = 0
+    for number, read in enumerate(reads):
+        asking = [row for row in rows if read.row_start <= row < read.row_end]
+        span = (asking[0], asking[-1] + 1) if asking else (0, 0)
+        told = told_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
+        yield told
+        start = told.end
+
+
+def _columns(reads: Sequence[Read], told: Sequence[ToldRead], seen: dict[int, list[int]], asked: Asked) -> Columns:
+    runs, tellers = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    context = dict[tuple[int, ...], list[tuple[int, ...]]]()
+    for teller in asked.tellers:
+        first = len(runs)
+        for row in _rows(teller):
+            alike = tuple(seen[row])
+            if alike not in context:
+                context[alike] = [_run(reads, told, piece) for piece in _pieces(reads, alike, asked.context)]
+            own = [_run(reads, told, piece) for piece in _pieces(reads, alike, teller.own)]
+            for number, *rest in (*context[alike], *own):
+                read = told[number]
+                runs.append((row, read.start + (row - read.first_row) * read.num_entries, read.num_entries, *rest))
+        rows = _rows(teller)
+        tellers.append((rows.start, rows.stop, first, len(runs)))
+    return Columns(table(runs, 8), table(tellers, 4))
+
+
+def _run(reads: Sequence[Read], told: Sequence[ToldRead], piece: Piece) -> tuple[int, ...]:
+    """The read's number, then what shares.c is told of entries and columns. Raises CutApart."""
+    read, edge, keys = reads[piece.read], told[piece.read].edge, piece.keys
+    if piece.low not in (read.slot_start, edge) and piece.low % BLOCK:
+        raise CutApart
+
+    def entry(slot: int) -> int:
+        return slot // BLOCK - read.slot_start // BLOCK + (slot >= edge)
+
+    number, before = divmod(keys.before + piece.low - keys.slot, keys.size)
+    per_column = ceil_div(keys.size, BLOCK)
+    if number == 0 and keys.num_keys == keys.size:  # one column for all, however blocks lie
+        before, per_column = 0, NO_EDGE
+    elif piece.low < edge < piece.high:
+        raise CutApart
+    return (piece.read, entry(piece.low), entry(piece.high - 1) + 1, keys.column + number, before // BLOCK, per_column)
